@@ -1,0 +1,46 @@
+PYTHON ?= python3
+
+DEMO := .venv
+TEST := .venv-test
+
+.PHONY: help demo test check lint clean distclean
+
+help:
+	@echo "make demo       set up $(DEMO), then quantize, run and judge the bundled model"
+	@echo "make test       set up $(TEST) with every extra, then lint, types and every test"
+	@echo "make check      the same without the slow tests"
+	@echo "make lint       lint, format and types only"
+	@echo "make clean      remove caches, build products and the demo's output"
+	@echo "make distclean  clean, and remove both environments"
+
+demo: $(DEMO)/.stamp
+	$(DEMO)/bin/adalog demo
+
+test: lint
+	$(TEST)/bin/python -m pytest
+
+check: lint
+	$(TEST)/bin/python -m pytest -m "not slow"
+
+lint: $(TEST)/.stamp
+	$(TEST)/bin/ruff check
+	$(TEST)/bin/ruff format --check
+	$(TEST)/bin/mypy
+
+# An environment is set up again only when the project's metadata or its pinned versions change.
+$(DEMO)/.stamp: pyproject.toml constraints/demo.txt
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python -m pip install -c constraints/demo.txt -e .
+	@touch $@
+
+$(TEST)/.stamp: pyproject.toml constraints/test.txt
+	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,test,dev]"
+	@touch $@
+
+clean:
+	rm -rf adalog-demo build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(DEMO) $(TEST)

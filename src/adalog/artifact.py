@@ -1,0 +1,294 @@
+"""The only reader and writer of the artifact: one safetensors file that holds a program and its tensors.
+
+Layout (docs/format.md). Metadata key "adalog": JSON with the format version, program, quantizers, config, ledger and
+provenance. Tensors: "codes/NAME" packed b-bit codes, "scale/NAME" and "zero_point/NAME" of weights, "float/NAME" the rest.
+Reading runs no code: the program may name only the operations of `program.OPERATIONS`.
+"""
+
+import json
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+import adalog
+from adalog.config import Config
+from adalog.errors import ArtifactError
+from adalog.model import LedgerRow, QuantizedModel
+from adalog.program import FAKE_QUANTIZE, OPERATIONS, Arg, Node, Output, Program, QuantizedTensor, Ref, refs_of
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+
+FORMAT = 1
+KEY = "adalog"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+DTYPES |= {"float64": torch.float64, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool, "uint8": torch.uint8}
+
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8, any shape, each below 2**bits) as a bit stream, least significant bit first: uint8, (bytes,)."""
+    flat = codes.detach().cpu().numpy().reshape(-1)
+    if flat.size and int(flat.max()) >= 2**bits:
+        raise ValueError(f"code {int(flat.max())} does not fit in {bits} bits")
+    stream = (flat[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
+    return torch.from_numpy(np.packbits(stream.reshape(-1), bitorder="little"))
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes of a bit stream: uint8, (count,). The stream must be exactly as long as they need."""
+    if packed.numel() != -(-count * bits // 8):
+        raise ArtifactError(f"{count} codes of {bits} bits take {-(-count * bits // 8)} bytes, the file has {packed.numel()}")
+    stream = np.unpackbits(packed.numpy(), bitorder="little")
+    if stream[count * bits :].any():
+        raise ArtifactError("the bits after the last code are not zero")
+    weights = (1 << np.arange(bits)).astype(np.uint8)
+    return torch.from_numpy(stream[: count * bits].reshape(-1, bits) @ weights)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(model: QuantizedModel, path: Path) -> int:
+    """Save a model, whole or not at all (a temporary file beside it, then a rename). Returns the size [bytes]."""
+    content = serialise(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return len(content)
+
+
+def serialise(model: QuantizedModel) -> bytes:
+    """The artifact's bytes: the same model gives the same bytes."""
+    program = model.program.map_tensors(lambda value: value.detach().cpu())
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, Any] = {}
+    for name, weight in program.weights.items():
+        tensors[f"codes/{name}"] = pack(weight.codes, weight.quantizer.bits)
+        tensors[f"scale/{name}"] = weight.quantizer.scale.reshape(-1).contiguous()
+        tensors[f"zero_point/{name}"] = weight.quantizer.zero_point.reshape(-1).to(torch.uint8)
+        shapes[name] = [weight.quantizer.bits, list(weight.codes.shape)]
+    for name, value in program.tensors.items():
+        if name not in program.weights:
+            tensors[f"float/{name}"] = _smallest(value).contiguous()
+    header = {
+        "format": FORMAT,
+        "version": adalog.__version__,
+        "config": json.loads(model.config.to_json()),
+        "provenance": model.provenance,
+        "refusals": model.refusals,
+        "ledger": [list(row.values()) for row in model.ledger_json()],
+        "inputs": list(program.inputs),
+        "output": _encode(program.output),
+        "nodes": [_encode_node(node) for node in program.nodes],
+        "quantizers": {name: _encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
+        "weights": shapes,
+        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in program.tensors.items()},
+    }
+    # One metadata key only: the order of several is not fixed, and the bytes must be.
+    return to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
+
+
+def _smallest(value: Tensor) -> Tensor:
+    """In float16 where that loses nothing."""
+    if value.dtype == torch.float32:
+        half = value.half()
+        if torch.equal(half.float(), value):
+            return half
+    return value
+
+
+def _encode(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return {"ref": arg.name}
+    if isinstance(arg, torch.dtype):
+        return {"dtype": str(arg).removeprefix("torch.")}
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {"float": str(arg)}
+    if isinstance(arg, Output):
+        return {"output": [[key, _encode(item)] for key, item in arg.items()]}
+    if isinstance(arg, dict):
+        return {"dict": [[key, _encode(item)] for key, item in arg.items()]}
+    if isinstance(arg, tuple):
+        return [_encode(item) for item in arg]
+    if isinstance(arg, list):
+        return {"list": [_encode(item) for item in arg]}
+    return arg
+
+
+def _encode_node(node: Node) -> list[Any]:
+    kwargs = {key: _encode(value) for key, value in node.kwargs.items()}
+    return [node.name, node.op, _encode(node.args), kwargs, node.scope]
+
+
+def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+    scale = [float(str(value)) for value in quantizer.scale.reshape(-1).numpy()]  # shortest decimals that read back
+    fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
+    if isinstance(quantizer, UniformQuantizer):
+        return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
+    names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
+    return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> QuantizedModel:
+    """A saved model: needs this package and the file alone. Raises ArtifactError for a file that is not a valid artifact."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as cause:
+        raise ArtifactError(f"{path} cannot be read: {cause.strerror}") from cause
+    return deserialise(content, str(path))
+
+
+def deserialise(content: bytes, name: str = "the artifact") -> QuantizedModel:
+    header = read_header(content, name)
+    try:
+        tensors = parse_safetensors(content)
+        return _decode_model(header, tensors)
+    except ArtifactError as cause:
+        raise ArtifactError(f"{name} is damaged: {cause}") from cause
+    except (SafetensorError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as cause:
+        raise ArtifactError(f"{name} is damaged: {type(cause).__name__}: {cause}") from cause
+
+
+def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
+    """The JSON of an artifact, checked to be of this format."""
+    try:
+        (length,) = struct.unpack("<Q", content[:8])
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        header: dict[str, Any] = json.loads(metadata[KEY])
+        found = header["format"]
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as cause:
+        raise ArtifactError(f"{name} is not an adalog artifact (or its start is damaged); make one with `adalog quantize`") from cause
+    if found != FORMAT:
+        raise ArtifactError(f"{name} has format version {found}, this package reads {FORMAT}: quantize the model again")
+    return header
+
+
+def sizes(content: bytes) -> dict[str, int]:
+    """Bytes of the file by part; they sum to its size."""
+    (length,) = struct.unpack("<Q", content[:8])
+    entries = json.loads(content[8 : 8 + length])
+    parts = {"header": 8 + length, "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            parts[name.split("/")[0]] += end - begin
+    return parts
+
+
+def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedModel:
+    tensors: dict[str, Tensor] = {}
+    weights: dict[str, QuantizedTensor] = {}
+    for name, (bits, shape) in header["weights"].items():
+        if not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ArtifactError(f"weight {name} has the shape {shape}")
+        codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
+        lead = (-1, *(1 for _ in shape[1:]))
+        scale, zero_point = (stored[f"{part}/{name}"].float() for part in ("scale", "zero_point"))
+        if len(scale) != shape[0] or len(zero_point) != shape[0]:
+            raise ArtifactError(f"weight {name} has {shape[0]} channels and {len(scale)} scales")
+        _check_parameters(name, scale, zero_point, bits)
+        weights[name] = QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
+        tensors[name] = weights[name].dequantize()
+    for name, dtype in header["dtypes"].items():
+        if name not in weights:
+            tensors[name] = stored[f"float/{name}"].to(DTYPES[dtype])
+    quantizers = {name: _decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
+    inputs = tuple(str(name) for name in header["inputs"])
+    known = {*inputs, *tensors}
+    nodes = []
+    for name, op, args, kwargs, scope in header["nodes"]:
+        node = Node(str(name), op, _decode(args), {key: _decode(value) for key, value in kwargs.items()}, str(scope))
+        if op not in OPERATIONS:
+            raise ArtifactError(f"operation {op!r} is not one that a program can hold")
+        if op == FAKE_QUANTIZE and (len(node.args) != 2 or node.args[1] not in quantizers):
+            raise ArtifactError(f"node {name} names no quantizer of the file")
+        missing = [ref for ref in node.refs() if ref not in known]
+        if missing or node.name in known:
+            raise ArtifactError(f"node {name} reads {missing or node.name}, which is not there before it")
+        known.add(node.name)
+        nodes.append(node)
+    output = _decode(header["output"])
+    missing = [ref for ref in refs_of(output) if ref not in known]
+    if missing:
+        raise ArtifactError(f"the output reads {missing}, which nothing makes")
+    program = Program(inputs, tuple(nodes), output, tensors, quantizers, weights)
+    ledger = [LedgerRow(*row) for row in header["ledger"]]
+    config = Config.from_json(json.dumps(header["config"]))
+    return QuantizedModel(program, config, ledger, header["refusals"], provenance=header["provenance"])
+
+
+def _check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -> None:
+    if not bool(torch.isfinite(scale).all() and (scale > 0).all()):
+        raise ArtifactError(f"{name} has a scale that is not positive and finite")
+    if not bool(((zero_point >= 0) & (zero_point < 2**bits)).all()):
+        raise ArtifactError(f"{name} has a zero point outside 0 to {2**bits - 1}")
+
+
+def _decode_quantizer(name: str, fields: Mapping[str, Any]) -> Quantizer:
+    scale = torch.tensor(fields["scale"], dtype=torch.float32).reshape(fields["shape"])
+    bits = int(fields["bits"])
+    if fields["kind"] == "uniform":
+        zero_point = torch.tensor(fields["zero_point"], dtype=torch.float32).reshape(fields["shape"])
+        _check_parameters(name, scale, zero_point, bits)
+        return UniformQuantizer(scale, zero_point, bits)
+    _check_parameters(name, scale, torch.zeros_like(scale), bits)
+    names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
+    return LogQuantizer(scale=scale, bits=bits, **{key: fields[key] for key in names})
+
+
+def _decode(value: Any) -> Arg:
+    if isinstance(value, list):
+        return tuple(_decode(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "ref":
+        return Ref(content)
+    if kind == "dtype":
+        return DTYPES[content]
+    if kind == "float":
+        return float(content)
+    if kind == "list":
+        return [_decode(item) for item in content]
+    pairs = ((key, _decode(item)) for key, item in content)
+    return Output(pairs) if kind == "output" else dict(pairs)
+
+
+def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:
+    """What a file is, as JSON: bits, bytes by part, ledger, float sites and operations, provenance."""
+    model = deserialise(content, name)
+    return {
+        "format": FORMAT,
+        "bits": model.config.bits,
+        "config": asdict(model.config),
+        "bytes": sizes(content),
+        "total_bytes": len(content),
+        "float_sites": model.float_sites(),
+        "float_operations": model.float_operations(),
+        "refusals": model.refusals,
+        "sites": model.ledger_json(),
+        "provenance": model.provenance,
+    }

@@ -1,0 +1,245 @@
+"""The search of one site's quantizers on recorded operands (Sec. 3.4): what runs once per site, method and bits."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from adalog.config import Config, PowerLaw, Search
+from adalog.objective import Candidates, OwnError, ProductError
+from adalog.quantizers import (
+    Beyond,
+    LogQuantizer,
+    Quantizer,
+    Rounding,
+    UniformQuantizer,
+    bounds_to_uniform,
+)
+from adalog.search import Loss, alternating, brute_force, fpcs
+
+
+@dataclass(frozen=True)
+class Format:
+    """The kind of quantizer an operand gets; its parameters are what the search finds.
+
+    keep: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
+    log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in 1 ... q_max.
+    """
+
+    bits: int
+    keep: tuple[int, ...] = ()
+    log2_base: tuple[int, int] | None = None
+    q_max: int = 137
+    table: bool = True
+    beyond: Beyond = "zero-coded"
+    rounding: Rounding = "nearest"
+    offset: float = 0.0
+
+    @staticmethod
+    def power_law(kind: PowerLaw, bits: int, config: Config, offset: float) -> "Format":
+        """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
+        if kind == "uniform":
+            return Format(bits)
+        base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
+        return Format(
+            bits,
+            log2_base=base,
+            q_max=config.q_max,
+            table=kind == "adalog",
+            beyond=config.beyond,
+            rounding=config.rounding,
+            offset=offset,
+        )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product, rows last but one: activations (T, I), weights (O, I), heads (B, H, N, D).
+
+    mask: 1 where a value is quantized, 0 where it is a convolution's zero padding.
+    """
+
+    values: Tensor
+    format: Format
+    mask: Tensor | None = None
+
+    def groups(self) -> Tensor:
+        """The operand as (G, T): one row for each set of parameters."""
+        keep = self.format.keep
+        rest = [dim for dim in range(self.values.ndim) if dim not in keep]
+        size = math.prod(self.values.shape[dim] for dim in keep)
+        return self.values.permute(*keep, *rest).reshape(size, -1)
+
+    def spread(self, parameters: Tensor) -> Tensor:
+        """(k, *groups) -> (k, ...), shaped to broadcast against k candidates of the values."""
+        shape = [size if dim in self.format.keep else 1 for dim, size in enumerate(self.values.shape)]
+        return parameters.reshape(-1, *shape)
+
+    def quantizer(self, point: Tensor) -> Quantizer:
+        """The quantizer of one point (P, *groups) of the search space, its parameters shaped against the values."""
+        form = self.format
+        if form.log2_base is None:
+            scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
+            return UniformQuantizer(self.spread(scale)[0], self.spread(zero_point)[0], form.bits)
+        q, scale = _base_and_scale(point, form)
+        return LogQuantizer(
+            scale, q, form.log2_base[1], form.bits, form.beyond, form.rounding, form.table, offset=form.offset
+        )
+
+    def candidates(self) -> Candidates:
+        """Fake quantization of (part of) the values under k points at once."""
+        form = self.format
+
+        def uniform(values: Tensor, points: Tensor) -> Tensor:
+            scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
+            code = torch.div(values, self.spread(scale)).round_().add_(self.spread(zero_point))
+            return code.clamp_(0, 2**form.bits - 1).sub_(self.spread(zero_point)).mul_(self.spread(scale))
+
+        def logarithmic(values: Tensor, points: Tensor) -> Tensor:
+            return torch.stack([self.quantizer(point).fake_quantize(values) for point in points])
+
+        return uniform if form.log2_base is None else logarithmic
+
+    def box(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """(low, high), each (P, *groups), and the sizes of the first grid.
+
+        Uniform: (lower, upper) bounds between the percentiles 0 and 0.1, 0.9 and 1 (Algorithm 1, lines 1-2).
+        Logarithmic: log2 q over all of 1 ... q_max, and the scale from the 0.9 percentile to 1 of the lifted values.
+        """
+        form = self.format
+        shape = [self.values.shape[dim] for dim in form.keep]
+        sample = self.groups()
+        if form.log2_base is None:
+            own = _quantiles(sample, (0.0, 0.1, 0.9, 1.0))
+            corners = [value.to(self.values.dtype).reshape(shape) for value in own]
+            return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
+        lifted = sample[sample + form.offset > 0] + form.offset
+        if not len(lifted):
+            lifted = sample.new_ones(1)
+        scale = _quantiles(lifted[None], (0.9, 1.0))
+        low, high = (value.to(self.values.dtype).reshape(shape) for value in scale)
+        low = torch.minimum(low, high * 0.5)
+        if form.log2_base[0]:
+            return low[None], high[None], (128,)
+        ones = torch.ones_like(low)
+        return torch.stack([ones * 0, low]), torch.stack([ones * math.log2(form.q_max), high]), (16, 8)
+
+
+def _quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:
+    """Per row, by linear interpolation; torch.quantile refuses large inputs, so by sorting."""
+    ordered = sample.sort(dim=1).values
+    result = []
+    for fraction in fractions:
+        position = fraction * (ordered.shape[1] - 1)
+        below = int(position)
+        above = min(below + 1, ordered.shape[1] - 1)
+        result.append(torch.lerp(ordered[:, below], ordered[:, above], position - below))
+    return result
+
+
+def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
+    assert form.log2_base is not None
+    if form.log2_base[0]:
+        return form.log2_base[0], point[0].clamp(min=1e-12)
+    q = round(2 ** float(point[0]))
+    return min(max(q, 1), form.q_max), point[1].clamp(min=1e-12)
+
+
+def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | None, rough: Loss | None) -> Tensor:
+    """The best point of an operand's box by the configured strategy."""
+    low, high, init = operand.box()
+    if search.strategy == "brute-force":
+        return brute_force(loss, low, high, sizes=(128,) * len(low), incumbent=incumbent)[0]
+    if search.strategy == "alternating":
+        sizes = (math.prod(init) // len(low),) * len(low)
+        return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
+    children = search.init[0] * search.init[1] // search.keep
+    sizes = search.init if len(low) == 2 else (math.prod(search.init),)
+    return fpcs(
+        loss,
+        low,
+        high,
+        init=sizes,
+        keep=search.keep,
+        children=children,
+        steps=search.steps,
+        incumbent=incumbent,
+        rough=rough,
+    )[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The quantizers of a product's operands, and its output's signal-to-noise ratio [dB] on the calibration images."""
+
+    left: Quantizer
+    right: Quantizer
+    sqnr: float
+
+
+def search_product(left: Operand, right: Operand, search: Search) -> Found:
+    """Quantizers of both operands of left @ right^T, found in turn on the output's error, never exchanged for worse.
+
+    right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The first search of
+    the right operand sees the left one unquantized; a round that changes nothing is the last.
+    """
+    operands = [left, right]
+    points: list[Tensor | None] = [None, None]
+    hats = [left.values, right.values]
+    for _ in range(search.rounds):
+        changed = False
+        for side in (1, 0):
+            operand, other = operands[side], operands[1 - side]
+            error = ProductError.of(
+                operand.values,
+                other.values.transpose(-1, -2),
+                hats[1 - side].transpose(-1, -2),
+                operand.format.keep,
+                operand.mask,
+            )
+            loss = _loss(error, operand)
+            rough = None
+            rows = operand.values.ndim - 2
+            if search.rough_rows > 1 and rows not in operand.format.keep and operand.values.shape[-2] >= 32:
+                rough = _loss(error.rows(search.rough_rows), operand)
+            best = minimise(loss, operand, search, points[side], rough)
+            previous = points[side]
+            if previous is None or not torch.equal(best, previous):
+                points[side], changed = best, True
+                hats[side] = _apply(operand, best)
+        if not changed:
+            break
+    assert points[0] is not None and points[1] is not None
+    output = left.values @ right.values.transpose(-1, -2)
+    noise = hats[0] @ hats[1].transpose(-1, -2) - output
+    ratio = output.double().square().sum() / noise.double().square().sum().clamp(min=1e-300)
+    return Found(left.quantizer(points[0]), right.quantizer(points[1]), 10 * math.log10(max(float(ratio), 1e-30)))
+
+
+def _loss(error: ProductError, operand: Operand) -> Callable[[Tensor], Tensor]:
+    candidates = operand.candidates()
+    return lambda points: error.loss(candidates, points)
+
+
+def _apply(operand: Operand, point: Tensor) -> Tensor:
+    hat = operand.candidates()(operand.values, point[None])[0]
+    return hat if operand.mask is None else torch.where(operand.mask.bool(), hat, operand.values)
+
+
+def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point), each (C,), of a uniform quantizer a channel by its own error: the start of Sec. 1.7's fold.
+
+    values: (T, C).
+    """
+    own = OwnError(values.t())
+    operand = Operand(values, Format(bits, keep=(1,)))
+    code = torch.arange(2**bits, dtype=torch.float64, device=values.device)
+
+    def loss(points: Tensor) -> Tensor:
+        scale, zero_point = (part.double()[..., None] for part in bounds_to_uniform(points[:, 0], points[:, 1], bits))
+        return own.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
+
+    point = minimise(loss, operand, replace(search, strategy="fpcs"), None, None)
+    return bounds_to_uniform(point[0], point[1], bits)

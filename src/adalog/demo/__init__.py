@@ -1,0 +1,64 @@
+"""The bundled model, a ViT trained on CIFAR-10 by tools/train_demo_vit.py, and the bundled CIFAR-10 images."""
+
+import io
+from importlib import resources
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load as parse_safetensors
+from torch import Tensor
+
+from adalog.demo.model import DemoViT
+
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
+TILES_PER_ROW = 48  # of the packed sheet of images
+
+
+def load_model() -> DemoViT:
+    """The trained model in float32, evaluation mode: (B, 3, 32, 32) normalised images -> logits (B, 10)."""
+    model = DemoViT()
+    model.load_state_dict({name: value.float() for name, value in _read("demo_vit.safetensors").items()})
+    return model.eval()
+
+
+def calibration_images() -> Tensor:
+    """64 images of the training set, normalised, without labels: (64, 3, 32, 32)."""
+    stored = _read("cifar10.safetensors")
+    return normalise(_unpack(stored["sheet_webp"])[: len(stored["calibration_index"])])
+
+
+def test_images() -> tuple[Tensor, Tensor]:
+    """2,000 images of the test set, 200 a class: normalised (2000, 3, 32, 32), and their labels (2000,)."""
+    stored = _read("cifar10.safetensors")
+    start, count = len(stored["calibration_index"]), len(stored["test_index"])
+    return normalise(_unpack(stored["sheet_webp"])[start : start + count]), stored["test_labels"].long()
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 (N, 3, 32, 32) -> float32, each channel shifted and scaled as the model was trained."""
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    return (images.float() / 255 - mean) / std
+
+
+def pack_sheet(images: Tensor) -> Tensor:
+    """uint8 images (N, 3, 32, 32) as one lossless WebP sheet of tiles: its bytes, uint8."""
+    rows = -(-len(images) // TILES_PER_ROW)
+    tiles = torch.zeros(rows * TILES_PER_ROW, 3, 32, 32, dtype=torch.uint8)
+    tiles[: len(images)] = images
+    sheet = tiles.view(rows, TILES_PER_ROW, 3, 32, 32).permute(0, 3, 1, 4, 2).reshape(rows * 32, TILES_PER_ROW * 32, 3)
+    packed = io.BytesIO()
+    Image.fromarray(sheet.numpy()).save(packed, "WEBP", lossless=True, quality=100, method=6)
+    return torch.frombuffer(bytearray(packed.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """`pack_sheet` undone, with the empty tiles of the last row: uint8 (tiles, 3, 32, 32)."""
+    sheet = torch.from_numpy(np.array(Image.open(io.BytesIO(packed.numpy().tobytes())).convert("RGB")))
+    rows = sheet.shape[0] // 32
+    return sheet.view(rows, 32, TILES_PER_ROW, 32, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)
+
+
+def _read(name: str) -> dict[str, Tensor]:
+    return parse_safetensors(resources.files(__name__).joinpath(name).read_bytes())

@@ -1,0 +1,110 @@
+"""The quantized model: it runs, tells what it is, and is saved."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog.config import Config
+from adalog.program import FAKE_QUANTIZE, Program
+
+SITES = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """One site: its role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration."""
+
+    site: str
+    role: str
+    source: str
+    left: str
+    right: str
+    sqnr: float
+
+
+class QuantizedModel(nn.Module):
+    """A model whose every multiplication has quantized operands. Same inputs and outputs as the original.
+
+    program: the operations, codes and quantizers. config: the choices. ledger: one row a site. refusals: LayerNorms
+    that were not folded, and why. provenance: package version, seed and calibration digest.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        config: Config,
+        ledger: Sequence[LedgerRow],
+        refusals: Mapping[str, str],
+        *,
+        seed: int = 0,
+        images: Tensor | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.program = program
+        self.config = config
+        self.ledger = list(ledger)
+        self.refusals = dict(refusals)
+        if provenance is None:
+            provenance = {"seed": seed, "calibration": digest(images), "images": 0 if images is None else len(images)}
+        self.provenance = dict(provenance)
+        self.eval()
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The original model's positional inputs, (B, ...) each, and its outputs in its structure."""
+        return self.program.run(inputs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
+        def keep_codes(value: Tensor) -> Tensor:
+            return fn(value)
+
+        self.program = self.program.map_tensors(keep_codes)
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+    def float_sites(self) -> list[str]:
+        """Multiplications with an operand that is neither fake-quantized nor a stored weight: none, after `quantize`."""
+        quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
+        sites = [node for node in self.program.nodes if node.op in SITES]
+        return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
+
+    def float_operations(self) -> dict[str, int]:
+        """How many of each operation run in float32: what is not a multiplication."""
+        names = [node.op.removeprefix("aten.").split(".")[0] for node in self.program.nodes]
+        ops = [node.op for node in self.program.nodes]
+        return dict(
+            Counter(name for name, op in zip(names, ops, strict=True) if op not in SITES and op.startswith("aten."))
+        )
+
+    def summary(self) -> str:
+        """The ledger as text: one row a site, then what stays float and why."""
+        header = ("site", "role", "source", "left", "right", "SQNR [dB]")
+        rows = [(row.site, row.role, row.source, row.left, row.right, f"{row.sqnr:.1f}") for row in self.ledger]
+        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
+        lines.append(f"bits {self.config.bits}; {len(rows)} sites, {len(self.float_sites())} of them float")
+        lines += [f"not folded: {norm}: {why}" for norm, why in self.refusals.items()]
+        kept = ", ".join(f"{name} x {count}" for name, count in sorted(self.float_operations().items()))
+        lines.append(f"in float32, since they multiply no two stored or computed tensors: {kept}")
+        return "\n".join(line.rstrip() for line in lines)
+
+    def save(self, path: str | Path) -> int:
+        """Write the artifact, whole or not at all; returns its size [bytes]."""
+        from adalog.artifact import write
+
+        return write(self, Path(path))
+
+    def ledger_json(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.ledger]
+
+
+def digest(images: Tensor | None) -> str:
+    """A short fingerprint of the calibration images."""
+    if images is None:
+        return ""
+    return hashlib.sha256(images.detach().cpu().contiguous().to(torch.float32).numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,118 @@
+"""What a candidate costs: the error of a product's output when one operand is quantized, or an operand's own error.
+
+Every site is a product left @ right: a linear's activation and weight, a convolution's patches and kernel, attention's
+Q K^T and A V. With the other operand already quantized, and D = Q(left) - left,
+
+    ||Q(left) right_hat - left right||^2 = ||D right_hat + left (right_hat - right)||^2        (the error form)
+
+so nothing large cancels, and biases and offsets drop out. Swapping and transposing the operands gives the other search.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Candidates are scored in chunks of about this many elements, so that the temporaries stay in the cache.
+CHUNK_ELEMENTS = 1 << 19
+
+Candidates = Callable[[Tensor, Tensor], Tensor]  # (operand, points (k, P, *groups)) -> quantized (k, *operand.shape)
+
+
+@dataclass(frozen=True)
+class ProductError:
+    """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
+
+    left: (*batch, T, I). base: left @ (right_hat - right), or its product with right_hat^T where that is cheaper (`gram`).
+    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). keep: the dimensions of `left` that keep a
+    loss of their own (rows of a weight, heads); the error is summed over all others.
+    """
+
+    left: Tensor
+    factor: Tensor
+    base: Tensor
+    constant: Tensor
+    gram: bool
+    keep: tuple[int, ...]
+    mask: Tensor | None = None
+
+    @staticmethod
+    def of(
+        left: Tensor, right: Tensor, right_hat: Tensor, keep: Sequence[int] = (), mask: Tensor | None = None
+    ) -> "ProductError":
+        """mask: 1 where an element of `left` is quantized, 0 where it is a convolution's padding; as `left`."""
+        gram = right.shape[-1] > left.shape[-1]
+        kept = tuple(keep)
+        base = left @ (right_hat - right)
+        constant = _total(base.square(), kept)
+        factor = right_hat
+        if gram:
+            transposed = right_hat.transpose(-1, -2)
+            base, factor = base @ transposed, right_hat @ transposed
+        return ProductError(left, factor, base, constant, gram, kept, mask)
+
+    def rows(self, stride: int) -> "ProductError":
+        """The same error on every `stride`-th row: to tell hopeless candidates from good ones."""
+        take = (..., slice(None, None, stride), slice(None))
+        mask = None if self.mask is None else self.mask[take]
+        # The constant is that of all rows: it moves no candidate, and a rough loss is never compared with a full one.
+        return replace(self, left=self.left[take], base=self.base[take], mask=mask)
+
+    def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
+        """points (K, P, *groups) -> squared output error (K, *groups)."""
+        chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
+        return torch.cat([self._score(candidates(self.left, part)) for part in points.split(chunk)])
+
+    def _score(self, quantized: Tensor) -> Tensor:
+        delta = quantized.sub_(self.left)
+        if self.mask is not None:
+            delta.mul_(self.mask)
+        kept = (0, *(dim + 1 for dim in self.keep))
+        if self.gram:
+            return _total((delta @ self.factor).add_(self.base, alpha=2).mul_(delta), kept) + self.constant
+        return _total((delta @ self.factor).add_(self.base).square_(), kept)
+
+
+def _total(values: Tensor, keep: tuple[int, ...]) -> Tensor:
+    """The sum over all dimensions but the kept ones."""
+    dims = [dim for dim in range(values.ndim) if dim not in keep]
+    return values.sum(dims) if dims else values
+
+
+class OwnError:
+    """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) a candidate.
+
+    sample: (G, T), one row a group.
+    """
+
+    def __init__(self, sample: Tensor):
+        self.sorted = sample.double().sort(dim=1).values.contiguous()
+        zero = self.sorted.new_zeros(len(sample), 1)
+        self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
+        self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
+
+    def quantile(self, fraction: float) -> Tensor:
+        """(G,), linear interpolation between the two nearest ranks."""
+        position = fraction * (self.sorted.shape[1] - 1)
+        below = int(position)
+        above = min(below + 1, self.sorted.shape[1] - 1)
+        return self.sorted[:, below] + (self.sorted[:, above] - self.sorted[:, below]) * (position - below)
+
+    def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
+        """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""
+        count, groups, size = levels.shape
+        chunk = max(1, 4 * CHUNK_ELEMENTS // (groups * size))
+        if count > chunk:
+            parts = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
+            return torch.cat([self.loss(*part) for part in parts])
+        cuts = thresholds.permute(1, 0, 2).reshape(groups, -1).contiguous()
+        inner = torch.searchsorted(self.sorted, cuts).view(groups, count, size - 1)
+        ends = torch.cat([torch.zeros_like(inner[..., :1]), inner, torch.full_like(inner[..., :1], self.sorted.shape[1])], -1)
+
+        def between(prefix: Tensor) -> Tensor:
+            return prefix.gather(1, ends.view(groups, -1)).view(ends.shape).diff(dim=-1)
+
+        value = levels.permute(1, 0, 2)
+        error = between(self.squares) - 2 * value * between(self.sums) + value.square() * ends.diff(dim=-1)
+        return error.sum(-1).t()

@@ -1,0 +1,231 @@
+"""A program: the straight line of operations that a model is, with its tensors and quantizers.
+
+It is what `capture` reads from a model, what calibration observes and rewrites, what an artifact stores, and what runs.
+Only the operations in `OPERATIONS` can be in a program; nothing else can be named, so running one runs no foreign code.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers import Quantizer, UniformQuantizer
+
+FAKE_QUANTIZE = "adalog.fake_quantize"
+
+_ATEN = """
+linear.default conv2d.default matmul.default bmm.default
+layer_norm.default batch_norm.default group_norm.default softmax.int gelu.default relu.default silu.default mish.default
+sigmoid.default tanh.default hardswish.default hardsigmoid.default hardtanh.default relu6.default leaky_relu.default
+elu.default exp.default log.default
+sqrt.default rsqrt.default abs.default neg.default reciprocal.default cos.default sin.default erf.default
+add.Tensor sub.Tensor mul.Tensor div.Tensor pow.Tensor_Scalar add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
+maximum.default minimum.default clamp.default clamp_min.default clamp_max.default
+mean.dim mean.default sum.dim_IntList amax.default argmax.default var.correction linalg_vector_norm.default cumsum.default
+view.default reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int
+expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
+unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
+cat.default stack.default repeat.default roll.default flip.default
+pad.default constant_pad_nd.default
+masked_fill.Scalar where.self where.ScalarOther logical_not.default logical_and.default
+eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
+index.Tensor index_select.default embedding.default
+zeros.default ones.default full.default arange.default arange.start arange.start_step zeros_like.default ones_like.default
+new_zeros.default new_ones.default new_full.default full_like.default
+to.dtype to.dtype_layout type_as.default
+max_pool2d.default avg_pool2d.default adaptive_avg_pool2d.default
+upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
+sym_size.int
+"""
+
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "sym.add": operator.add,
+    "sym.sub": operator.sub,
+    "sym.mul": operator.mul,
+    "sym.floordiv": operator.floordiv,
+    "sym.mod": operator.mod,
+    "sym.neg": operator.neg,
+    "getitem": operator.getitem,
+}
+
+OPERATIONS: frozenset[str] = frozenset({f"aten.{name}" for name in _ATEN.split()} | set(_PYTHON) | {FAKE_QUANTIZE})
+
+# Operations that make a tensor from numbers alone, and so must be told on which device.
+FACTORIES = frozenset(f"aten.{name}" for name in ("zeros.default", "ones.default", "full.default", "arange.default"))
+FACTORIES |= {"aten.arange.start", "aten.arange.start_step"}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The value of an input, a tensor or an earlier node, by name."""
+
+    name: str
+
+
+Arg = Any  # Ref, None, bool, int, float, str, torch.dtype, or a tuple of these
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: name = op(*args, **kwargs). scope: the module it came from, for display only."""
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: Mapping[str, Arg] = field(default_factory=dict)
+    scope: str = ""
+
+    def refs(self) -> Iterator[str]:
+        """The names of the values it reads, in order."""
+        return refs_of((self.args, tuple(self.kwargs.values())))
+
+    def renamed(self, names: Mapping[str, str]) -> "Node":
+        """The same operation reading other values."""
+
+        def rename(ref: Ref) -> Ref:
+            return Ref(names.get(ref.name, ref.name))
+
+        kwargs = {key: map_refs(value, rename) for key, value in self.kwargs.items()}
+        return replace(self, args=map_refs(self.args, rename), kwargs=kwargs)
+
+
+class Output(dict[str, Any]):
+    """A model's named outputs, readable as attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight as it is stored: codes (uint8, the weight's shape) and the quantizer that gives them values."""
+
+    codes: Tensor
+    quantizer: UniformQuantizer
+
+    def dequantize(self) -> Tensor:
+        return self.quantizer.dequantize(self.codes)
+
+
+@dataclass(frozen=True)
+class Program:
+    """inputs: names; output: nested tuples, lists and dicts of `Ref`; tensors: float values by name, among them the
+    dequantized value of every entry of `weights`; quantizers: by the name that a fake-quantize node gives."""
+
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    output: Any
+    tensors: Mapping[str, Tensor]
+    quantizers: Mapping[str, Quantizer] = field(default_factory=dict)
+    weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+
+    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
+        """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments."""
+        if len(inputs) != len(self.inputs):
+            raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
+        values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
+        device = inputs[0].device
+        for node, dead in zip(self.nodes, self._last_uses(), strict=True):
+            args = evaluate(node.args, values)
+            if node.op == FAKE_QUANTIZE:
+                result = self.quantizers[args[1]].fake_quantize(args[0])
+            else:
+                kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
+                if node.op in FACTORIES:
+                    kwargs["device"] = device
+                result = resolve(node.op)(*args, **kwargs)
+            if watch is not None:
+                watch(node, args, result)
+            values[node.name] = result
+            for name in dead:
+                del values[name]
+        return evaluate(self.output, values)
+
+    def _last_uses(self) -> list[list[str]]:
+        """For each node the names whose value nothing reads afterwards."""
+        kept = {*self.tensors, *self.inputs, *refs_of(self.output)}
+        dead: list[list[str]] = []
+        for node in reversed(self.nodes):
+            names = [name for name in dict.fromkeys([node.name, *node.refs()]) if name not in kept]
+            kept.update(names)
+            dead.append(names)
+        return dead[::-1]
+
+    def consumers(self) -> dict[str, list[Node]]:
+        """Which nodes read each value."""
+        readers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.refs()):
+                readers.setdefault(name, []).append(node)
+        return readers
+
+    def pruned(self) -> "Program":
+        """Without the nodes and tensors that no output needs."""
+        needed = set(refs_of(self.output))
+        nodes = []
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                nodes.append(node)
+                needed.update(node.refs())
+        tensors = {name: value for name, value in self.tensors.items() if name in needed}
+        return replace(self, nodes=tuple(nodes[::-1]), tensors=tensors)
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Program":
+        """With a function (a move to a device, a cast) applied to every tensor and quantizer parameter."""
+        weights = {
+            name: QuantizedTensor(function(weight.codes), weight.quantizer.map(function))
+            for name, weight in self.weights.items()
+        }
+        tensors = {name: function(value) for name, value in self.tensors.items()}
+        quantizers = {name: quantizer.map(function) for name, quantizer in self.quantizers.items()}
+        return replace(self, tensors=tensors, quantizers=quantizers, weights=weights)
+
+
+def resolve(op: str) -> Callable[..., Any]:
+    """The function of an operation on the whitelist."""
+    if op not in OPERATIONS or op == FAKE_QUANTIZE:
+        raise KeyError(op)
+    if op in _PYTHON:
+        return _PYTHON[op]
+    name, overload = op.removeprefix("aten.").split(".")
+    function: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
+    return function
+
+
+def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
+    """The argument with every `Ref` replaced by its value."""
+    if isinstance(arg, Ref):
+        return values[arg.name]
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(evaluate(item, values) for item in arg)
+    if isinstance(arg, dict):
+        return type(arg)((key, evaluate(item, values)) for key, item in arg.items())
+    return arg
+
+
+def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
+    if isinstance(arg, Ref):
+        return function(arg)
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(map_refs(item, function) for item in arg)
+    if isinstance(arg, dict):
+        return type(arg)((key, map_refs(item, function)) for key, item in arg.items())
+    return arg
+
+
+def refs_of(arg: Arg) -> Iterator[str]:
+    """The names in nested arguments, in order."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            yield from refs_of(item)
+    elif isinstance(arg, (tuple, list)):
+        for item in arg:
+            yield from refs_of(item)

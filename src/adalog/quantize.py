@@ -1,0 +1,316 @@
+"""The story: capture a model, observe it once on calibration images, search every site, and put a quantized model together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog.calibrate import Format, Found, Operand, search_channels, search_product
+from adalog.capture import capture
+from adalog.config import Config
+from adalog.errors import CalibrationError
+from adalog.model import LedgerRow, QuantizedModel
+from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
+from adalog.sites import POWER_LAW_ACTIVATIONS, Pair, Site, find_pairs, find_sites
+
+Progress = Callable[[int, int, str], None]
+
+
+def quantize(
+    model: nn.Module,
+    images: Tensor,
+    config: Config | None = None,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> QuantizedModel:
+    """Quantize a vision transformer after training, from a few unlabelled images.
+
+    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` is used.
+    progress(done, total, site): called as sites are searched. The model itself is not changed.
+    Raises CaptureError and CalibrationError.
+    """
+    config = config or Config.preset("w4a4")
+    return Calibration(model, sample_images(images, config.images, seed), seed=seed).quantize(config, progress)
+
+
+def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
+    """`count` of the images, drawn without replacement from a generator of its own."""
+    if len(images) < count:
+        raise CalibrationError(
+            f"calibration takes {count} images, got {len(images)}: give more, or set Config(images={len(images)})"
+        )
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return images[order[:count].to(images.device)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Sites that are one search: one product, or several linears of one activation (separate q, k, v)."""
+
+    sites: tuple[Site, ...]
+    pair: Pair | None
+
+    @property
+    def first(self) -> Site:
+        return self.sites[0]
+
+
+class Calibration:
+    """A captured model with everything its sites saw in one forward of the calibration images.
+
+    Quantizing again with other choices repeats only the searches whose choices differ, so methods share what they share.
+    """
+
+    def __init__(self, model: nn.Module, images: Tensor, *, seed: int = 0):
+        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's."""
+        if not bool(torch.isfinite(images).all()):
+            raise CalibrationError("the calibration images hold NaN or infinite values")
+        self.program = capture(model, images)
+        self.sites = find_sites(self.program)
+        self.pairs = find_pairs(self.program, self.sites, (images[:2],))
+        self.images = images
+        self.seed = seed
+        self._groups = _group(self.sites, self.pairs)
+        self._seen = self._observe()
+        self._found: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def _observe(self) -> dict[str, Tensor]:
+        """The value of every operand and foldable norm, by name, from one float forward."""
+        wanted = {name for site in self.sites for name in (site.left, site.right)} - set(self.program.tensors)
+        wanted |= {pair.norm.name for pair in self.pairs}
+        seen = {name: self.images for name in self.program.inputs if name in wanted}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in wanted:
+                if not bool(torch.isfinite(result).all()):
+                    raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
+                seen[node.name] = result
+
+        self.program.run((self.images,), watch)
+        return seen
+
+    @torch.no_grad()
+    def quantize(self, config: Config, progress: Progress | None = None) -> QuantizedModel:
+        """The model under these choices."""
+        build = _Build(self.program)
+        ledger: list[LedgerRow] = []
+        for index, group in enumerate(self._groups):
+            if progress is not None:
+                progress(index, len(self._groups), group.first.name)
+            fold = self._fold(group.pair, config) if group.pair is not None else None
+            left, right = self._operands(group, config, fold)
+            key = (group.first.name, left.format, right.format, config.search, config.activation_bits if fold else None)
+            if key not in self._found:
+                self._found[key] = search_product(left, right, config.search)
+            found: Found = self._found[key]
+            if fold is not None and group.pair is not None:
+                build.fold_norm(group.pair.norm, *fold)
+            build.place(group.sites, found, right.values)
+            ledger += [_ledger_row(site, found) for site in group.sites]
+        if progress is not None:
+            progress(len(self._groups), len(self._groups), "")
+        refusals = {pair.norm.scope: pair.refusal for pair in self.pairs if pair.refusal}
+        return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
+
+    def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
+        key = ("fold", pair.norm.name, config.activation_bits, config.search)
+        if key not in self._found:
+            values = self._seen[pair.norm.name]
+            scale, zero_point = search_channels(values.reshape(-1, values.shape[-1]), config.activation_bits, config.search)
+            self._found[key] = shared_scale(scale, zero_point)
+        fold: tuple[Tensor, Tensor] = self._found[key]
+        return fold
+
+    def _operands(self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None) -> tuple[Operand, Operand]:
+        """Both operands of the group's product with the formats the config gives them, the right one transposed."""
+        site = group.first
+        bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
+        activation = Format(bits)
+        if site.left_source.kind == "softmax":
+            activation = Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)
+        elif site.left_source.kind in POWER_LAW_ACTIVATIONS and site.bias != "":
+            activation = Format.power_law(config.post_gelu, bits, config, -site.left_source.minimum)
+        x = self._seen[site.left]
+        if site.role in ("qk", "av"):
+            heads = (1,) if config.per_head and x.ndim == 4 else ()
+            right = self._seen[site.right].transpose(-1, -2).contiguous()
+            if activation.log2_base is None and site.role == "qk":
+                activation = replace(activation, keep=heads)
+            return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))
+        weights = [self.program.tensors[member.right] for member in group.sites]
+        if site.role == "conv":
+            return _conv_operands(site, x, weights[0], activation, config.weight_bits)
+        weight = torch.cat(weights)
+        if fold is not None:
+            ratio, beta = fold
+            x, weight = x / ratio - beta, weight * ratio
+        return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
+
+
+def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:
+    folded = {name: pair for pair in pairs if not pair.refusal for name in pair.sites}
+    together: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        key = (site.left, "linear") if site.role == "linear" else (site.name, site.role)
+        together.setdefault(key, []).append(site)
+    return [_Group(tuple(members), folded.get(members[0].name)) for members in together.values()]
+
+
+def _conv_operands(site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int) -> tuple[Operand, Operand]:
+    """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
+
+    A grouped convolution's input has one scale a group: each output sees one group alone.
+    """
+    stride, padding, dilation, groups = conv_geometry(site.node, weight)
+    batch, channels, height, width = x.shape
+    kernel = (weight.shape[2], weight.shape[3])
+    x = x.reshape(batch * groups, channels // groups, height, width)
+
+    def rows(image: Tensor) -> Tensor:
+        patches = unfolded_patches(image, kernel, stride, padding, dilation)
+        if groups == 1:
+            return patches
+        return patches.view(batch, groups, -1, patches.shape[-1]).transpose(0, 1).reshape(groups, -1, patches.shape[-1])
+
+    mask = None
+    if any(padding) and activation.log2_base is not None:
+        mask = rows(torch.ones_like(x))
+    if groups == 1:
+        return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format(weight_bits, keep=(0,)))
+    kernels = weight.reshape(groups, -1, weight[0].numel())
+    if activation.log2_base is None:
+        activation = replace(activation, keep=(0,))
+    return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, keep=(0, 1)))
+
+
+def conv_geometry(node: Node, weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
+    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
+
+    def pair(name: str, default: int) -> tuple[int, ...]:
+        value = given.get(name, (default, default))
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return value * 2 if len(value) == 1 else value
+
+    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
+
+
+def _ledger_row(site: Site, found: Found) -> LedgerRow:
+    return LedgerRow(site.name, site.role, site.left_source.kind, describe(found.left), describe(found.right), found.sqnr)
+
+
+def describe(quantizer: Quantizer) -> str:
+    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)"."""
+    if isinstance(quantizer, UniformQuantizer):
+        count = quantizer.scale.numel()
+        return f"{quantizer.bits}-bit uniform" + (f" x {count}" if count > 1 else "")
+    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r})"
+
+
+class _Build:
+    """The quantized program, put together site by site."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._tensors: dict[str, Tensor] = dict(program.tensors)
+        self._weights: dict[str, QuantizedTensor] = {}
+        self._quantizers: dict[str, Quantizer] = {}
+        self._before: dict[str, list[Node]] = {}
+        self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
+        self._uses: dict[str, int] = {}
+        for node in program.nodes:
+            for name in node.refs():
+                self._uses[name] = self._uses.get(name, 0) + 1
+
+    def fold_norm(self, norm: Node, ratio: Tensor, beta: Tensor) -> None:
+        """Fold a pair: the norm now, its linears (whose weights come folded) with the same ratio and beta in `place`."""
+        weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
+        names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
+        self._tensors[names[0]], self._tensors[names[1]] = fold_norm(weight, bias, ratio, beta)
+        args = (*norm.args[:2], Ref(names[0]), Ref(names[1]), *norm.args[4:])
+        self._nodes[norm.name] = replace(norm, args=args)
+        self._folds: Mapping[str, tuple[Tensor, Tensor]] = {**getattr(self, "_folds", {}), norm.name: (ratio, beta)}
+
+    def place(self, sites: Sequence[Site], found: Found, right_values: Tensor) -> None:
+        """Quantize the operands of a group of sites."""
+        first = sites[0]
+        if first.role in ("qk", "av"):
+            left = self._fake(first, first.left, "left", found.left)
+            right = self._fake(first, first.right, "right", _transposed(found.right))
+            self._nodes[first.node.name] = replace(first.node, args=(left, right, *first.node.args[2:]))
+            return
+        quantizer = found.left
+        _, padding, _, groups = conv_geometry(first.node, right_values) if first.role == "conv" else ((), (0,), (), 1)
+        offset = 0.0
+        if isinstance(quantizer, LogQuantizer) and quantizer.offset and not any(padding):
+            offset, quantizer = quantizer.offset, replace(quantizer, keeps_offset=True)
+        if isinstance(quantizer, UniformQuantizer) and first.role == "conv" and groups > 1:
+            quantizer = quantizer.map(lambda value: _per_channel(value, self._program.tensors[first.right], groups))
+        input_ref = self._fake(first, first.left, "input", quantizer)
+        assert isinstance(found.right, UniformQuantizer)
+        start = 0
+        for site in sites:
+            size = self._program.tensors[site.right].shape[0]
+            values = right_values.flatten(0, -2)[start : start + size]
+            scale, zero_point = (
+                value.reshape(-1, 1)[start : start + size] for value in (found.right.scale, found.right.zero_point)
+            )
+            self._place_weight(site, input_ref, values, UniformQuantizer(scale, zero_point, found.right.bits), offset)
+            start += size
+
+    def _place_weight(self, site: Site, x: Ref, values: Tensor, quantizer: UniformQuantizer, offset: float) -> None:
+        shape = self._program.tensors[site.right].shape
+        lead = (-1, *(1 for _ in shape[1:]))
+        weight_name = self._own(site.right, site.node)
+        codes = quantizer.quantize(values).to(torch.uint8).reshape(shape)
+        stored = QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead)))
+        self._weights[weight_name] = stored
+        self._tensors[weight_name] = stored.dequantize()
+        bias = None if site.bias is None else self._tensors[site.bias]
+        new_bias = bias
+        fold = getattr(self, "_folds", {}).get(site.left_source.node) if site.left_source.kind == "layer_norm" else None
+        if fold is not None:
+            new_bias = fold_linear(self._program.tensors[site.right], bias, *fold)[1]
+        if offset:
+            new_bias = absorb_offset(self._tensors[weight_name].flatten(1), new_bias, offset)
+        bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
+        if new_bias is not None and new_bias is not bias:
+            name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, site.node)
+            self._tensors[name] = new_bias
+            bias_ref = Ref(name)
+        self._nodes[site.node.name] = replace(site.node, args=(x, Ref(weight_name), bias_ref, *site.node.args[3:]))
+
+    def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer) -> Ref:
+        name = f"{site.name}.{operand}"
+        self._quantizers[name] = quantizer
+        self._before.setdefault(site.node.name, []).append(Node(name, FAKE_QUANTIZE, (Ref(value), name), scope=site.node.scope))
+        return Ref(name)
+
+    def _own(self, name: str, node: Node) -> str:
+        """The tensor's name, or one of its own for this node where others read the tensor too."""
+        return name if self._uses[name] == 1 else f"{name}#{node.name}"
+
+    def program(self) -> Program:
+        nodes = [each for node in self._program.nodes for each in (*self._before.get(node.name, []), self._nodes[node.name])]
+        tensors = {name: value.contiguous() for name, value in self._tensors.items()}
+        whole = replace(
+            self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights
+        )
+        return whole.pruned()
+
+
+def _transposed(quantizer: Quantizer) -> Quantizer:
+    """For an operand that was searched transposed: one value a head, or one in all, is the same either way."""
+    assert isinstance(quantizer, UniformQuantizer)
+    return quantizer.map(lambda value: value.transpose(-1, -2))
+
+
+def _per_channel(value: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """(groups, 1, 1) -> (channels, 1, 1), to broadcast against (B, channels, H, W)."""
+    return value.reshape(groups, 1, 1).repeat_interleave(weight.shape[1], dim=0)

@@ -1,0 +1,283 @@
+"""The quantizers: real -> code -> real, Eqs. 1-9 and 12-13 of the paper, each formula written once.
+
+Every function broadcasts: a leading candidate axis on the parameters gives a leading candidate axis on the result.
+Codes are integers held in the dtype of the input, which is float32 or float64 (narrower inputs are computed in float32).
+Rounding is to the nearest integer, halves to even.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Beyond = Literal["saturate", "zero", "zero-coded"]
+Rounding = Literal["log", "nearest"]
+
+MIN_BITS, MAX_BITS = 2, 8
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _check_bits(bits: int) -> None:
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
+
+
+# --- uniform -----------------------------------------------------------------------------------------------------------
+
+
+def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """code = clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the asymmetric uniform quantizer.
+
+    scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
+    """
+    return torch.div(_wide(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
+
+
+def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return (code - zero_point).mul_(scale)
+
+
+def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """The value that x's code stands for; same dtype as x."""
+    return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
+
+
+def symmetric_zero_point(bits: int) -> int:
+    """The zero point that makes the uniform quantizer symmetric: real codes -2**(bits-1) ... 2**(bits-1) - 1."""
+    return int(2 ** (bits - 1))
+
+
+def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact."""
+    lower, upper = lower.clamp(max=0), upper.clamp(min=0)
+    top = 2**bits - 1
+    scale = ((upper - lower) / top).clamp(min=torch.finfo(lower.dtype).tiny * 2.0**32)
+    return scale, (-lower / scale).round().clamp(0, top)
+
+
+# --- logarithmic -------------------------------------------------------------------------------------------------------
+
+
+def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Eqs. 8-9: for every code k the shift floor(k q / r) and the mantissa round(2**-((k q mod r) / r) / table_step).
+
+    table_step = 1 / (2 (2**bits - 1)), so a mantissa is an integer of bits + 1 bits. Both tables: int64, (2**bits,).
+    """
+    product = torch.arange(2**bits) * q
+    exact = torch.exp2(-(product % r).double() / r)
+    return product // r, (exact / table_step(bits)).round().to(torch.int64)
+
+
+def table_step(bits: int) -> float:
+    """The scale of the mantissa table, s_table above Eq. 9."""
+    return 1 / (2 * (2**bits - 1))
+
+
+def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True) -> Tensor:
+    """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
+
+    table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
+    2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
+    """
+    if table:
+        shift, mantissa = log_tables(q, r, bits)
+        levels = mantissa.double() * table_step(bits) * torch.exp2(-shift.double())
+    else:
+        levels = torch.exp2(-torch.arange(2**bits, dtype=torch.float64) * q / r)
+    zero = levels.new_zeros(1)
+    if beyond == "zero":
+        return torch.cat([levels, zero])
+    return torch.cat([levels[:-1], zero]) if beyond == "zero-coded" else levels
+
+
+def log_thresholds(
+    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", rounding: Rounding = "nearest", table: bool = True
+) -> Tensor:
+    """Where x / scale leaves one code for the next, descending: float64, one fewer than the levels.
+
+    A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
+    ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
+    """
+    levels = log_levels(q, r, bits, beyond=beyond, table=table)
+    if rounding == "nearest":
+        # Rounded mantissas can make neighbours equal: the first keeps the interval, the others get an empty one.
+        distinct, first = levels.unique_consecutive(return_inverse=True)
+        middle = torch.cat([(distinct[:-1] + distinct[1:]) / 2, distinct.new_zeros(1)])
+        return middle[first[:-1]]
+    return torch.exp2(-(torch.arange(len(levels) - 1, dtype=torch.float64) + 0.5) * q / r)
+
+
+def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
+    """How many of the descending thresholds each x is at most: int32, exactly `torch.bucketize`, several times faster.
+
+    A float's leading bits index a table with the count for the bin they name; one comparison settles the rest, because
+    bins are made so narrow that none holds two different thresholds.
+    """
+    limits = torch.finfo(x.dtype)
+    cuts = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16)  # on the input's grid, above subnormals
+    cuts, repeats = cuts.unique_consecutive(return_counts=True)
+    mantissa_bits, integer = (23, torch.int32) if x.dtype == torch.float32 else (52, torch.int64)
+    gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
+    drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
+    lowest, highest = cuts[-1] / 2, cuts[0] * 2
+    first, last = (int(edge.view(integer)) >> drop for edge in (lowest, highest))
+    upper_edges = ((torch.arange(first, last + 1, dtype=integer) + 1) << drop).view(x.dtype)
+    sure = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
+    passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0)]).to(torch.int32)
+    ends = torch.cat([cuts, cuts.new_zeros(1)]).to(x.device)  # nothing is below the last interval
+
+    values = x.reshape(-1).clamp(lowest.item(), highest.item())
+    count = sure.to(x.device).index_select(0, (values.view(integer) >> drop).sub_(first))
+    count.add_(values <= ends.index_select(0, count))
+    if len(cuts) < len(thresholds):
+        count = passed.to(x.device).index_select(0, count)
+    return count.view(x.shape)
+
+
+def log_quantize(
+    x: Tensor,
+    scale: Tensor,
+    q: Tensor | int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "saturate",
+    rounding: Rounding = "log",
+    table: bool = True,
+) -> Tensor:
+    """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
+
+    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) the log-sqrt2 quantizer of Eq. 3, (q, 37) AdaLog. What lies
+    beyond the last code saturates (the paper), becomes the extra code 2**bits that means zero ("zero": the released
+    code, not storable in `bits` bits), or takes the last code, which then means zero ("zero-coded").
+    rounding: "log" as above, or "nearest", to the nearest level.
+    """
+    last = 2**bits if beyond == "zero" else 2**bits - 1
+    ratio = _wide(x) / scale
+    if rounding == "log":
+        exponent = ratio.clamp_(min=torch.finfo(ratio.dtype).tiny).log2_().neg_()
+        return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
+
+    def nearest(values: Tensor, base: int) -> Tensor:
+        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table)
+        return _count_not_below(values, thresholds)
+
+    return _per_base(nearest, ratio, q).to(ratio.dtype)
+
+
+def log_dequantize(
+    code: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, *, beyond: Beyond = "saturate", table: bool = True
+) -> Tensor:
+    """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
+
+    def lookup(codes: Tensor, base: int) -> Tensor:
+        levels = log_levels(base, r, bits, beyond=beyond, table=table).to(scale)
+        return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
+
+    return _per_base(lookup, code, q) * scale
+
+
+def log_fake_quantize(
+    x: Tensor,
+    scale: Tensor,
+    q: Tensor | int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "saturate",
+    rounding: Rounding = "log",
+    table: bool = True,
+) -> Tensor:
+    """The value that x's code stands for; same dtype as x."""
+    code = log_quantize(x, scale, q, r, bits, beyond=beyond, rounding=rounding, table=table)
+    return log_dequantize(code, scale, q, r, bits, beyond=beyond, table=table).to(x.dtype)
+
+
+def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
+    """function(values, q) where q is one integer, or one for each entry of a leading candidate axis."""
+    if isinstance(q, int) or q.numel() == 1:
+        return function(values, int(q))
+    bases = q.flatten().tolist()
+    rows = values.expand(len(bases), *values.shape[-max(q.ndim - 1, 0) :]) if values.shape[0] != len(bases) else values
+    return torch.stack([function(row, int(base)) for row, base in zip(rows, bases, strict=True)])
+
+
+# --- the quantizers that a model holds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UniformQuantizer:
+    """An asymmetric uniform quantizer with its parameters.
+
+    scale: float32, positive; zero_point: the same shape, whole numbers in [0, 2**bits); both broadcast against x.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    bits: int
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        return uniform_quantize(x, self.scale, self.zero_point, self.bits)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return uniform_fake_quantize(x, self.scale, self.zero_point, self.bits)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "UniformQuantizer":
+        return UniformQuantizer(function(self.scale), function(self.zero_point), self.bits)
+
+
+@dataclass(frozen=True)
+class LogQuantizer:
+    """A logarithmic quantizer of base 2**(q / r) with its parameters, for x + offset >= 0 (Eqs. 5-9, 12-13).
+
+    scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
+    x + offset, because the consumer's bias has absorbed the offset (Eq. of b_rep); otherwise the offset is taken off.
+    table: mantissas are quantized (Eq. 9).
+    """
+
+    scale: Tensor
+    q: int
+    r: int
+    bits: int
+    beyond: Beyond = "zero-coded"
+    rounding: Rounding = "nearest"
+    table: bool = True
+    offset: float = 0.0
+    keeps_offset: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+        if self.q < 1 or self.r < 1:
+            raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
+
+    def quantize(self, x: Tensor) -> Tensor:
+        lifted = x + self.offset if self.offset else x
+        return log_quantize(
+            lifted, self.scale, self.q, self.r, self.bits, beyond=self.beyond, rounding=self.rounding, table=self.table
+        )
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, beyond=self.beyond, table=self.table)
+        return value.sub_(self.offset) if self.offset and not self.keeps_offset else value
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return self.dequantize(self.quantize(x)).to(x.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LogQuantizer":
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return LogQuantizer(**{**fields, "scale": function(self.scale)})
+
+
+Quantizer = UniformQuantizer | LogQuantizer

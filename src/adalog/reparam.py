@@ -1,0 +1,40 @@
+"""Rewrites that leave a layer's output as it was: LayerNorm scale reparameterisation and the bias that absorbs an offset."""
+
+import torch
+from torch import Tensor
+
+
+def shared_scale(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """(r, beta), each (C,): x / r - beta quantizes per tensor exactly as x quantizes per channel (RepQ-ViT, Sec. 3.2).
+
+    scale, zero_point: (C,), of per-channel quantizers. The shared quantizer has s = mean(scale) and z = mean(zero_point),
+    rounded before it is used (RepQ-ViT does not round): x / r - beta = s (x / scale + zero_point - z).
+    """
+    mean = scale.mean()
+    floor = mean * 1e-4  # a channel that never moves would otherwise blow its weights' column up or down without bound
+    ratio = scale.clamp(min=floor) / mean
+    return ratio, mean * (zero_point.mean().round() - zero_point)
+
+
+def fold_norm(weight: Tensor, bias: Tensor, ratio: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The LayerNorm that puts out x / ratio - beta in place of x."""
+    return weight / ratio, bias / ratio - beta
+
+
+def fold_linear(weight: Tensor, bias: Tensor | None, ratio: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The linear whose output on x / ratio - beta is what it was on x. weight: (O, I)."""
+    folded = weight * ratio
+    shift = (folded.double() @ beta.double()).to(weight.dtype)
+    return folded, shift if bias is None else bias + shift
+
+
+def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+    """Eq. of b_rep: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
+    shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
+    return -shift if bias is None else bias - shift
+
+
+def unfolded_patches(x: Tensor, kernel: tuple[int, int], stride: object, padding: object, dilation: object) -> Tensor:
+    """A convolution's input as rows of a product: (B, C, H, W) -> (B * L, C * kh * kw)."""
+    columns = torch.nn.functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)  # type: ignore[arg-type]
+    return columns.transpose(1, 2).reshape(-1, columns.shape[1])

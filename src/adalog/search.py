@@ -1,0 +1,118 @@
+"""How hyperparameters are found: Algorithm 1 (FPCS), and the two searches it is compared with.
+
+All three minimise a loss over a box of P hyperparameters, independently for each group (output channel, head, ...):
+
+    loss: candidates (K, P, *groups) -> losses (K, *groups)
+    low, high: (P, *groups), the corners of the box
+    returns: the best point (P, *groups) and its loss (*groups)
+
+An `incumbent` (P, *groups) is a point already in hand: the result is never worse than it. The first of equal losses wins,
+so every search is deterministic.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def fpcs(
+    loss: Loss,
+    low: Tensor,
+    high: Tensor,
+    *,
+    init: Sequence[int] = (16, 8),
+    keep: int = 16,
+    children: int = 8,
+    steps: int = 4,
+    incumbent: Tensor | None = None,
+    rough: Loss | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Fast Progressive Combining Search (Algorithm 1): coarse to fine, the `keep` best points of a step being refined.
+
+    The first step scores a uniform grid of init[0] x init[1] x ... points. In each of `steps` further ones the spacing
+    of every hyperparameter shrinks by 2 z, and each of the `keep` parents gets its neighbours -z ... z in every
+    hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own loss
+    is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
+    rough: a cheaper loss for all but the last step, whose parents and children are scored by `loss`.
+    """
+    count = low.shape[0]
+    reach = ((children + 1) ** (1 / count) - 1) / 2
+    if reach != round(reach) or reach < 1:
+        raise ValueError(f"children = {children} is no neighbourhood (2 z + 1)**{count} - 1 of {count} hyperparameters")
+    z = round(reach)
+    offsets = low.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
+    offsets = offsets.view(children, 1, count, *(1 for _ in low.shape[1:]))
+    points = grid(low, high, init)
+    spacing = torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(init)])
+    score = loss if rough is None or steps == 0 else rough
+    losses = score(points)
+    for step in range(steps):
+        parents, losses = _best(points, losses, keep)
+        spacing = spacing / (2 * z)
+        born = (parents + offsets * spacing).flatten(0, 1)
+        if rough is not None and step == steps - 1:
+            score, losses = loss, loss(parents)
+        points, losses = torch.cat([parents, born]), torch.cat([losses, score(born)])
+    return _winner(loss, points, losses, incumbent)
+
+
+def brute_force(
+    loss: Loss, low: Tensor, high: Tensor, *, sizes: Sequence[int] = (128, 128), incumbent: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every point of the uniform grid sizes[0] x sizes[1] x ...: O(n**P) evaluations (the paper's comparison)."""
+    points = grid(low, high, sizes)
+    losses = torch.cat([loss(chunk) for chunk in points.split(128)])
+    return _winner(loss, points, losses, incumbent)
+
+
+def alternating(
+    loss: Loss,
+    low: Tensor,
+    high: Tensor,
+    *,
+    sizes: Sequence[int] = (64, 64),
+    rounds: int = 1,
+    incumbent: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One hyperparameter at a time over its uniform grid, the others fixed: O(n) evaluations (the paper's comparison).
+
+    Starts from the incumbent, or from the box's outer corner (the widest range).
+    """
+    best = torch.stack([low[0], *high[1:]]) if incumbent is None else incumbent
+    best_loss = loss(best[None])[0]
+    for _ in range(rounds):
+        for axis, size in enumerate(sizes):
+            points = best.expand(size, *best.shape).clone()
+            points[:, axis] = _line(low[axis], high[axis], size)
+            best, best_loss = _winner(loss, points, loss(points), best)
+    return best, best_loss
+
+
+def grid(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The Cartesian product of uniform partitions, (prod(sizes), P, *groups), the last hyperparameter running fastest."""
+    lines = [_line(low[i], high[i], size) for i, size in enumerate(sizes)]
+    index = torch.cartesian_prod(*(torch.arange(size, device=low.device) for size in sizes)).view(-1, len(sizes))
+    return torch.stack([line[index[:, i]] for i, line in enumerate(lines)], dim=1)
+
+
+def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
+    part = torch.linspace(0, 1, size, dtype=low.dtype, device=low.device).view(size, *(1 for _ in low.shape))
+    return low + (high - low) * part
+
+
+def _best(points: Tensor, losses: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The `keep` points of least loss in each group, best first."""
+    losses, order = losses.sort(dim=0, stable=True)
+    order = order[:keep].unsqueeze(1).expand(-1, points.shape[1], *points.shape[2:])
+    return points.gather(0, order), losses[:keep]
+
+
+def _winner(loss: Loss, points: Tensor, losses: Tensor, incumbent: Tensor | None) -> tuple[Tensor, Tensor]:
+    if incumbent is not None:  # first, so that an equal loss changes nothing
+        points, losses = torch.cat([incumbent[None], points]), torch.cat([loss(incumbent[None]), losses])
+    best, least = _best(points, losses, 1)
+    return best[0], least[0]
