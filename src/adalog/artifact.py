@@ -1,7 +1,7 @@
 """The only reader and writer of the artifact: one safetensors file that holds a program and its tensors.
 
 Layout (docs/format.md). Metadata key "adalog": JSON with the format version, program, quantizers, config, ledger and
-provenance. Tensors: "codes/NAME" packed b-bit codes, "scale/NAME" and "zero_point/NAME" of weights, "float/NAME" the rest.
+provenance. Tensors: "codes/W" packed b-bit codes, "scale/W" and "zero_point/W" of weights, "float/T" the rest.
 Reading runs no code: the program may name only the operations of `program.OPERATIONS`.
 """
 
@@ -32,7 +32,13 @@ from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 FORMAT = 1
 KEY = "adalog"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-DTYPES |= {"float64": torch.float64, "int64": torch.int64, "int32": torch.int32, "bool": torch.bool, "uint8": torch.uint8}
+DTYPES |= {
+    "float64": torch.float64,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+}
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -50,7 +56,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes of a bit stream: uint8, (count,). The stream must be exactly as long as they need."""
     if packed.numel() != -(-count * bits // 8):
-        raise ArtifactError(f"{count} codes of {bits} bits take {-(-count * bits // 8)} bytes, the file has {packed.numel()}")
+        raise ArtifactError(
+            f"{count} codes of {bits} bits take {-(-count * bits // 8)} bytes, the file has {packed.numel()}"
+        )
     stream = np.unpackbits(packed.numpy(), bitorder="little")
     if stream[count * bits :].any():
         raise ArtifactError("the bits after the last code are not zero")
@@ -62,19 +70,24 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def write(model: QuantizedModel, path: Path) -> int:
-    """Save a model, whole or not at all (a temporary file beside it, then a rename). Returns the size [bytes]."""
+    """Save a model, whole or not at all. Returns the size [bytes]."""
     content = serialise(model)
+    write_whole(path, content)
+    return len(content)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: a temporary one beside it, then a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return len(content)
 
 
 def serialise(model: QuantizedModel) -> bytes:
@@ -153,12 +166,16 @@ def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def load(path: str | Path) -> QuantizedModel:
-    """A saved model: needs this package and the file alone. Raises ArtifactError for a file that is not a valid artifact."""
+    """A saved model: needs this package and the file alone. Raises ArtifactError for a file that is not an artifact."""
+    return deserialise(read(path), str(path))
+
+
+def read(path: str | Path) -> bytes:
+    """A file's bytes."""
     try:
-        content = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as cause:
         raise ArtifactError(f"{path} cannot be read: {cause.strerror}") from cause
-    return deserialise(content, str(path))
 
 
 def deserialise(content: bytes, name: str = "the artifact") -> QuantizedModel:
@@ -180,7 +197,9 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         header: dict[str, Any] = json.loads(metadata[KEY])
         found = header["format"]
     except (struct.error, ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise ArtifactError(f"{name} is not an adalog artifact (or its start is damaged); make one with `adalog quantize`") from cause
+        raise ArtifactError(
+            f"{name} is not an adalog artifact (or its start is damaged); make one with `adalog quantize`"
+        ) from cause
     if found != FORMAT:
         raise ArtifactError(f"{name} has format version {found}, this package reads {FORMAT}: quantize the model again")
     return header

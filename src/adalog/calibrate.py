@@ -1,7 +1,6 @@
 """The search of one site's quantizers on recorded operands (Sec. 3.4): what runs once per site, method and bits."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +15,13 @@ from adalog.quantizers import (
     Rounding,
     UniformQuantizer,
     bounds_to_uniform,
+    log_levels,
+    log_thresholds,
 )
 from adalog.search import Loss, alternating, brute_force, fpcs
+
+# Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
+_OCTAVES, _DROPPED_BITS = 20, 13
 
 
 @dataclass(frozen=True)
@@ -88,19 +92,57 @@ class Operand:
             scale, q, form.log2_base[1], form.bits, form.beyond, form.rounding, form.table, offset=form.offset
         )
 
-    def candidates(self) -> Candidates:
-        """Fake quantization of (part of) the values under k points at once."""
+    def candidates(self, values: Tensor) -> Candidates:
+        """Fake quantization of the values, or of some of their rows, under k points at once: (k, *values.shape).
+
+        Logarithmic codes come from a table over the leading bits of the values, so that a candidate costs one look-up a
+        value. A value within 0.1 % of a threshold may land on its other side; `search_product` exchanges a point for
+        another only by the exact loss.
+        """
         form = self.format
+        if form.log2_base is None:
 
-        def uniform(values: Tensor, points: Tensor) -> Tensor:
-            scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
-            code = torch.div(values, self.spread(scale)).round_().add_(self.spread(zero_point))
-            return code.clamp_(0, 2**form.bits - 1).sub_(self.spread(zero_point)).mul_(self.spread(scale))
+            def uniform(points: Tensor) -> Tensor:
+                scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
+                scale, zero_point = self.spread(scale), self.spread(zero_point)
+                code = torch.div(values, scale).round_().add_(zero_point)
+                return code.clamp_(0, 2**form.bits - 1).sub_(zero_point).mul_(scale)
 
-        def logarithmic(values: Tensor, points: Tensor) -> Tensor:
-            return torch.stack([self.quantizer(point).fake_quantize(values) for point in points])
+            return uniform
 
-        return uniform if form.log2_base is None else logarithmic
+        lifted = (values + form.offset).float()
+        top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny)
+        lifted = lifted.clamp_(min=float(top) * 2.0**-_OCTAVES)
+        first = int((top * 2.0**-_OCTAVES).view(torch.int32)) >> _DROPPED_BITS
+        last = int(top.view(torch.int32)) >> _DROPPED_BITS
+        edges = (torch.arange(first, last + 2, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32).double()
+        middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
+        bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
+
+        def logarithmic(points: Tensor) -> Tensor:
+            results = []
+            for point in points:
+                q, scale = _base_and_scale(point, form)
+                factor = scale.double().cpu()
+                levels = (
+                    log_levels(q, self.radix, form.bits, beyond=form.beyond, table=form.table) * factor - form.offset
+                )
+                cuts = log_thresholds(
+                    q, self.radix, form.bits, beyond=form.beyond, rounding=form.rounding, table=form.table
+                )
+                cuts = cuts * factor
+                codes = len(cuts) - torch.searchsorted(cuts.flip(0).contiguous(), middles)
+                table = levels.to(values.dtype)[codes].to(values.device)
+                results.append(table.index_select(0, bins).view(values.shape))
+            return torch.stack(results) if len(results) > 1 else results[0][None]
+
+        return logarithmic
+
+    @property
+    def radix(self) -> int:
+        """r, the denominator of log2(base)."""
+        assert self.format.log2_base is not None
+        return self.format.log2_base[1]
 
     def box(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """(low, high), each (P, *groups), and the sizes of the first grid.
@@ -155,16 +197,16 @@ def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | N
     if search.strategy == "alternating":
         sizes = (math.prod(init) // len(low),) * len(low)
         return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
-    children = search.init[0] * search.init[1] // search.keep
-    sizes = search.init if len(low) == 2 else (math.prod(search.init),)
+    children = math.prod(search.init) // search.keep
+    one = len(low) == 1  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
     return fpcs(
         loss,
         low,
         high,
-        init=sizes,
+        init=(math.prod(search.init),) if one else search.init,
         keep=search.keep,
         children=children,
-        steps=search.steps,
+        steps=math.ceil(search.steps / math.log2(children)) if one else search.steps,
         incumbent=incumbent,
         rough=rough,
     )[0]
@@ -205,31 +247,48 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
             if search.rough_rows > 1 and rows not in operand.format.keep and operand.values.shape[-2] >= 32:
                 rough = _loss(error.rows(search.rough_rows), operand)
             best = minimise(loss, operand, search, points[side], rough)
-            previous = points[side]
-            if previous is None or not torch.equal(best, previous):
+            best = _better(error, operand, best, points[side])
+            if best is not points[side]:
                 points[side], changed = best, True
                 hats[side] = _apply(operand, best)
         if not changed:
             break
-    assert points[0] is not None and points[1] is not None
+    first, second = points
+    assert first is not None
+    assert second is not None
     output = left.values @ right.values.transpose(-1, -2)
     noise = hats[0] @ hats[1].transpose(-1, -2) - output
-    ratio = output.double().square().sum() / noise.double().square().sum().clamp(min=1e-300)
-    return Found(left.quantizer(points[0]), right.quantizer(points[1]), 10 * math.log10(max(float(ratio), 1e-30)))
+    signal, lost = (float(value.double().square().sum()) for value in (output, noise))
+    sqnr = 10 * math.log10(signal / lost) if signal and lost else -math.inf if lost else math.inf
+    return Found(left.quantizer(first), right.quantizer(second), sqnr)
 
 
-def _loss(error: ProductError, operand: Operand) -> Callable[[Tensor], Tensor]:
-    candidates = operand.candidates()
+def _loss(error: ProductError, operand: Operand) -> Loss:
+    candidates = operand.candidates(error.left)
     return lambda points: error.loss(candidates, points)
 
 
+def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> Tensor:
+    """In each group the incumbent, unless the best point's exact loss is less; the incumbent itself where none is."""
+    if incumbent is None:
+        return best
+    if torch.equal(best, incumbent):
+        return incumbent
+    if operand.format.log2_base is not None:
+        exact = [
+            error.loss(lambda point: _apply(operand, point[0])[None], point[None])[0] for point in (incumbent, best)
+        ]
+        return best if bool(exact[1] < exact[0]) else incumbent
+    return best
+
+
 def _apply(operand: Operand, point: Tensor) -> Tensor:
-    hat = operand.candidates()(operand.values, point[None])[0]
+    hat = operand.quantizer(point).fake_quantize(operand.values)
     return hat if operand.mask is None else torch.where(operand.mask.bool(), hat, operand.values)
 
 
 def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point), each (C,), of a uniform quantizer a channel by its own error: the start of Sec. 1.7's fold.
+    """(scale, zero_point), each (C,), of a uniform quantizer a channel, by its own error: where a fold starts.
 
     values: (T, C).
     """

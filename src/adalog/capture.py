@@ -1,22 +1,25 @@
 """From a PyTorch model to a program: `torch.export`, then a canonical form that the rest of the package reads.
 
-Canonical: no in-place operations, no identities (dropout, clone, detach), attention unfolded into scale, transpose,
-matmul, mask, softmax, matmul, batch norms folded into the convolutions before them, equal values computed once.
+Canonical: no in-place operations, no identities (dropout, clone, casts to the same type), attention unfolded into
+transpose, matmul, scale, mask, softmax, matmul, batch norms folded into the convolutions before them, every weight and
+bias a stored tensor, equal values computed once.
 """
 
+import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
-from adalog.program import OPERATIONS, Arg, Node, Output, Program, Ref, map_refs
+from adalog.program import OPERATIONS, PRODUCTS, Arg, Node, Output, Program, Ref, aten, map_refs
 
 TOLERANCE = 1e-4  # of the largest output, between graph and model in float32
 BATCHES = (1, 2, 7)
@@ -30,16 +33,33 @@ _SYMBOLIC: dict[Any, str] = {
     operator.neg: "sym.neg",
     operator.getitem: "getitem",
 }
-# First argument in, first argument out, at inference.
-_IDENTITIES = {
-    f"aten.{name}"
-    for name in (
-        "dropout.default dropout_.default feature_dropout.default alpha_dropout.default clone.default contiguous.default "
-        "detach.default detach_.default alias.default lift_fresh_copy.default lift_fresh.default to.device"
-    ).split()
-}
-_CHECKS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten.sym_constrain_range_for_size")
+
+
+# A view asks for a memory layout that a program, which drops `contiguous`, does not promise.
+_SPELLINGS = {"aten.view.default": "aten.reshape.default", "aten.view_as.default": "aten.reshape_as.default"}
+# First argument in, first argument out, at inference. A clone has memory of its own; the others may share theirs.
+_CLONES = aten("clone.default lift_fresh_copy.default")
+_IDENTITIES = _CLONES | aten(
+    "dropout.default dropout_.default feature_dropout.default alpha_dropout.default contiguous.default detach.default "
+    "detach_.default alias.default lift_fresh.default"
+)
+_CASTS = aten("to.dtype to.dtype_layout to.device to.other type_as.default")
+_PADS = aten("pad.default constant_pad_nd.default")
+_NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros", "ones", "full")}
+_CHECKS = ("aten._assert", "aten.sym_constrain")
 _DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
+# Views that can be written through: what puts the written part back into the whole.
+_SCATTERS = {"aten.slice.Tensor": "aten.slice_scatter.default", "aten.select.int": "aten.select_scatter.default"}
+_RESHAPES = aten("reshape.default reshape_as.default flatten.using_ints unflatten.int squeeze.dim unsqueeze.default")
+# Arguments that are parameters: (operation, position) -> what they are.
+_PARAMETERS = {
+    **{(f"aten.{op}.default", 1): "weight" for op in ("linear", "conv2d", "matmul", "batch_norm")},
+    **{(f"aten.{op}.default", 2): "bias" for op in ("linear", "conv2d", "batch_norm")},
+    ("aten.layer_norm.default", 2): "weight",
+    ("aten.layer_norm.default", 3): "bias",
+}
+# Regions that export keeps as a graph of their own: the position of that graph among the arguments.
+_REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 @torch.no_grad()
@@ -51,11 +71,14 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Tensor]) -> Program:
     program disagrees with the model on the inputs at batches of 1, 2 and 7.
     """
     example = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if any(value.shape[0] < 2 for value in example):
-        raise CaptureError("capturing a model takes two images or more, so that the batch size is seen to be free; got 1")
+    fewest = min((len(value) for value in example), default=0)
+    if fewest < 2:
+        raise CaptureError(
+            f"capturing a model takes two images or more, so that the batch size is seen to be free; got {fewest}"
+        )
     with _inference(model):
         program = _import(model, tuple(value[:2] for value in example))
-        program = fold_batch_norms(share_equal_values(program)).pruned()
+        program = fold_batch_norms(store_parameters(share_equal_values(program))).pruned()
         _check(model, program, example)
     return program
 
@@ -73,103 +96,259 @@ def _inference(model: nn.Module) -> Iterator[None]:
 
 
 def _import(model: nn.Module, example: tuple[Tensor, ...]) -> Program:
-    shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+    exported = _export(model, example)
+    inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Ref]()
+    for spec in exported.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
+            inputs.append(name)
+            standing[name] = Ref(name)
+        else:
+            assert spec.target is not None
+            source = exported.state_dict if spec.target in exported.state_dict else exported.constants
+            tensors[spec.target] = source[spec.target].detach().clone()
+            standing[name] = Ref(spec.target)
+    importer = _Importer([*inputs, *tensors])
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    result = importer.walk(exported.graph, [standing[node.name] for node in placeholders])
+    if importer.unknown:
+        raise CaptureError(
+            f"{type(model).__name__} uses {', '.join(sorted(importer.unknown))}, which this version cannot store or "
+            "run. Capture a part of the model without it."
+        )
+    output = _structure(result, exported.call_spec.out_spec)
+    return Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
+
+
+def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    shapes: Any = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        shapes = (shapes,)  # one entry a parameter of forward
     try:
-        exported = torch.export.export(model, example, dynamic_shapes=_match_signature(model, shapes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about torch
+            return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code does
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise CaptureError(
             f"{type(model).__name__} could not be exported: {first_line} "
             "Capture the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
         ) from cause
-    kinds = torch.export.graph_signature.InputKind
-    tensors: dict[str, Tensor] = {}
-    inputs: list[str] = []
-    rename: dict[str, Any] = {}  # fx name -> what stands for it here
-    for spec in exported.graph_signature.input_specs:
-        name = getattr(spec.arg, "name", "")
-        if spec.kind == kinds.USER_INPUT:
-            inputs.append(name)
-            rename[name] = Ref(name)
-        else:
-            assert spec.target is not None
-            source = exported.state_dict if spec.target in exported.state_dict else exported.constants
-            tensors[spec.target] = source[spec.target].detach().clone()
-            rename[name] = Ref(spec.target)
 
-    nodes: list[Node] = []
-    unknown: set[str] = set()
 
-    def emit(op: str, name: str, scope: str, *args: Arg, **kwargs: Arg) -> Ref:
-        nodes.append(Node(name, op, args, kwargs, scope))
+class _Importer:
+    """Reads an exported graph into nodes; operations that no program can hold end up in `unknown`.
+
+    A value that is written to in place becomes a new value, put back into what it was a view of; other views of the
+    same memory are read again after that.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.nodes: list[Node] = []
+        self.unknown: set[str] = set()
+        self._names = set(names)
+        self._values: dict[fx.Node, Arg] = {}
+        self._stale: set[fx.Node] = set()
+
+    def walk(self, graph: fx.Graph, inputs: Sequence[Arg]) -> Arg:
+        """Every node of a graph, with `inputs` for its placeholders; its output."""
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        self._values |= zip(placeholders, inputs, strict=True)
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._values[node] = self._import(node)
+            elif node.op == "output":
+                return self._convert(node.args[0])
+        return None
+
+    def _import(self, node: fx.Node) -> Arg:
+        op = _op(node)
+        if op.startswith(_CHECKS):
+            return None
+        if op in _REGIONS:
+            return self._inline(node, op)
+        args = self._convert(node.args)
+        kwargs = {key: self._convert(value) for key, value in node.kwargs.items() if key not in _DROPPED_KWARGS}
+        if op in _IDENTITIES or (op in _PADS and not any(args[1])):
+            return args[0]
+        if op in _CASTS:
+            return args[0] if _dtype(node) == _dtype(node.args[0]) else self._cast(node, args[0])
+        if op in _NEW:  # depends on its first argument in nothing but device and type
+            return self._emit(node, _NEW[op], *args[1:], dtype=_dtype(node))
+        if op == "getitem" and isinstance(args[0], tuple):
+            return args[0][args[1]]
+        if op == "aten.conv2d.padding":
+            return self._pad_by_number(node, *args)
+        if op == "aten.scaled_dot_product_attention.default":
+            return self._unfold_attention(node, args, kwargs)
+        if _is_in_place(node):
+            return self._write(node, op, args, kwargs)
+        return self._emit(node, op, *args, **kwargs)
+
+    def _convert(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            if arg in self._stale:
+                self._stale.discard(arg)
+                self._values[arg] = self._convert(arg.args[0]) if _is_in_place(arg) else self._import(arg)
+            return self._values[arg]
+        if isinstance(arg, (tuple, list)):
+            return tuple(self._convert(item) for item in arg)
+        if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype)):
+            return arg
+        if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
+            return None
+        raise CaptureError(f"an argument of type {type(arg).__name__} ({arg}) cannot be stored in a program")
+
+    def _emit(self, source: fx.Node, op: str, *args: Arg, part: str = "", **kwargs: Arg) -> Ref:
+        """A new node, named after the one it comes from."""
+        if op not in OPERATIONS:
+            self.unknown.add(op)
+        stem = name = source.name + part
+        count = 1
+        while name in self._names:
+            count += 1
+            name = f"{stem}#{count}"
+        self._names.add(name)
+        self.nodes.append(Node(name, op, args, kwargs, _scope(source)))
         return Ref(name)
 
-    result: Arg = None
-    for node in exported.graph.nodes:
-        if node.op == "placeholder":
-            continue
-        if node.op == "output":
-            result = _convert(node.args[0], rename)
-            continue
-        op = _SYMBOLIC.get(node.target, str(node.target))
-        args = tuple(_convert(arg, rename) for arg in node.args)
-        kwargs = {key: _convert(value, rename) for key, value in node.kwargs.items() if key not in _DROPPED_KWARGS}
-        scope = _scope(node)
-        if op.startswith(_CHECKS):
-            continue
-        if op in _IDENTITIES or (op in ("aten.pad.default", "aten.constant_pad_nd.default") and not any(args[1])):
-            rename[node.name] = args[0]
-        elif op == "aten.scaled_dot_product_attention.default":
-            shape = node.args[0].meta["val"].shape
-            rename[node.name] = unfold_attention(emit, node, scope, args, kwargs, width=int(shape[-1]))
-        elif op not in OPERATIONS and _functional(op) in OPERATIONS:
-            rename[node.name] = emit(_functional(op), node.name, scope, *args, **kwargs)
-            for name, ref in rename.items():  # what was written to is now the result, for every later reader
-                if ref == args[0]:
-                    rename[name] = Ref(node.name)
+    def _cast(self, node: fx.Node, value: Arg) -> Ref:
+        return self._emit(node, "aten.to.dtype", value, _dtype(node))
+
+    def _inline(self, node: fx.Node, op: str) -> Arg:
+        """A region under other global settings, which mean nothing at inference: only autocast would, were it on."""
+        if op == "wrap_with_autocast" and node.args[2]:
+            self.unknown.add("autocast")
+        region, *operands = node.args[_REGIONS[op] :]
+        owner = node.graph.owning_module
+        assert isinstance(region, fx.Node)
+        assert owner is not None
+        graph = owner.get_submodule(str(region.target)).graph
+        assert isinstance(graph, fx.Graph)
+        return self.walk(graph, self._convert(operands))
+
+    def _pad_by_number(
+        self,
+        node: fx.Node,
+        image: Ref,
+        weight: Ref,
+        bias: Ref | None = None,
+        stride: Sequence[int] = (1, 1),
+        padding: str = "valid",
+        dilation: Sequence[int] = (1, 1),
+        groups: int = 1,
+    ) -> Ref:
+        """A convolution whose padding is "same" or "valid"; an even kernel's odd zero goes below and to the right."""
+        both = [
+            step * (size - 1) * (padding == "same")
+            for step, size in zip(dilation, _meta(node.args[1]).shape[2:], strict=True)
+        ]
+        sides = tuple(total // 2 for total in both)
+        if any(total % 2 for total in both):
+            (top, left), (height, width) = sides, both
+            image = self._emit(
+                node, "aten.constant_pad_nd.default", image, (left, width - left, top, height - top), part="_pad"
+            )
+            sides = (0, 0)
+        return self._emit(node, "aten.conv2d.default", image, weight, bias, stride, sides, dilation, groups)
+
+    def _write(self, node: fx.Node, op: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
+        """An in-place operation as its functional twin, whose result replaces what it wrote to, and what that views."""
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        if op in ("aten.copy_.default", "aten.fill_.Tensor"):
+            value = args[1] if _dtype(node) == _dtype(node.args[1]) else self._cast(node, args[1])
+            new = self._emit(node, "aten.expand_as.default", value, args[0])
+        elif op in ("aten.zero_.default", "aten.fill_.Scalar"):
+            new = self._emit(node, "aten.full_like.default", args[0], *(args[1:] or (0,)))
         else:
-            if op not in OPERATIONS:
-                unknown.add(op)
-            rename[node.name] = emit(op, node.name, scope, *args, **kwargs)
-    if unknown:
-        raise CaptureError(
-            f"{type(model).__name__} uses {', '.join(sorted(unknown))}, which this version cannot store or run. "
-            "Capture a part of the model without it."
-        )
-    output = _structure(result, exported.call_spec.out_spec)
-    return Program(tuple(inputs), tuple(nodes), output, tensors).pruned()
+            name, _, overload = op.rpartition(".")
+            new = self._emit(node, f"{name.removesuffix('_')}.{overload}", *args, **kwargs)
+        result, family = new, [target]
+        self._values[target] = new
+        while (whole := _shared_with(family[-1])) is not None:
+            new = self._put_back(family[-1], new, self._convert(whole))
+            self._values[whole] = new
+            family.append(whole)
+        self._stale |= {other for other in self._values if _root(other) is family[-1] and other not in family}
+        return result
+
+    def _put_back(self, view: fx.Node, new: Ref, whole: Arg) -> Ref:
+        """`whole` where its view has become `new`."""
+        op = _op(view)
+        if op in _IDENTITIES or _is_in_place(view):
+            return new
+        if op in _SCATTERS:
+            return self._emit(view, _SCATTERS[op], whole, new, *self._convert(view.args[1:]))
+        if op not in _RESHAPES:
+            self.unknown.add(f"a write through {op}")
+        return self._emit(view, "aten.reshape_as.default", new, whole)
+
+    def _unfold_attention(self, node: fx.Node, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
+        """softmax(Q K^T scale + mask) V as separate operations, the two products of which are sites."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("is_causal") or given.get("enable_gqa"):
+            where = _scope(node) or "the model"
+            raise CaptureError(f"attention in {where} is causal or grouped, which no vision transformer needs")
+        scale = given.get("scale")
+        if scale is None:
+            scale = 1 / math.sqrt(_meta(node.args[0]).shape[-1])
+        transposed = self._emit(node, "aten.transpose.int", given["key"], -2, -1, part="_kt")
+        scores = self._emit(node, "aten.matmul.default", given["query"], transposed, part="_qk")
+        scores = self._emit(node, "aten.mul.Tensor", scores, scale, part="_scaled")
+        mask = given.get("attn_mask")
+        if mask is not None:
+            source = node.args[3] if len(node.args) > 3 else node.kwargs["attn_mask"]
+            if _dtype(source) == torch.bool:
+                hidden = self._emit(node, "aten.logical_not.default", mask, part="_hidden")
+                scores = self._emit(node, "aten.masked_fill.Scalar", scores, hidden, -math.inf, part="_masked")
+            else:
+                scores = self._emit(node, "aten.add.Tensor", scores, mask, part="_masked")
+        weights = self._emit(node, "aten.softmax.int", scores, -1, part="_softmax")
+        return self._emit(node, "aten.matmul.default", weights, given["value"], part="_av")
 
 
-def _match_signature(model: nn.Module, shapes: tuple[dict[int, Any], ...]) -> Any:
-    """dynamic_shapes in the form torch.export wants: one entry a parameter of forward, a tuple for *args."""
-    import inspect
-
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        return (shapes,)
-    return shapes
+def _op(node: fx.Node) -> str:
+    op = _SYMBOLIC.get(node.target, str(node.target))
+    return _SPELLINGS.get(op, op)
 
 
-def _functional(op: str) -> str:
-    """The name of an in-place operation's functional twin."""
-    name, _, overload = op.rpartition(".")
-    return f"{name.rstrip('_')}.{overload}"
-
-
-def _scope(node: torch.fx.Node) -> str:
+def _scope(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""
 
 
-def _convert(arg: Any, rename: Mapping[str, Any]) -> Arg:
-    if isinstance(arg, torch.fx.Node):
-        return rename[arg.name]
-    if isinstance(arg, (tuple, list)):
-        return tuple(_convert(item, rename) for item in arg)
-    if arg is None or isinstance(arg, (bool, int, float, str, torch.dtype)):
-        return arg
-    raise CaptureError(f"an argument of type {type(arg).__name__} ({arg}) cannot be stored in a program")
+def _meta(node: Any) -> Tensor:
+    """Shape and type of what a node makes."""
+    return node.meta["val"]
+
+
+def _dtype(node: Any) -> torch.dtype:
+    return _meta(node).dtype
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _shared_with(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's result may be, or be a part of."""
+    first = node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(first, fx.Node) or _op(node) in _CLONES:
+        return None
+    returns = node.target._schema.returns if hasattr(node.target, "_schema") else ()
+    shares = _op(node) in {*_IDENTITIES, "getitem"} or any(value.alias_info is not None for value in returns)
+    return first if shares else None
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while (whole := _shared_with(node)) is not None:
+        node = whole
+    return node
 
 
 def _structure(flat: Sequence[Arg], spec: Any) -> Any:
@@ -191,54 +370,60 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     return named if spec.type is dict else Output(named)
 
 
-def unfold_attention(
-    emit: Callable[..., Ref],
-    node: torch.fx.Node,
-    scope: str,
-    args: tuple[Arg, ...],
-    kwargs: Mapping[str, Arg],
-    *,
-    width: int,
-) -> Ref:
-    """softmax(Q K^T scale + mask) V as separate operations, the two products of which are sites."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.get("is_causal") or given.get("enable_gqa"):
-        raise CaptureError(f"attention in {scope or 'the model'} is causal or grouped, which no vision transformer needs")
-    scale = given.get("scale")
-    name = node.name
-    transposed = emit("aten.transpose.int", f"{name}_kt", scope, given["key"], -2, -1)
-    scores = emit("aten.matmul.default", f"{name}_qk", scope, given["query"], transposed)
-    scores = emit("aten.mul.Tensor", f"{name}_scaled", scope, scores, 1 / math.sqrt(width) if scale is None else scale)
-    mask = given.get("attn_mask")
-    if mask is not None:
-        position = names.index("attn_mask")
-        mask_node = node.args[position] if len(node.args) > position else node.kwargs["attn_mask"]
-        assert isinstance(mask_node, torch.fx.Node)
-        if mask_node.meta["val"].dtype == torch.bool:
-            hidden = emit("aten.logical_not.default", f"{name}_hidden", scope, mask)
-            scores = emit("aten.masked_fill.Scalar", f"{name}_masked", scope, scores, hidden, float("-inf"))
-        else:
-            scores = emit("aten.add.Tensor", f"{name}_masked", scope, scores, mask)
-    weights = emit("aten.softmax.int", f"{name}_softmax", scope, scores, -1)
-    return emit("aten.matmul.default", f"{name}_av", scope, weights, given["value"])
-
-
 def share_equal_values(program: Program) -> Program:
     """Common subexpressions computed once, so that one activation is one value however often it was viewed."""
     seen: dict[Any, str] = {}
     names: dict[str, str] = {}
     nodes = []
     for node in program.nodes:
-        node = node.renamed(names)
-        key = repr((node.op, node.args, sorted(node.kwargs.items())))
+        renamed = node.renamed(names)
+        key = repr((renamed.op, renamed.args, sorted(renamed.kwargs.items())))
         if key in seen:
             names[node.name] = seen[key]
         else:
             seen[key] = node.name
-            nodes.append(node)
+            nodes.append(renamed)
     output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
     return replace(program, nodes=tuple(nodes), output=output)
+
+
+def store_parameters(program: Program) -> Program:
+    """What weights, biases and products are from tensors alone (a bias put together of parts, a position MLP), stored.
+
+    A product with a stored matrix on its right, x W, becomes a linear, which holds the transpose of W.
+    """
+    constant = set(program.tensors)
+    for node in program.nodes:
+        if constant.issuperset(node.refs()):
+            constant.add(node.name)
+    stored: dict[str, str] = {}  # a computed value -> the tensor that it becomes
+
+    def store(value: str, node: Node, part: str) -> None:
+        if value in constant and value not in program.tensors and value not in stored:
+            name = f"{node.scope}.{part}".lstrip(".")
+            taken = name in program.tensors or name in stored.values()
+            stored[value] = f"{name}#{node.name}" if taken else name
+
+    for node in program.nodes:
+        if node.op in PRODUCTS:
+            store(node.name, node, "stored")
+        for index, arg in enumerate(node.args):
+            if (node.op, index) in _PARAMETERS and arg is not None:
+                store(arg.name, node, _PARAMETERS[node.op, index])
+    making = tuple(node for node in program.nodes if node.name in constant)
+    output = {name: Ref(value) for value, name in stored.items()}
+    computed: dict[str, Tensor] = replace(program, inputs=(), nodes=making, output=output).pruned().run(())
+    tensors, nodes = dict(program.tensors), []
+    tensors.update((name, value.contiguous()) for name, value in computed.items())
+    for node in program.nodes:
+        reading = node.renamed(stored)
+        if node.op == "aten.matmul.default" and node.args[0].name not in constant:
+            right = reading.args[1].name
+            if right in tensors and tensors[right].ndim == 2:
+                tensors[f"{right}.transposed"] = tensors[right].t().contiguous()
+                reading = replace(reading, op="aten.linear.default", args=(reading.args[0], Ref(f"{right}.transposed")))
+        nodes.append(reading)
+    return replace(program, nodes=tuple(nodes), tensors=tensors).pruned()
 
 
 def fold_batch_norms(program: Program) -> Program:
@@ -280,15 +465,22 @@ def _check(model: nn.Module, program: Program, example: tuple[Tensor, ...]) -> N
     for batch in BATCHES:
         rows = torch.arange(batch) % len(example[0])
         inputs = tuple(value[rows.to(value.device)] for value in example)
-        wanted = pytree.tree_leaves(model(*inputs))
-        got = pytree.tree_leaves(program.run(inputs))
+        wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
+        got = [value for value in _leaves(program.run(inputs)) if value is not None]
         for expected, actual in zip(wanted, got, strict=True):
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
             error = (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
             if not error <= TOLERANCE:
                 raise CaptureError(
-                    f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest output "
-                    f"at batch {batch} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the model may "
-                    "behave differently from call to call"
+                    f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
+                    f"output at batch {batch} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
+                    "model may behave differently from call to call"
                 )
+
+
+def _leaves(output: Any) -> list[Any]:
+    if isinstance(output, (tuple, list, dict)):
+        items = output.values() if isinstance(output, dict) else output
+        return [leaf for item in items for leaf in _leaves(item)]
+    return [output]

@@ -2,25 +2,46 @@
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from adalog.quantizers import MAX_BITS, MIN_BITS, Beyond, Rounding
 
 PowerLaw = Literal["uniform", "log2", "log-sqrt2", "adalog"]
+Strategy = Literal["fpcs", "alternating", "brute-force"]
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
 
 
 @dataclass(frozen=True)
 class Search:
     """Algorithm 1 and the rounds around it."""
 
-    strategy: Literal["fpcs", "alternating", "brute-force"] = "fpcs"
+    strategy: Strategy = "fpcs"
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = 3  # weight <-> activation, at most; ends early when a round changes nothing (released: 3)
-    rough_rows: int = 4  # all but the last step score every rough_rows-th row; 1: all rows in every step
+    rounds: int = (
+        2  # weight <-> activation, at most; ends early when one changes nothing (released: 3, which found no more)
+    )
+    rough_rows: int = (
+        5  # all but the last step score every 5th row: odd, so as not to keep to some columns of a token grid
+    )
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
+        for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 1)):
+            _check_whole(name, getattr(self, name), least)
+        for size in self.init:
+            _check_whole("init", size, 1)
+        if math.prod(self.init) != 8 * self.keep:
+            raise ValueError(f"init = {self.init} is not 8 points for each of keep = {self.keep} parents")
 
 
 @dataclass(frozen=True)
@@ -56,11 +77,12 @@ class Config:
                 raise ValueError(f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}")
         if self.beyond == "zero":
             raise ValueError('beyond = "zero" has 2**bits + 1 values, which a model cannot store; take "zero-coded"')
-        for name in ("post_softmax", "post_gelu"):
-            if getattr(self, name) not in METHODS:
-                raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(METHODS)}")
-        if self.images < 1:
-            raise ValueError(f"images = {self.images}: calibration takes one image or more")
+        choices = {"post_softmax": PowerLaw, "post_gelu": PowerLaw, "beyond": Beyond, "rounding": Rounding}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(get_args(allowed))}")
+        for name in ("r", "q_max", "images"):
+            _check_whole(name, getattr(self, name), 1)
 
     @staticmethod
     def preset(bits: str, method: str = "adalog") -> "Config":
@@ -85,7 +107,11 @@ class Config:
     @staticmethod
     def from_json(text: str) -> "Config":
         fields: dict[str, Any] = json.loads(text)
-        search = fields.pop("search", {})
+        search: dict[str, Any] = fields.pop("search", {})
+        for kind, given in ((Config, fields), (Search, search)):
+            unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
+            if unknown:
+                raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
         if "init" in search:
             search["init"] = tuple(search["init"])
         return Config(search=Search(**search), **fields)

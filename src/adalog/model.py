@@ -18,7 +18,7 @@ SITES = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "a
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One site: its role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration."""
+    """One site: role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration."""
 
     site: str
     role: str
@@ -61,14 +61,13 @@ class QuantizedModel(nn.Module):
         return self.program.run(inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
-        def keep_codes(value: Tensor) -> Tensor:
-            return fn(value)
-
-        self.program = self.program.map_tensors(keep_codes)
-        return super()._apply(fn, recurse)  # type: ignore[return-value]
+        """What `.to`, `.double` and the like do: to every tensor of the program; codes stay uint8."""
+        self.program = self.program.map_tensors(fn)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def float_sites(self) -> list[str]:
-        """Multiplications with an operand that is neither fake-quantized nor a stored weight: none, after `quantize`."""
+        """Multiplications with an operand that is neither fake-quantized nor a stored weight; none after `quantize`."""
         quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
         sites = [node for node in self.program.nodes if node.op in SITES]
         return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
@@ -86,7 +85,9 @@ class QuantizedModel(nn.Module):
         header = ("site", "role", "source", "left", "right", "SQNR [dB]")
         rows = [(row.site, row.role, row.source, row.left, row.right, f"{row.sqnr:.1f}") for row in self.ledger]
         widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
+        ]
         lines.append(f"bits {self.config.bits}; {len(rows)} sites, {len(self.float_sites())} of them float")
         lines += [f"not folded: {norm}: {why}" for norm, why in self.refusals.items()]
         kept = ", ".join(f"{name} x {count}" for name, count in sorted(self.float_operations().items()))

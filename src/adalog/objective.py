@@ -17,16 +17,16 @@ from torch import Tensor
 # Candidates are scored in chunks of about this many elements, so that the temporaries stay in the cache.
 CHUNK_ELEMENTS = 1 << 19
 
-Candidates = Callable[[Tensor, Tensor], Tensor]  # (operand, points (k, P, *groups)) -> quantized (k, *operand.shape)
+Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 
 
 @dataclass(frozen=True)
 class ProductError:
     """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
 
-    left: (*batch, T, I). base: left @ (right_hat - right), or its product with right_hat^T where that is cheaper (`gram`).
-    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). keep: the dimensions of `left` that keep a
-    loss of their own (rows of a weight, heads); the error is summed over all others.
+    left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is cheaper (`gram`).
+    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). keep: the dimensions of `left` that keep
+    a loss of their own (rows of a weight, heads); the error is summed over all others.
     """
 
     left: Tensor
@@ -62,7 +62,7 @@ class ProductError:
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """points (K, P, *groups) -> squared output error (K, *groups)."""
         chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
-        return torch.cat([self._score(candidates(self.left, part)) for part in points.split(chunk)])
+        return torch.cat([self._score(candidates(part)) for part in points.split(chunk)])
 
     def _score(self, quantized: Tensor) -> Tensor:
         delta = quantized.sub_(self.left)
@@ -108,7 +108,9 @@ class OwnError:
             return torch.cat([self.loss(*part) for part in parts])
         cuts = thresholds.permute(1, 0, 2).reshape(groups, -1).contiguous()
         inner = torch.searchsorted(self.sorted, cuts).view(groups, count, size - 1)
-        ends = torch.cat([torch.zeros_like(inner[..., :1]), inner, torch.full_like(inner[..., :1], self.sorted.shape[1])], -1)
+        ends = torch.cat(
+            [torch.zeros_like(inner[..., :1]), inner, torch.full_like(inner[..., :1], self.sorted.shape[1])], -1
+        )
 
         def between(prefix: Tensor) -> Tensor:
             return prefix.gather(1, ends.view(groups, -1)).view(ends.shape).diff(dim=-1)

@@ -16,30 +16,41 @@ from adalog.quantizers import Quantizer, UniformQuantizer
 
 FAKE_QUANTIZE = "adalog.fake_quantize"
 
-_ATEN = """
-linear.default conv2d.default matmul.default bmm.default
-layer_norm.default batch_norm.default group_norm.default softmax.int gelu.default relu.default silu.default mish.default
-sigmoid.default tanh.default hardswish.default hardsigmoid.default hardtanh.default relu6.default leaky_relu.default
-elu.default exp.default log.default
-sqrt.default rsqrt.default abs.default neg.default reciprocal.default cos.default sin.default erf.default
-add.Tensor sub.Tensor mul.Tensor div.Tensor pow.Tensor_Scalar add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
-maximum.default minimum.default clamp.default clamp_min.default clamp_max.default
-mean.dim mean.default sum.dim_IntList amax.default argmax.default var.correction linalg_vector_norm.default cumsum.default
-view.default reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int
-expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
-unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
-cat.default stack.default repeat.default roll.default flip.default
-pad.default constant_pad_nd.default
-masked_fill.Scalar where.self where.ScalarOther logical_not.default logical_and.default
-eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
-index.Tensor index_select.default embedding.default
-zeros.default ones.default full.default arange.default arange.start arange.start_step zeros_like.default ones_like.default
-new_zeros.default new_ones.default new_full.default full_like.default
-to.dtype to.dtype_layout type_as.default
-max_pool2d.default avg_pool2d.default adaptive_avg_pool2d.default
-upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
-sym_size.int
-"""
+
+def aten(names: str) -> frozenset[str]:
+    """ATen operations by their names without the prefix."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_ATEN = aten(
+    """
+    linear.default conv2d.default matmul.default bmm.default
+    layer_norm.default batch_norm.default group_norm.default softmax.int
+    gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default
+    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default
+    exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
+    reciprocal.default
+    add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
+    add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
+    maximum.default minimum.default clamp.default clamp_min.default clamp_max.default
+    mean.dim mean.default sum.dim_IntList amax.default argmax.default var.correction linalg_vector_norm.default
+    cumsum.default
+    reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
+    expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
+    unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
+    select_scatter.default slice_scatter.default
+    cat.default stack.default meshgrid.indexing repeat.default roll.default flip.default
+    pad.default constant_pad_nd.default
+    masked_fill.Scalar where.self where.ScalarOther logical_not.default logical_and.default
+    eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
+    index.Tensor index_select.default embedding.default
+    zeros.default ones.default full.default arange.default arange.start arange.start_step
+    zeros_like.default ones_like.default full_like.default to.dtype
+    max_pool2d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
+    upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
+    sym_size.int
+    """
+)
 
 _PYTHON: dict[str, Callable[..., Any]] = {
     "sym.add": operator.add,
@@ -51,11 +62,13 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
 }
 
-OPERATIONS: frozenset[str] = frozenset({f"aten.{name}" for name in _ATEN.split()} | set(_PYTHON) | {FAKE_QUANTIZE})
+OPERATIONS: frozenset[str] = _ATEN | set(_PYTHON) | {FAKE_QUANTIZE}
+
+# Multiplications of two tensors: what quantization is about.
+PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
 
 # Operations that make a tensor from numbers alone, and so must be told on which device.
-FACTORIES = frozenset(f"aten.{name}" for name in ("zeros.default", "ones.default", "full.default", "arange.default"))
-FACTORIES |= {"aten.arange.start", "aten.arange.start_step"}
+FACTORIES = aten("zeros.default ones.default full.default arange.default arange.start arange.start_step")
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class Program:
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
         values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
-        device = inputs[0].device
+        device = next((value.device for value in (*inputs, *self.tensors.values())), None)
         for node, dead in zip(self.nodes, self._last_uses(), strict=True):
             args = evaluate(node.args, values)
             if node.op == FAKE_QUANTIZE:

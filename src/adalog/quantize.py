@@ -1,6 +1,7 @@
-"""The story: capture a model, observe it once on calibration images, search every site, and put a quantized model together."""
+"""The story: capture a model, observe it once on calibration images, search every site, build the quantized model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,16 +27,19 @@ def quantize(
     config: Config | None = None,
     *,
     seed: int = 0,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
-    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` is used.
-    progress(done, total, site): called as sites are searched. The model itself is not changed.
+    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves.
+    jobs: sites searched at once. progress(done, total, site): called as sites are done. The model is not changed.
     Raises CaptureError and CalibrationError.
     """
     config = config or Config.preset("w4a4")
-    return Calibration(model, sample_images(images, config.images, seed), seed=seed).quantize(config, progress)
+    return Calibration(model, sample_images(images, config.images, seed), seed=seed).quantize(
+        config, progress, jobs=jobs
+    )
 
 
 def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
@@ -63,7 +67,7 @@ class _Group:
 class Calibration:
     """A captured model with everything its sites saw in one forward of the calibration images.
 
-    Quantizing again with other choices repeats only the searches whose choices differ, so methods share what they share.
+    Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
     def __init__(self, model: nn.Module, images: Tensor, *, seed: int = 0):
@@ -96,33 +100,49 @@ class Calibration:
         return seen
 
     @torch.no_grad()
-    def quantize(self, config: Config, progress: Progress | None = None) -> QuantizedModel:
-        """The model under these choices."""
+    def quantize(self, config: Config, progress: Progress | None = None, *, jobs: int = 1) -> QuantizedModel:
+        """The model under these choices. jobs: sites searched at once, in threads; the result does not depend on it."""
         build = _Build(self.program)
         ledger: list[LedgerRow] = []
-        for index, group in enumerate(self._groups):
-            if progress is not None:
-                progress(index, len(self._groups), group.first.name)
-            fold = self._fold(group.pair, config) if group.pair is not None else None
-            left, right = self._operands(group, config, fold)
-            key = (group.first.name, left.format, right.format, config.search, config.activation_bits if fold else None)
-            if key not in self._found:
-                self._found[key] = search_product(left, right, config.search)
-            found: Found = self._found[key]
-            if fold is not None and group.pair is not None:
-                build.fold_norm(group.pair.norm, *fold)
-            build.place(group.sites, found, right.values)
-            ledger += [_ledger_row(site, found) for site in group.sites]
+        with ThreadPoolExecutor(jobs) as pool:
+            searches = [pool.submit(self._search, group, config) for group in self._groups]
+            try:
+                for index, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
+                    if progress is not None:
+                        progress(index, len(self._groups), group.first.name)
+                    found, fold, weight = search.result()
+                    if fold is not None and group.pair is not None:
+                        build.fold_norm(group.pair.norm, *fold)
+                    build.place(group.sites, found, weight)
+                    ledger += [_ledger_row(site, found) for site in group.sites]
+            finally:
+                pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
         refusals = {pair.norm.scope: pair.refusal for pair in self.pairs if pair.refusal}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
+    @torch.no_grad()  # a thread's own setting
+    def _search(self, group: _Group, config: Config) -> tuple[Found, tuple[Tensor, Tensor] | None, Tensor]:
+        """A group's quantizers, its norm's fold, and its (folded) right operand."""
+        fold = self._fold(group.pair, config) if group.pair is not None else None
+        left, right = self._operands(group, config, fold)
+        key = (group.first.name, left.format, right.format, config.search, config.activation_bits if fold else None)
+        if key not in self._found:
+            self._found[key] = search_product(left, right, config.search)
+        return self._found[key], fold, right.values
+
+    def operand(self, name: str) -> Tensor:
+        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
+        return self._seen[name]
+
     def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
         key = ("fold", pair.norm.name, config.activation_bits, config.search)
         if key not in self._found:
             values = self._seen[pair.norm.name]
-            scale, zero_point = search_channels(values.reshape(-1, values.shape[-1]), config.activation_bits, config.search)
+            scale, zero_point = search_channels(
+                values.reshape(-1, values.shape[-1]), config.activation_bits, config.search
+            )
             self._found[key] = shared_scale(scale, zero_point)
         fold: tuple[Tensor, Tensor] = self._found[key]
         return fold
@@ -162,7 +182,9 @@ def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:
     return [_Group(tuple(members), folded.get(members[0].name)) for members in together.values()]
 
 
-def _conv_operands(site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int) -> tuple[Operand, Operand]:
+def _conv_operands(
+    site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int
+) -> tuple[Operand, Operand]:
     """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
 
     A grouped convolution's input has one scale a group: each output sees one group alone.
@@ -202,7 +224,9 @@ def conv_geometry(node: Node, weight: Tensor) -> tuple[tuple[int, ...], tuple[in
 
 
 def _ledger_row(site: Site, found: Found) -> LedgerRow:
-    return LedgerRow(site.name, site.role, site.left_source.kind, describe(found.left), describe(found.right), found.sqnr)
+    return LedgerRow(
+        site.name, site.role, site.left_source.kind, describe(found.left), describe(found.right), found.sqnr
+    )
 
 
 def describe(quantizer: Quantizer) -> str:
@@ -223,19 +247,20 @@ class _Build:
         self._quantizers: dict[str, Quantizer] = {}
         self._before: dict[str, list[Node]] = {}
         self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
+        self._folds: dict[str, tuple[Tensor, Tensor]] = {}
         self._uses: dict[str, int] = {}
         for node in program.nodes:
             for name in node.refs():
                 self._uses[name] = self._uses.get(name, 0) + 1
 
     def fold_norm(self, norm: Node, ratio: Tensor, beta: Tensor) -> None:
-        """Fold a pair: the norm now, its linears (whose weights come folded) with the same ratio and beta in `place`."""
+        """Fold a pair: the norm now, its linears (whose weights come folded) with the same ratio, beta in `place`."""
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
         self._tensors[names[0]], self._tensors[names[1]] = fold_norm(weight, bias, ratio, beta)
         args = (*norm.args[:2], Ref(names[0]), Ref(names[1]), *norm.args[4:])
         self._nodes[norm.name] = replace(norm, args=args)
-        self._folds: Mapping[str, tuple[Tensor, Tensor]] = {**getattr(self, "_folds", {}), norm.name: (ratio, beta)}
+        self._folds[norm.name] = (ratio, beta)
 
     def place(self, sites: Sequence[Site], found: Found, right_values: Tensor) -> None:
         """Quantize the operands of a group of sites."""
@@ -274,7 +299,7 @@ class _Build:
         self._tensors[weight_name] = stored.dequantize()
         bias = None if site.bias is None else self._tensors[site.bias]
         new_bias = bias
-        fold = getattr(self, "_folds", {}).get(site.left_source.node) if site.left_source.kind == "layer_norm" else None
+        fold = self._folds.get(site.left_source.node)
         if fold is not None:
             new_bias = fold_linear(self._program.tensors[site.right], bias, *fold)[1]
         if offset:
@@ -289,7 +314,9 @@ class _Build:
     def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer) -> Ref:
         name = f"{site.name}.{operand}"
         self._quantizers[name] = quantizer
-        self._before.setdefault(site.node.name, []).append(Node(name, FAKE_QUANTIZE, (Ref(value), name), scope=site.node.scope))
+        self._before.setdefault(site.node.name, []).append(
+            Node(name, FAKE_QUANTIZE, (Ref(value), name), scope=site.node.scope)
+        )
         return Ref(name)
 
     def _own(self, name: str, node: Node) -> str:
@@ -297,7 +324,9 @@ class _Build:
         return name if self._uses[name] == 1 else f"{name}#{node.name}"
 
     def program(self) -> Program:
-        nodes = [each for node in self._program.nodes for each in (*self._before.get(node.name, []), self._nodes[node.name])]
+        nodes = [
+            each for node in self._program.nodes for each in (*self._before.get(node.name, []), self._nodes[node.name])
+        ]
         tensors = {name: value.contiguous() for name, value in self._tensors.items()}
         whole = replace(
             self._program, nodes=tuple(nodes), tensors=tensors, quantizers=self._quantizers, weights=self._weights

@@ -1,7 +1,7 @@
 """The quantizers: real -> code -> real, Eqs. 1-9 and 12-13 of the paper, each formula written once.
 
 Every function broadcasts: a leading candidate axis on the parameters gives a leading candidate axis on the result.
-Codes are integers held in the dtype of the input, which is float32 or float64 (narrower inputs are computed in float32).
+Codes are integers held in the dtype of the input, float32 or float64 (narrower inputs are computed in float32).
 Rounding is to the nearest integer, halves to even.
 """
 
@@ -28,7 +28,7 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
 
 
-# --- uniform -----------------------------------------------------------------------------------------------------------
+# --- uniform ---------------------------------------------------------------------------------------------------------
 
 
 def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
@@ -36,16 +36,16 @@ def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) ->
 
     scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
     """
-    return torch.div(_wide(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
+    return (torch.div(_wide(x), scale).round_() + zero_point).clamp_(0, 2**bits - 1)
 
 
 def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    return (code - zero_point).mul_(scale)
+    return (code - zero_point) * scale
 
 
 def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """The value that x's code stands for; same dtype as x."""
-    return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
+    return uniform_dequantize(uniform_quantize(x, scale, zero_point, bits), scale, zero_point).to(x.dtype)
 
 
 def symmetric_zero_point(bits: int) -> int:
@@ -57,11 +57,11 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
     """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact."""
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     top = 2**bits - 1
-    scale = ((upper - lower) / top).clamp(min=torch.finfo(lower.dtype).tiny * 2.0**32)
+    scale = ((upper - lower) / top).clamp(min=2.0**-20 if lower.dtype == torch.float16 else 2.0**-94)
     return scale, (-lower / scale).round().clamp(0, top)
 
 
-# --- logarithmic -------------------------------------------------------------------------------------------------------
+# --- logarithmic -----------------------------------------------------------------------------------------------------
 
 
 def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
     passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0)]).to(torch.int32)
     ends = torch.cat([cuts, cuts.new_zeros(1)]).to(x.device)  # nothing is below the last interval
 
-    values = x.reshape(-1).clamp(lowest.item(), highest.item())
+    values = x.reshape(-1).clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())  # a NaN takes the last code
     count = sure.to(x.device).index_select(0, (values.view(integer) >> drop).sub_(first))
     count.add_(values <= ends.index_select(0, count))
     if len(cuts) < len(thresholds):
@@ -200,15 +200,17 @@ def log_fake_quantize(
 
 
 def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
-    """function(values, q) where q is one integer, or one for each entry of a leading candidate axis."""
+    """function(values, q) for one integer q, or for each of a leading candidate axis, (K, 1, ...), of q."""
     if isinstance(q, int) or q.numel() == 1:
-        return function(values, int(q))
-    bases = q.flatten().tolist()
-    rows = values.expand(len(bases), *values.shape[-max(q.ndim - 1, 0) :]) if values.shape[0] != len(bases) else values
-    return torch.stack([function(row, int(base)) for row, base in zip(rows, bases, strict=True)])
+        single = function(values, int(q))
+        return single if isinstance(q, int) or q.ndim <= single.ndim else single.reshape(q.shape[0], *single.shape)
+    if q.numel() != q.shape[0]:
+        raise ValueError(f"q of shape {tuple(q.shape)} varies along more than its leading candidate axis")
+    values = values.expand(torch.broadcast_shapes(values.shape, q.shape))
+    return torch.stack([function(row, int(base)) for row, base in zip(values, q.flatten().tolist(), strict=True)])
 
 
-# --- the quantizers that a model holds ---------------------------------------------------------------------------------
+# --- the quantizers that a model holds -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ class LogQuantizer:
             raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
 
     def quantize(self, x: Tensor) -> Tensor:
-        lifted = x + self.offset if self.offset else x
+        lifted = _wide(x) + self.offset if self.offset else x
         return log_quantize(
             lifted, self.scale, self.q, self.r, self.bits, beyond=self.beyond, rounding=self.rounding, table=self.table
         )

@@ -1,13 +1,13 @@
-"""Rewrites that leave a layer's output as it was: LayerNorm scale reparameterisation and the bias that absorbs an offset."""
+"""Rewrites that change no output: LayerNorm scale reparameterisation and the bias that absorbs an offset."""
 
-import torch
 from torch import Tensor
+from torch.nn.functional import unfold
 
 
 def shared_scale(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-    """(r, beta), each (C,): x / r - beta quantizes per tensor exactly as x quantizes per channel (RepQ-ViT, Sec. 3.2).
+    """(r, beta), each (C,): x / r - beta quantizes per tensor exactly as x quantizes per channel (from RepQ-ViT).
 
-    scale, zero_point: (C,), of per-channel quantizers. The shared quantizer has s = mean(scale) and z = mean(zero_point),
+    scale, zero_point: (C,), of per-channel quantizers. The shared one has s = mean(scale) and z = mean(zero_point),
     rounded before it is used (RepQ-ViT does not round): x / r - beta = s (x / scale + zero_point - z).
     """
     mean = scale.mean()
@@ -34,7 +34,9 @@ def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Ten
     return -shift if bias is None else bias - shift
 
 
-def unfolded_patches(x: Tensor, kernel: tuple[int, int], stride: object, padding: object, dilation: object) -> Tensor:
+def unfolded_patches(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
     """A convolution's input as rows of a product: (B, C, H, W) -> (B * L, C * kh * kw)."""
-    columns = torch.nn.functional.unfold(x, kernel, dilation=dilation, padding=padding, stride=stride)  # type: ignore[arg-type]
+    columns = unfold(x, kernel, dilation, padding, stride)
     return columns.transpose(1, 2).reshape(-1, columns.shape[1])

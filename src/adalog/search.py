@@ -6,8 +6,8 @@ All three minimise a loss over a box of P hyperparameters, independently for eac
     low, high: (P, *groups), the corners of the box
     returns: the best point (P, *groups) and its loss (*groups)
 
-An `incumbent` (P, *groups) is a point already in hand: the result is never worse than it. The first of equal losses wins,
-so every search is deterministic.
+An `incumbent` (P, *groups) is a point already in hand: the result is never worse than it. The first of equal losses
+wins, so every search is deterministic. Refined points may leave the box by part of a grid spacing (as in the paper).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +35,14 @@ def fpcs(
 
     The first step scores a uniform grid of init[0] x init[1] x ... points. In each of `steps` further ones the spacing
     of every hyperparameter shrinks by 2 z, and each of the `keep` parents gets its neighbours -z ... z in every
-    hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own loss
-    is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
-    rough: a cheaper loss for all but the last step, whose parents and children are scored by `loss`.
+    hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
+    loss is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
+    rough: a cheaper loss for all but the last step, whose parents and children are scored by `loss` (16 + 128).
     """
     count = low.shape[0]
-    reach = ((children + 1) ** (1 / count) - 1) / 2
-    if reach != round(reach) or reach < 1:
+    z = (round((children + 1) ** (1 / count)) - 1) // 2
+    if z < 1 or (2 * z + 1) ** count - 1 != children:
         raise ValueError(f"children = {children} is no neighbourhood (2 z + 1)**{count} - 1 of {count} hyperparameters")
-    z = round(reach)
     offsets = low.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
     offsets = offsets.view(children, 1, count, *(1 for _ in low.shape[1:]))
     points = grid(low, high, init)
@@ -93,7 +92,7 @@ def alternating(
 
 
 def grid(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The Cartesian product of uniform partitions, (prod(sizes), P, *groups), the last hyperparameter running fastest."""
+    """The Cartesian product of uniform partitions, (prod(sizes), P, *groups), the last one running fastest."""
     lines = [_line(low[i], high[i], size) for i, size in enumerate(sizes)]
     index = torch.cartesian_prod(*(torch.arange(size, device=low.device) for size in sizes)).view(-1, len(sizes))
     return torch.stack([line[index[:, i]] for i, line in enumerate(lines)], dim=1)

@@ -1,31 +1,30 @@
 """What a program multiplies: its sites, LayerNorm pairs and blocks, read from the flow of data and never from names."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adalog.errors import CaptureError
-from adalog.program import Node, Program, Ref, evaluate, refs_of, resolve
+from adalog.program import PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
 
 # Operations that move values about without changing them: a value's source is looked for through these.
-_MOVES = {
-    f"aten.{name}"
-    for name in (
-        "view.default reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int "
-        "expand.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
-        "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
-    ).split()
-} | {"getitem"}
+_MOVES = {"getitem"} | aten(
+    "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
+    "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
+    "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
+)
 _ACTIVATIONS = {
     f"aten.{name}.default": name
     for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
 }
 POWER_LAW_ACTIVATIONS = ("gelu", "quick_gelu", "silu", "hardswish", "mish")
-_PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
+_SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,23 @@ def find_sites(program: Program) -> list[Site]:
     makers = {node.name: node for node in program.nodes}
     sites: list[Site] = []
     for node in program.nodes:
-        if node.op not in _PRODUCTS:
+        if node.op not in PRODUCTS:
             continue
         left, right = node.args[0].name, node.args[1].name
         left_source, right_source = (find_source(program, makers, name) for name in (left, right))
         bias = None
-        if node.op in _PRODUCTS[:2]:
+        if node.op in PRODUCTS[:2]:
             if right_source.kind != "weight":
-                raise CaptureError(f"{node.op} in {node.scope or 'the model'} has a weight that is computed, not stored")
-            role, name = ("linear" if node.op == _PRODUCTS[0] else "conv"), right.removesuffix(".weight")
+                raise CaptureError(
+                    f"{node.op} in {node.scope or 'the model'} has a weight that is computed, not stored"
+                )
+            role, name = ("linear" if node.op == PRODUCTS[0] else "conv"), right.removesuffix(".weight")
             bias = node.args[2].name if len(node.args) > 2 and node.args[2] is not None else None
         else:
+            if "weight" in (left_source.kind, right_source.kind):
+                raise CaptureError(
+                    f"{node.scope or 'the model'} multiplies by a stored tensor that is no matrix on the right"
+                )
             role = "av" if left_source.kind == "softmax" else "qk"
             name = f"{node.scope}.{role}" if node.scope else role
         if any(site.name == name for site in sites):
@@ -110,7 +115,9 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
     if node.op == "aten.softmax.int":
         return Source("softmax", name, 0.0)
     if node.op in _ACTIVATIONS:
-        return Source(_ACTIVATIONS[node.op], name, minimum_of(lambda x: resolve(node.op)(x, *node.args[1:], **node.kwargs)))
+        return Source(
+            _ACTIVATIONS[node.op], name, minimum_of(lambda x: resolve(node.op)(x, *node.args[1:], **node.kwargs))
+        )
     gain = _quick_gelu_gain(makers, node)
     if gain is not None:
         return Source("quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
@@ -154,9 +161,6 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     Folding changes every value the norm sends out, so every reader must be a linear that meets the channels where the
     norm left them, last. example: inputs to run the program on once.
     """
-    readers = program.consumers()
-    by_node = {site.node.name: site for site in sites}
-    outputs = set(refs_of(program.output))
     numbers: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -167,116 +171,88 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
             shapes[node.name] = tuple(result.shape)
 
     program.run(example, watch)
+    readers = program.consumers()
+    linears = {site.node.name: site for site in sites if site.role == "linear"}
+    outputs = set(refs_of(program.output))
     pairs = []
     for norm in program.nodes:
         if norm.op != "aten.layer_norm.default":
             continue
-        linears, refusal = _linear_readers(norm, shapes[norm.name], readers, by_node, numbers)
+        reading, refusals = [], []
         if len(norm.args[1]) != 1:
-            refusal = "it normalises more than the channels"
-        elif len(norm.args) < 4 or norm.args[2] is None or norm.args[3] is None:
-            refusal = "it has no weight and bias to fold into"
-        elif norm.name in outputs:
-            refusal = "it is an output of the model"
-        if linears:
-            pairs.append(Pair(norm, tuple(linears), refusal))
+            refusals.append("it normalises more than the channels")
+        if any(arg is None or arg.name not in program.tensors for arg in (*norm.args[2:4], None, None)[:2]):
+            refusals.append("it has no weight and bias to fold into")
+        # A probe that holds its channel's number at every place is moved as the norm's output is: where a linear reads,
+        # the last axis must count the channels.
+        channels = torch.arange(shapes[norm.name][-1])
+        front: list[tuple[str, Any]] = [(norm.name, channels.expand(shapes[norm.name]))]
+        for name, probe in front:  # which grows
+            if name in outputs:
+                refusals.append("it is an output of the model")
+            for reader in readers.get(name, []):
+                if reader.name in linears and linears[reader.name].left == name:
+                    reading.append(linears[reader.name].name)
+                    if probe.shape[-1] != len(channels) or not bool((probe == channels).all()):
+                        refusals.append(f"its channels are mixed with positions before {reading[-1]}")
+                elif reader.op in _MOVES:
+                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, name: probe}), **reader.kwargs)
+                    front.append((reader.name, moved))
+                elif reader.op != "aten.sym_size.int":
+                    refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
+        if reading:
+            pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else ""))
     return pairs
 
 
-def _linear_readers(
-    norm: Node,
-    shape: tuple[int, ...],
-    readers: Mapping[str, list[Node]],
-    by_node: Mapping[str, Site],
-    numbers: Mapping[str, int],
-) -> tuple[list[str], str]:
-    """The linears that read a norm, and the first reason why they are not all, or ''.
-
-    A probe that holds its channel's number at every place is moved as the norm's output is: where a linear reads, the
-    last axis must count the channels.
-    """
-    channels = torch.arange(shape[-1])
-    linears, refusal = [], ""
-    front: list[tuple[str, Any]] = [(norm.name, channels.expand(shape))]
-    while front:
-        name, probe = front.pop(0)
-        for reader in readers.get(name, []):
-            site = by_node.get(reader.name)
-            if site is not None and site.role == "linear" and site.left == name:
-                if probe.shape[-1] == len(channels) and bool((probe == channels).all()):
-                    linears.append(site.name)
-                else:
-                    refusal = refusal or f"its channels are mixed with positions before {site.name}"
-            elif reader.op in _MOVES:
-                moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, name: probe}), **reader.kwargs)
-                front.append((reader.name, moved))
-            elif reader.op != "aten.sym_size.int":
-                refusal = refusal or f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}"
-    return linears, refusal
-
-
 def find_blocks(program: Program) -> list[Block]:
-    """Cut at residual additions where one value alone is live; a softmax starts a block, what follows joins it.
+    """The program cut at values that everything later depends on: the stem, a block for each attention, the head.
 
-    For a pre-norm ViT: the stem, then one block (attention and MLP) each, then the head.
+    A block starts at the last such value before its softmax, which in a pre-norm ViT is the residual stream, and holds
+    what follows (the MLP, a change of resolution) up to the next. The head starts after the last residual addition.
+    What does not depend on the inputs (position tables, masks) may be read across blocks, as tensors may.
     """
-    derived = _derived_from_inputs(program)
-    position = {node.name: index for index, node in enumerate(program.nodes)}
-    last_use = {name: max(position[reader.name] for reader in nodes) for name, nodes in program.consumers().items()}
-    cuts = []
-    for index, node in enumerate(program.nodes):
-        live = [
-            name for name in derived if position.get(name, -1) <= index and last_use.get(name, -1) > index
-        ]
-        both = [arg for arg in node.args if isinstance(arg, Ref) and arg.name in derived]
-        if live == [node.name] and node.op == "aten.add.Tensor" and len(both) == 2:
-            cuts.append(index)
-    segments: list[tuple[int, int]] = []
-    start = 0
-    for cut in cuts:
-        segments.append((start, cut + 1))
-        start = cut + 1
+    narrow = _bottlenecks(program)
+    attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
+    cuts = {bisect_left(narrow, index) - 1 for index in attentions} - {-1}
+    additions = (index for index in reversed(range(len(narrow))) if _adds_to_stream(program, narrow[: index + 1]))
+    cuts |= set(islice(additions, 1))
+    ends = [narrow[cut] + 1 for cut in sorted(cuts)]
     blocks: list[Block] = []
-    entry = program.inputs[0]
-    for begin, end in segments:
-        nodes = program.nodes[begin:end]
-        names = tuple(node.name for node in nodes)
-        has_softmax = any(node.op == "aten.softmax.int" for node in nodes)
-        if blocks and not has_softmax:
-            blocks[-1] = Block(blocks[-1].value_in, names[-1], blocks[-1].nodes + names)
-        else:
-            blocks.append(Block(entry, names[-1], names))
-        entry = names[-1]
-    rest = tuple(node.name for node in program.nodes[start:])
-    if rest:
-        blocks.append(Block(entry, rest[-1], rest))
-    return _stem_apart(program, blocks)
-
-
-def _stem_apart(program: Program, blocks: list[Block]) -> list[Block]:
-    """The first block split where the residual stream begins: at the last single live value before its first norm."""
-    makers = {node.name: node for node in program.nodes}
-    first = blocks[0]
-    inside = set(first.nodes)
-    last = makers[first.value_out]
-    stream = [arg.name for arg in last.args if isinstance(arg, Ref) and arg.name in inside]
-    while stream:
-        candidate = makers[stream[0]]
-        nodes = list(first.nodes)
-        cut = nodes.index(candidate.name)
-        before, after = tuple(nodes[: cut + 1]), tuple(nodes[cut + 1 :])
-        softmax_after = any(makers[name].op == "aten.softmax.int" for name in after)
-        softmax_before = any(makers[name].op == "aten.softmax.int" for name in before)
-        if softmax_after and not softmax_before:
-            stem = Block(first.value_in, candidate.name, before)
-            return [stem, Block(candidate.name, first.value_out, after), *blocks[1:]]
-        stream = [arg.name for arg in candidate.args if isinstance(arg, Ref) and arg.name in inside]
+    value, start = program.inputs[0], 0
+    for end in dict.fromkeys([*ends, len(program.nodes)]):
+        names = tuple(node.name for node in program.nodes[start:end])
+        blocks.append(Block(value, names[-1], names))
+        value, start = names[-1], end
     return blocks
 
 
-def _derived_from_inputs(program: Program) -> set[str]:
-    derived = set(program.inputs)
-    for node in program.nodes:
-        if node.op != "aten.sym_size.int" and not node.op.startswith("sym.") and any(n in derived for n in node.refs()):
+def _bottlenecks(program: Program) -> list[int]:
+    """The indices of nodes whose value is, right after them, all that later nodes read of what the inputs gave.
+
+    A tensor that is read for its shape alone, or is an output of the model, is not thereby read by a later node.
+    """
+    steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in _SHAPE_READERS]
+    last_use = {name: index for index, node in steps for name in node.refs()}
+    derived, live, found = set(program.inputs), set(program.inputs), []
+    for index, node in steps:
+        if not derived.isdisjoint(node.refs()):
             derived.add(node.name)
-    return derived
+            live.add(node.name)
+        live = {name for name in live if last_use.get(name, -1) > index}
+        if live == {node.name}:
+            found.append(index)
+    return found
+
+
+def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
+    """Whether the last bottleneck is a residual addition: of an earlier one, through moves and other additions."""
+    *streams, last = (program.nodes[index] for index in narrow)
+    makers = {node.name: node for node in program.nodes}
+    front = [last] if last.op == "aten.add.Tensor" else []
+    for node in front:  # which grows
+        if node in streams:
+            return True
+        if node.op in _MOVES | {"aten.add.Tensor"}:
+            front += [makers[name] for name in node.refs() if name in makers]
+    return False

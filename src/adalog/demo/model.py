@@ -1,4 +1,4 @@
-"""The bundled vision transformer: plain PyTorch, with timm's parameter names so that timm loads its weights strictly."""
+"""The bundled vision transformer: plain PyTorch with timm's parameter names, so timm loads its weights strictly."""
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         x = F.scaled_dot_product_attention(q, k, v)
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
 

@@ -1,0 +1,56 @@
+"""What the demo's table is over three choices of calibration images: the README's numbers.
+
+    python benchmarks/demo.py --seeds 0,1,2 --work DIR
+
+Runs `adalog demo --seed S` for each seed (a finished seed in DIR is not run again), prints one JSON object and saves it
+as benchmarks/results/demo.json: per bits and method the mean and the standard deviation over seeds of top-1, agreement,
+bytes and seconds, and AdaLog's loss to full precision in points.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Annotated
+
+import typer
+
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:
+    runs = []
+    for seed in seeds.split(","):
+        target = work / f"seed{seed}.json"
+        if not target.exists():
+            command = [sys.executable, "-m", "adalog", "demo", "--seed", seed, "--threads", str(threads)]
+            subprocess.run([*command, "--out", str(work / f"seed{seed}"), "--json", str(target)], check=True)
+        runs.append(json.loads(target.read_text()))
+    fp32 = runs[0]["fp32"]["top1"]
+    rows = []
+    for group in zip(*(run["rows"] for run in runs), strict=True):
+        row = {"bits": group[0]["bits"], "method": group[0]["method"]}
+        for name in ("top1", "agreement", "bytes", "seconds"):
+            values = [entry[name] for entry in group]
+            row[name] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else 0.0}
+        row["points_lost"] = 100 * (fp32 - row["top1"]["mean"])
+        rows.append(row)
+    result = {
+        "fp32": {"top1": fp32},
+        "images": 2000,
+        "calibration_images": 32,
+        "seeds": [run["seed"] for run in runs],
+        "rows": rows,
+        "runs": runs,
+        "machine": machine(),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    (RESULTS / "demo.json").write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,20 @@
+"""What a result was measured on."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores and the versions that matter."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        processor = names[0] if names else processor
+    packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
+    return {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), **packages}

@@ -1,0 +1,5 @@
+"""`python -m adalog` is the command `adalog`."""
+
+from adalog.cli import main
+
+main()

@@ -1,0 +1,40 @@
+"""What several test modules share: one thread, a tiny model, a search that takes no time."""
+
+import pytest
+import torch
+
+from adalog import Calibration, Config, Search
+from adalog.demo.model import DemoViT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def images():
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The bundled architecture with two blocks and random weights."""
+    torch.manual_seed(0)
+    return DemoViT(width=32, depth=2, heads=2).eval()
+
+
+@pytest.fixture(scope="session")
+def fast():
+    """Choices whose search is short; the quantizers it finds are still sane."""
+    return Config(images=4, search=Search(rounds=1, steps=1))
+
+
+@pytest.fixture(scope="session")
+def calibration(tiny, images):
+    return Calibration(tiny, images)
+
+
+@pytest.fixture(scope="session")
+def quantized(calibration, fast):
+    return calibration.quantize(fast)

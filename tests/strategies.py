@@ -1,0 +1,38 @@
+"""What hypothesis draws in several test modules, and how it runs."""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+# Deterministic, and without a deadline: a busy machine fails no test.
+quick = settings(deadline=None, max_examples=40, derandomize=True)
+
+R = 37
+
+bits = st.integers(2, 8)
+q = st.integers(1, 137)
+scales = st.floats(2.0**-20, 2.0**20, width=32)
+beyond = st.sampled_from(["saturate", "zero", "zero-coded"])
+rounding = st.sampled_from(["log", "nearest"])
+dtypes = st.sampled_from([torch.float32, torch.float64])
+seeds = st.integers(0, 2**31 - 1)
+
+
+def zero_points(width: int) -> st.SearchStrategy[int]:
+    """Whole numbers that are codes of `width` bits."""
+    return st.integers(0, 2**width - 1)
+
+
+def tensors(
+    dtype: torch.dtype = torch.float64, low: float = -100.0, high: float = 100.0, max_size: int = 24
+) -> st.SearchStrategy[Tensor]:
+    """Vectors with the values hypothesis likes: zeros, limits, repetitions, tiny ones."""
+    width = 32 if dtype == torch.float32 else 64
+    values = st.lists(st.floats(low, high, width=width), min_size=1, max_size=max_size)
+    return values.map(lambda row: torch.tensor(row, dtype=dtype))
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Reproducible Gaussian values."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)

@@ -1,0 +1,367 @@
+"""The search of a site's quantizers on small random problems."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from torch.nn.functional import gelu
+
+import adalog.calibrate
+from adalog.calibrate import Format, Operand, search_channels, search_product
+from adalog.config import Config, Search
+from adalog.quantizers import (
+    LogQuantizer,
+    bounds_to_uniform,
+    log_levels,
+    log_thresholds,
+    uniform_fake_quantize,
+)
+from strategies import R, bits, normal, q, quick
+
+SEARCH = Search(rough_rows=1)
+SMALL = Search(init=(8, 4), keep=4, steps=3, rough_rows=1)
+ONE_ROUND = replace(SMALL, rounds=1)
+GELU_OFFSET = 0.1699712
+
+
+def linear(width=4):
+    """An activation, and a weight with outliers in a column that matters less."""
+    x, weight = normal(64, 16, seed=1), normal(12, 16, seed=2)
+    x[:, 5] *= 0.2
+    weight[::3, 5] = 6
+    return Operand(x, Format(width)), Operand(weight, Format(width, keep=(0,)))
+
+
+def attention(width=4):
+    """Queries and keys, each with a scale a head."""
+    heads = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64).view(1, 3, 1, 1)
+    form = Format(width, keep=(1,))
+    return Operand(normal(2, 3, 10, 8, seed=1) * heads, form), Operand(normal(2, 3, 10, 8, seed=2), form)
+
+
+def after_softmax(width=4):
+    """Attention and values, which are given transposed."""
+    form = Format(width, log2_base=(0, R))
+    return Operand((normal(1, 2, 9, 9, seed=1) * 3).softmax(-1), form), Operand(
+        normal(1, 2, 8, 9, seed=2), Format(width, keep=(1,))
+    )
+
+
+def after_gelu(width=4):
+    form = Format(width, log2_base=(0, R), offset=GELU_OFFSET)
+    return Operand(gelu(normal(64, 16, seed=1) * 2), form), Operand(normal(12, 16, seed=2), Format(width, keep=(0,)))
+
+
+def fixed_base(width=4):
+    form = Format(width, log2_base=(1, 2), table=False)
+    return replace(after_softmax(width)[0], format=form), after_softmax(width)[1]
+
+
+PROBLEMS = {problem.__name__: problem for problem in (linear, attention, after_softmax, after_gelu, fixed_base)}
+every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+
+
+def output_error(left, right, left_hat, right_hat):
+    """(squared error, squared norm) of the product, in float64."""
+    output = left.values.double() @ right.values.double().transpose(-1, -2)
+    error = left_hat.double() @ right_hat.double().transpose(-1, -2) - output
+    return float(error.square().sum()), float(output.square().sum())
+
+
+def error_of(found, left, right):
+    hats = found.left.fake_quantize(left.values), found.right.fake_quantize(right.values)
+    return output_error(left, right, *hats)[0]
+
+
+# --- products -------------------------------------------------------------------------------------------------
+
+
+@every_problem
+def test_error_never_rises_from_round_to_round(problem):
+    left, right = problem()
+    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
+    assert errors[1] <= errors[0] * (1 + 1e-12)
+    assert errors[2] <= errors[1] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("problem", [after_softmax, after_gelu])
+def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
+    """Logarithmic candidates are approximate; what replaces an incumbent is judged exactly."""
+    monkeypatch.setattr(adalog.calibrate, "_DROPPED_BITS", 22)  # one bit of mantissa left
+    left, right = problem()
+    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
+    assert errors[1] <= errors[0] * (1 + 1e-12)
+    assert errors[2] <= errors[1] * (1 + 1e-12)
+
+
+@every_problem
+def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
+    searches = []
+    minimise = adalog.calibrate.minimise
+
+    def counted(*args):
+        searches.append(args[1])
+        return minimise(*args)
+
+    monkeypatch.setattr(adalog.calibrate, "minimise", counted)
+    left, right = problem()
+    search_product(left, right, replace(SMALL, rounds=40))
+    assert len(searches) % 2 == 0
+    assert 4 <= len(searches) < 80
+
+
+def test_rounds_help():
+    left, right = linear(3)
+    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]
+    assert errors[1] < 0.99 * errors[0]
+
+
+@every_problem
+def test_sqnr_is_that_of_the_output(problem):
+    left, right = problem()
+    found = search_product(left, right, ONE_ROUND)
+    hats = found.left.fake_quantize(left.values), found.right.fake_quantize(right.values)
+    noise, signal = output_error(left, right, *hats)
+    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
+
+
+@pytest.mark.parametrize("problem", [linear, attention, after_softmax, after_gelu])
+def test_more_bits_more_sqnr(problem):
+    """About 6 dB a bit for uniform operands, less for logarithmic ones (none for those with a fixed base)."""
+    sqnrs = [search_product(*problem(width), ONE_ROUND).sqnr for width in (2, 4, 6)]
+    assert sqnrs[0] + 4 < sqnrs[1] < sqnrs[2] - 4
+
+
+@every_problem
+def test_search_is_deterministic_and_leaves_its_operands(problem):
+    left, right = problem()
+    before = left.values.clone(), right.values.clone()
+    first, second = (search_product(left, right, ONE_ROUND) for _ in range(2))
+    assert first.sqnr == second.sqnr
+    assert torch.equal(first.left.scale, second.left.scale)
+    assert torch.equal(first.right.scale, second.right.scale)
+    assert torch.equal(left.values, before[0])
+    assert torch.equal(right.values, before[1])
+
+
+@pytest.mark.parametrize(
+    ("problem", "left", "right"),
+    [
+        (linear, (1, 1), (12, 1)),
+        (attention, (1, 3, 1, 1), (1, 3, 1, 1)),
+        (after_softmax, (), (1, 2, 1, 1)),
+        (after_gelu, (), (12, 1)),
+    ],
+)
+def test_parameters_are_shaped_against_the_operands(problem, left, right):
+    operands = problem()
+    found = search_product(*operands, ONE_ROUND)
+    assert found.left.scale.shape == left
+    assert found.right.scale.shape == found.right.zero_point.shape == right
+    for quantizer, operand in zip((found.left, found.right), operands, strict=True):
+        code = quantizer.quantize(operand.values)
+        assert code.shape == operand.values.shape
+        assert code.min() >= 0
+        assert code.max() < 16
+
+
+def test_uniform_search_beats_min_and_max():
+    """On Gaussian weights with outliers, the rest of the product being the same."""
+    left, right = linear()
+    found = search_product(left, right, SMALL)
+    low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
+    widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
+    left_hat, output = found.left.fake_quantize(left.values), left.values @ right.values.T
+    error, of_widest = (
+        (left_hat @ hat.T - output).square().sum(0) for hat in (found.right.fake_quantize(right.values), widest)
+    )
+    assert error.sum() < 0.9 * of_widest.sum()
+    assert error[::3].sum() < 0.8 * of_widest[::3].sum()  # where the outliers are
+
+
+def test_search_is_no_worse_than_min_and_max_in_any_channel():
+    """They are the corner of its first grid."""
+    left, right = linear()
+    left = replace(left, format=Format(8))
+    found = search_product(left, right, ONE_ROUND)
+    low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
+    widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
+    # The first search of the weight sees the activation as it is.
+    error, of_widest = (
+        ((hat - right.values) @ left.values.T).square().sum(1)
+        for hat in (found.right.fake_quantize(right.values), widest)
+    )
+    assert bool((error <= of_widest * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize(("base", "width"), [(8, 3), (20, 3), (74, 3), (8, 4), (20, 4), (37, 4)])
+def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
+    code = torch.randint(0, 2**width - 1, (64, 16), generator=torch.Generator().manual_seed(0))
+    code[0, 0] = 0
+    values = 0.7 * log_levels(base, R, width, beyond="saturate")[code]
+    left = Operand(values, Format(width, log2_base=(0, R)))
+    right = Operand(normal(12, 16, seed=1), Format(8, keep=(0,)))
+    found = search_product(left, right, replace(SEARCH, rounds=1))
+    assert isinstance(found.left, LogQuantizer)
+    assert abs(found.left.q - base) <= 1
+    assert float(found.left.scale) == pytest.approx(0.7, rel=0.02)
+    assert found.sqnr > 45  # as the 8-bit weight allows
+
+
+def test_adalog_beats_fixed_bases_and_uniform_after_softmax():
+    left, right = after_softmax(3)
+    forms = {kind: Format.power_law(kind, 3, Config(), 0.0) for kind in ("uniform", "log2", "log-sqrt2", "adalog")}
+    sqnr = {kind: search_product(replace(left, format=form), right, SMALL).sqnr for kind, form in forms.items()}
+    assert sqnr["adalog"] > max(sqnr["uniform"], sqnr["log2"], sqnr["log-sqrt2"])
+
+
+@pytest.mark.parametrize("strategy", ["fpcs", "alternating", "brute-force"])
+def test_every_strategy_improves_on_the_widest_bounds(strategy):
+    left, right = linear(3)
+    left = replace(left, values=left.values[:10])
+    found = search_product(left, right, replace(SMALL, strategy=strategy, rounds=2))
+    low, high, _ = right.box()
+    scale, zero_point = (value[:, None] for value in bounds_to_uniform(low[0], high[1], 3))
+    widest = uniform_fake_quantize(right.values, scale, zero_point, 3)
+    assert (
+        error_of(found, left, right) < 0.9 * output_error(left, right, found.left.fake_quantize(left.values), widest)[0]
+    )
+
+
+@pytest.mark.parametrize("problem", [linear, after_gelu])
+def test_rough_rows_cost_little(problem):
+    left, right = problem()
+    exact = error_of(search_product(left, right, SMALL), left, right)
+    rough = error_of(search_product(left, right, replace(SMALL, rough_rows=4)), left, right)
+    assert rough <= 1.1 * exact
+
+
+# --- a convolution's padding -----------------------------------------------------------------------------------
+
+
+def padded(form):
+    """Patches of which a third is zero padding, and kernels."""
+    mask = (torch.arange(16) % 3 > 0).double().expand(64, 16)
+    values = gelu(normal(64, 16, seed=1) * 2) * mask
+    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), Format(6, keep=(0,)))
+
+
+@pytest.mark.parametrize("form", [Format(4, log2_base=(0, R), offset=GELU_OFFSET), Format(4)], ids=["log", "uniform"])
+def test_padding_stays_zero(form):
+    left, right = padded(form)
+    found = search_product(left, right, SMALL)
+    hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
+    noise, signal = output_error(left, right, hat, found.right.fake_quantize(right.values))
+    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
+
+
+def test_padding_is_no_noise_to_the_search():
+    """Zero is no level of a quantizer with an offset, so padding that counts drives the search elsewhere."""
+    form = Format(3, log2_base=(0, R), offset=GELU_OFFSET)
+    left, right = padded(form)
+
+    def error(found):
+        hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
+        return output_error(left, right, hat, found.right.fake_quantize(right.values))[0]
+
+    masked = error(search_product(left, right, SMALL))
+    counted = error(search_product(replace(left, mask=None), right, SMALL))
+    assert masked < counted
+
+
+# --- candidates -----------------------------------------------------------------------------------------------
+
+
+@every_problem
+def test_uniform_candidates_are_their_quantizers(problem):
+    for operand in problem():
+        if operand.format.log2_base is None:
+            low, high, _ = operand.box()
+            points = torch.stack([low, high, (low + high) / 2])
+            expected = [operand.quantizer(point).fake_quantize(operand.values) for point in points]
+            assert torch.equal(operand.candidates(operand.values)(points), torch.stack(expected))
+
+
+@pytest.mark.parametrize("problem", [after_softmax, after_gelu])
+@pytest.mark.parametrize("rounding", ["log", "nearest"])
+@pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
+@quick
+@given(bits, q)
+def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q):
+    operand = problem(bits)[0]
+    operand = replace(operand, format=replace(operand.format, rounding=rounding, beyond=beyond))
+    lifted = operand.values + operand.format.offset
+    scale = float(lifted.max()) * 0.8
+    point = torch.tensor([math.log2(q), scale], dtype=torch.float64)
+    exact = operand.quantizer(point).fake_quantize(operand.values)
+    fast = operand.candidates(operand.values)(point[None])[0]
+    cuts = log_thresholds(q, R, bits, beyond=beyond, rounding=rounding) * scale
+    near = ((lifted[..., None] / cuts - 1).abs() < 1e-3).any(-1) | (lifted < lifted.max() * 2.0**-19)
+    same = (exact - fast).abs() <= 1e-12 + 1e-6 * exact.abs()
+    assert bool((same | near).all())
+    error, fast_error = ((hat - operand.values).square().sum() for hat in (exact, fast))
+    assert float(fast_error) == pytest.approx(float(error), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "table"),
+    [("uniform", None, True), ("log2", (1, 1), False), ("log-sqrt2", (1, 2), False), ("adalog", (0, 41), True)],
+)
+def test_power_law_formats(kind, base, table):
+    config = Config(r=41, q_max=99, beyond="saturate", rounding="log")
+    form = Format.power_law(kind, 3, config, 0.17)
+    assert (form.bits, form.log2_base, form.table) == (3, base, table)
+    if base is not None:
+        assert (form.q_max, form.beyond, form.rounding, form.offset) == (99, "saturate", "log", 0.17)
+
+
+@pytest.mark.parametrize(
+    ("q_max", "exponent", "expected"), [(137, -0.4, 1), (137, 0.0, 1), (137, 5.0, 32), (137, 7.5, 137), (20, 5.0, 20)]
+)
+def test_bases_stay_in_their_range(q_max, exponent, expected):
+    """A search refines log2 q, a little beyond the box as well."""
+    operand = Operand(torch.ones(2, 2), Format(4, log2_base=(0, R), q_max=q_max))
+    assert operand.quantizer(torch.tensor([exponent, 1.0])).q == expected
+
+
+# --- channels -------------------------------------------------------------------------------------------------
+
+
+def channels():
+    """A LayerNorm's output: channels of different width and place, with outliers, and one that never moves."""
+    values = normal(300, 6, seed=1) * torch.tensor([0.1, 1, 3, 10, 1, 0]) + torch.tensor([0.0, 2, -3, 20, 0, 0])
+    values[::50, 4] *= 8
+    return values
+
+
+@pytest.mark.parametrize("width", [3, 4, 6])
+def test_search_channels_is_no_worse_than_min_and_max(width):
+    values = channels()
+    scale, zero_point = search_channels(values, width, SEARCH)
+    assert scale.shape == zero_point.shape == (6,)
+    assert bool((scale > 0).all())
+    widest = bounds_to_uniform(values.min(0).values, values.max(0).values, width)
+
+    def error(*parameters):
+        return (uniform_fake_quantize(values, *parameters, width) - values).square().sum(0)
+
+    found, of_widest = error(scale, zero_point), error(*widest)
+    assert bool((found <= of_widest * (1 + 1e-9) + 1e-12).all())
+    assert found[4] < {3: 0.7, 4: 0.9, 6: 1.0}[width] * of_widest[4]  # the more bits, the less there is to clip
+    assert torch.equal(zero_point, zero_point.round())
+
+
+def test_search_channels_treats_each_channel_alone():
+    values = channels()
+    together = search_channels(values, 4, SEARCH)
+    for i in range(6):
+        alone = search_channels(values[:, i : i + 1], 4, SEARCH)
+        assert (alone[0].item(), alone[1].item()) == (together[0][i].item(), together[1][i].item())
+
+
+@pytest.mark.parametrize("strategy", ["alternating", "brute-force"])
+def test_search_channels_is_the_same_for_every_strategy(strategy):
+    first, second = (search_channels(channels(), 4, replace(SEARCH, strategy=name)) for name in ("fpcs", strategy))
+    assert torch.equal(first[0], second[0])

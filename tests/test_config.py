@@ -1,0 +1,139 @@
+"""Choices: presets, JSON, refusals."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from adalog.config import METHODS, Config, Search
+
+BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"), [("w4a4", (4, 4, 4)), ("w3a6", (3, 6, 6)), ("w6a8s3", (6, 8, 3)), ("w2a2s8", (2, 2, 8))]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_preset(name, widths, method):
+    config = Config.preset(name, method)
+    assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
+    assert config.input_bits == 8
+    assert config.bits == name
+    assert (config.post_softmax, config.post_gelu) == (method, method)
+
+
+def test_defaults_are_those_of_the_paper():
+    config = Config()
+    assert config == Config.preset("w4a4", "adalog")
+    assert (config.r, config.images) == (37, 32)
+    search = config.search
+    assert search.strategy == "fpcs"
+    assert math.prod(search.init) == 128
+    assert search.steps == 4
+    assert math.isqrt(math.prod(search.init) // search.keep + 1) == 3  # 3 x 3 - 1 children
+
+
+def test_methods_are_choices_of_config():
+    fields = {field.name for field in dataclasses.fields(Config)}
+    for method, choices in METHODS.items():
+        assert set(choices) <= fields
+        assert Config(**choices).post_gelu == method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_json_round_trip(method):
+    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_rows=1)
+    config = dataclasses.replace(
+        Config.preset("w3a5s4", method),
+        r=41,
+        q_max=99,
+        beyond="saturate",
+        rounding="log",
+        per_head=False,
+        search=search,
+    )
+    text = config.to_json()
+    again = Config.from_json(text)
+    assert again == config
+    assert hash(again) == hash(config)
+    assert again.to_json() == text
+    assert json.loads(text)["search"]["init"] == [8, 8]
+
+
+def test_json_may_leave_defaults_out():
+    assert Config.from_json("{}") == Config()
+    assert Config.from_json('{"weight_bits": 3, "search": {"steps": 6}}') == Config(
+        weight_bits=3, search=Search(steps=6)
+    )
+
+
+def test_configs_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().weight_bits = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Search().steps = 3
+
+
+@pytest.mark.parametrize("field", BITS_FIELDS)
+@pytest.mark.parametrize("value", [1, 9, 0, -4, 4.0, "4", None])
+def test_bits_are_whole_numbers_from_2_to_8(field, value):
+    with pytest.raises(ValueError, match=rf"^{field} = .* is not a whole number from 2 to 8$"):
+        Config(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["post_softmax", "post_gelu"])
+def test_unknown_quantizers_are_refused_with_the_known_ones(field):
+    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of uniform, log2, log-sqrt2, adalog$"):
+        Config(**{field: "log3"})
+
+
+def test_values_that_no_model_can_store_are_refused():
+    with pytest.raises(ValueError, match=r'2\*\*bits \+ 1 values.*take "zero-coded"'):
+        Config(beyond="zero")
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_calibration_takes_an_image(count):
+    with pytest.raises(ValueError, match=f"images = {count} is not a whole number of at least 1"):
+        Config(images=count)
+
+
+@pytest.mark.parametrize("name", ["", "4", "w4", "a4w4", "w4a4s", "w4a4 ", "w44a4", "W4A4", "w4a4s3x"])
+def test_preset_refuses_other_names(name):
+    with pytest.raises(ValueError, match=r"is not of the form w4a4 or w4a4s3"):
+        Config.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("w1a4", "weight_bits"), ("w4a9", "activation_bits"), ("w4a4s0", "softmax")]
+)
+def test_preset_refuses_bits_out_of_range(name, field):
+    with pytest.raises(ValueError, match=field):
+        Config.preset(name)
+
+
+def test_preset_refuses_an_unknown_method():
+    with pytest.raises(ValueError, match="method = 'gptq' is none of uniform, log2, log-sqrt2, adalog"):
+        Config.preset("w4a4", "gptq")
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("r", '{"r": 0}'),
+        ("q_max", '{"q_max": 0}'),
+        ("beyond", '{"beyond": "wrap"}'),
+        ("rounding", '{"rounding": "up"}'),
+        ("images", '{"images": 1.5}'),
+        ("strategy", '{"search": {"strategy": "random"}}'),
+        ("rounds", '{"search": {"rounds": 0}}'),
+        ("keep", '{"search": {"keep": 5}}'),
+        ("steps", '{"search": {"steps": -1}}'),
+        ("bitz", '{"bitz": 4}'),
+        ("stepz", '{"search": {"stepz": 4}}'),
+    ],
+)
+def test_other_mistakes_are_refused_by_name(field, text):
+    with pytest.raises(ValueError, match=field):
+        Config.from_json(text)

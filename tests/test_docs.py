@@ -1,0 +1,62 @@
+"""What the documentation names exists."""
+
+import ast
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEADER = ["Equation", "What it says", "Function", "Test"]
+
+
+def table_rows():
+    """The cells of docs/equations.md's table, below its header."""
+    lines = (ROOT / "docs" / "equations.md").read_text(encoding="utf-8").splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert table[0] == HEADER
+    assert set("".join(table[1])) == {"-"}
+    return table[2:]
+
+
+ROWS = table_rows()
+by_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1]}")
+
+
+@by_row
+def test_rows_are_whole(row):
+    assert len(row) == len(HEADER)
+    assert all(row)
+
+
+@by_row
+def test_functions_can_be_imported(row):
+    name = re.fullmatch(r"`([a-z]+)((?:\.\w+)+)`", row[2])
+    assert name is not None
+    module = importlib.import_module(f"adalog.{name[1]}")
+    function = functools.reduce(getattr, name[2].strip(".").split("."), module)
+    assert callable(function)
+    assert function.__module__ == module.__name__
+
+
+@by_row
+def test_tests_exist(row):
+    name = re.fullmatch(r"`(tests/\w+\.py)::(test_\w+)`", row[3])
+    assert name is not None
+    tree = ast.parse((ROOT / name[1]).read_text(encoding="utf-8"))
+    assert name[2] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_equation_has_a_row():
+    named = [row[0] for row in ROWS]
+    assert [str(number) for number in range(1, 16) if str(number) not in named] == []
+    for other in ("Algorithm 1", "Sec. 3.4", "Sec. 4.1"):
+        assert any(name.startswith(other) for name in named)
+
+
+def test_every_test_of_the_paper_has_a_row():
+    tree = ast.parse((ROOT / "tests" / "test_paper.py").read_text(encoding="utf-8"))
+    tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    assert tests == {row[3].strip("`").partition("::")[2] for row in ROWS}

@@ -1,0 +1,198 @@
+"""The losses against direct computations in float64."""
+
+import pytest
+import torch
+
+import adalog.objective
+from adalog.objective import OwnError, ProductError
+from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
+from strategies import R, normal
+
+STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
+
+# left (*batch, T, I), right (*batch, I, O), the dimensions of left that keep a loss of their own
+PRODUCTS = {
+    "activation, few outputs": ((9, 12), (12, 5), ()),
+    "activation, many outputs": ((9, 12), (12, 40), ()),
+    "weight, few tokens": ((5, 12), (12, 9), (0,)),
+    "weight, many tokens": ((5, 12), (12, 60), (0,)),
+    "queries by head": ((2, 3, 7, 4), (2, 3, 4, 7), (1,)),
+    "queries per tensor": ((2, 3, 7, 4), (2, 3, 4, 7), ()),
+    "attention per tensor": ((2, 3, 7, 7), (2, 3, 7, 4), ()),
+    "values by head": ((2, 3, 4, 7), (2, 3, 7, 7), (1,)),
+    "grouped patches": ((3, 8, 6), (3, 6, 2), (0,)),
+    "grouped kernels": ((3, 4, 6), (3, 6, 10), (0, 1)),
+}
+every_product = pytest.mark.parametrize(("left", "right", "keep"), PRODUCTS.values(), ids=PRODUCTS)
+
+
+def operands(left, right):
+    """left, right, and right quantized coarsely."""
+    right = normal(*right, seed=2)
+    return normal(*left, seed=1), right, (right * 3).round() / 3
+
+
+def points_of(shape, keep):
+    """(K, 1, *groups), a step size for each candidate and group."""
+    groups = [shape[dim] for dim in keep]
+    factor = torch.linspace(1, 2, max(1, torch.Size(groups).numel()), dtype=torch.float64).view(groups)
+    return (STEPS.view(-1, *(1 for _ in groups)) * factor)[:, None]
+
+
+def rounding_candidates(left, keep):
+    """Candidates that round to multiples of their step."""
+
+    def candidates(points):
+        shape = [size if dim in keep else 1 for dim, size in enumerate(left.shape)]
+        step = points[:, 0].reshape(-1, *shape)
+        return torch.round(left / step) * step
+
+    return candidates
+
+
+def direct(left, right, right_hat, keep, mask=None, rows=slice(None)):
+    """||Q(left) right_hat - left right||^2 of each candidate, as written."""
+    quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
+    if mask is not None:
+        quantized = torch.where(mask.bool(), quantized, left)
+    error = (quantized @ right_hat - left @ right).square()[..., rows, :]
+    return error.sum([dim for dim in range(1, error.ndim) if dim - 1 not in keep])
+
+
+@every_product
+def test_product_error(left, right, keep):
+    shape = left
+    left, right, right_hat = operands(left, right)
+    error = ProductError.of(left, right, right_hat, keep)
+    loss = error.loss(rounding_candidates(left, keep), points_of(shape, keep))
+    expected = direct(left, right, right_hat, keep)
+    assert loss.shape == (len(STEPS), *(shape[dim] for dim in keep))
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_both_branches_are_tested():
+    branches = {ProductError.of(*operands(left, right), keep).gram for left, right, keep in PRODUCTS.values()}
+    assert branches == {False, True}
+
+
+@every_product
+def test_masked_elements_stay_unquantized(left, right, keep):
+    shape = left
+    left, right, right_hat = operands(left, right)
+    mask = (normal(*shape, seed=5) > 0).double()
+    loss = ProductError.of(left, right, right_hat, keep, mask).loss(
+        rounding_candidates(left, keep), points_of(shape, keep)
+    )
+    torch.testing.assert_close(loss, direct(left, right, right_hat, keep, mask), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", [name for name, (left, _, keep) in PRODUCTS.items() if len(left) - 2 not in keep])
+def test_rows_score_every_stride_th_row(name, masked):
+    """Up to a constant, which moves no candidate."""
+    shape, right, keep = PRODUCTS[name]
+    left, right, right_hat = operands(shape, right)
+    mask = (normal(*shape, seed=5) > 0).double() if masked else None
+    error = ProductError.of(left, right, right_hat, keep, mask).rows(3)
+    loss = error.loss(rounding_candidates(left[..., ::3, :], keep), points_of(shape, keep))
+    expected = direct(left, right, right_hat, keep, mask, slice(None, None, 3))
+    torch.testing.assert_close(loss - loss[:1], expected - expected[:1], rtol=1e-10, atol=1e-10)
+
+
+@every_product
+def test_no_error_without_quantization(left, right, keep):
+    left, right, _ = operands(left, right)
+    error = ProductError.of(left, right, right, keep)
+    loss = error.loss(lambda points: left.expand(len(points), *left.shape).clone(), points_of(left.shape, keep))
+    assert not loss.any()
+
+
+@pytest.mark.parametrize("outputs", [5, 40], ids=["direct", "gram"])
+def test_nothing_large_cancels(outputs):
+    """A common offset of 1000 costs the difference of two float32 outputs its digits, but not the error form."""
+    left = (normal(9, 12, seed=1) + 1000).float()
+    right = normal(12, outputs, seed=2).float()
+    error = ProductError.of(left, right, right)
+    step = points_of(left.shape, ()).float()
+    loss = error.loss(rounding_candidates(left, ()), step)
+    delta = rounding_candidates(left, ())(step).double() - left.double()
+    expected = (delta @ right.double()).square().sum((1, 2))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@every_product
+def test_chunks_do_not_change_a_product_error(left, right, keep, monkeypatch):
+    shape = left
+    left, right, right_hat = operands(left, right)
+    error = ProductError.of(left, right, right_hat, keep)
+    points, calls = points_of(shape, keep), []
+
+    def candidates(part):
+        calls.append(len(part))
+        return rounding_candidates(left, keep)(part)
+
+    whole = error.loss(candidates, points)
+    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", 1)
+    parts = error.loss(candidates, points)
+    assert calls == [4, 1, 1, 1, 1]
+    torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-13)
+
+
+def test_the_operands_are_not_modified():
+    left, right, right_hat = operands((9, 12), (12, 40))
+    before = [each.clone() for each in (left, right, right_hat)]
+    error = ProductError.of(left, right, right_hat)
+    first, second = (error.loss(rounding_candidates(left, ()), points_of(left.shape, ())) for _ in range(2))
+    assert torch.equal(first, second)
+    assert all(torch.equal(now, then) for now, then in zip((left, right, right_hat), before, strict=True))
+
+
+# --- a sample's own error -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.1, 0.5, 0.77, 0.9, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_quantile(fraction, size):
+    sample = normal(3, size)
+    torch.testing.assert_close(OwnError(sample).quantile(fraction), torch.quantile(sample, fraction, dim=1))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_own_error_of_uniform_candidates(bits):
+    sample = normal(4, 300, seed=1) * torch.tensor([[0.1], [1.0], [10.0], [0.0]], dtype=torch.float64)
+    scale = normal(6, 4, 1, seed=2).exp() * 2 / 2**bits
+    zero_point = (normal(6, 4, 1, seed=3) * 2 + 2 ** (bits - 1)).round().clamp(0, 2**bits - 1)
+    code = torch.arange(2**bits, dtype=torch.float64)
+    loss = OwnError(sample).loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
+    expected = (uniform_fake_quantize(sample, scale, zero_point, bits) - sample).square().sum(-1)
+    assert loss.shape == (6, 4)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reading", ["saturate", "zero", "zero-coded"])
+@pytest.mark.parametrize("rounding", ["log", "nearest"])
+def test_own_error_of_logarithmic_candidates(rounding, reading):
+    sample = (normal(2, 300) * 3 - 4).exp()
+    sample[:, :5] = 0
+    bases, scales = [5, 20, 90], [0.3, 1.0, 4.0]
+    levels, thresholds, expected = [], [], []
+    for base, scale in zip(bases, scales, strict=True):
+        levels.append(log_levels(base, R, 4, beyond=reading).flip(0) * scale)
+        thresholds.append(log_thresholds(base, R, 4, beyond=reading, rounding=rounding).flip(0) * scale)
+        size = torch.tensor(scale, dtype=torch.float64)
+        value = log_fake_quantize(sample, size, base, R, 4, beyond=reading, rounding=rounding)
+        expected.append((value - sample).square().sum(1))
+    spread = [torch.stack(rows)[:, None].expand(-1, 2, -1) for rows in (levels, thresholds)]
+    torch.testing.assert_close(OwnError(sample).loss(*spread), torch.stack(expected), rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_do_not_change_an_own_error(monkeypatch):
+    sample = normal(3, 50)
+    levels = normal(7, 3, 8, seed=1).sort(-1).values
+    thresholds = (levels[..., 1:] + levels[..., :-1]) / 2
+    own = OwnError(sample)
+    whole = own.loss(levels, thresholds)
+    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", 1)
+    assert torch.equal(own.loss(levels, thresholds), whole)
+    nearest = (sample[None, :, :, None] - levels[:, :, None]).abs().min(-1).values.square().sum(-1)
+    torch.testing.assert_close(whole, nearest, rtol=1e-10, atol=1e-10)

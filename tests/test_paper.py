@@ -1,0 +1,373 @@
+"""The paper, equation by equation: each test computes the printed formula by itself, in float64 or in plain Python.
+
+Equations are numbered as LaTeX counts them in arXiv 2407.12951.
+"""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm
+
+from adalog.calibrate import Format, Operand
+from adalog.objective import ProductError
+from adalog.quantizers import (
+    LogQuantizer,
+    UniformQuantizer,
+    log_dequantize,
+    log_fake_quantize,
+    log_levels,
+    log_quantize,
+    log_tables,
+    table_step,
+)
+from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
+from adalog.search import Loss, fpcs, grid
+from strategies import R, normal
+
+BITS = [2, 3, 4, 6, 8]
+BASES = [1, 10, 20, 37, 74, 137]
+GELU_OFFSET = 0.16997120747990369
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def post_softmax(count: int = 400) -> Tensor:
+    """Positive values over many octaves, as after softmax."""
+    return (normal(count) * 3 - 4).exp().clamp(1e-7, 1.0)
+
+
+def printed_code(x: float, scale: float, log2_base: float, bits: int) -> int | None:
+    """clamp(round(-log_b(x / s)), 0, 2^bit - 1); None where x is so near a tie that float64 cannot decide."""
+    exponent = -math.log2(x / scale) / log2_base
+    if abs(exponent - math.floor(exponent) - 0.5) < 1e-9:
+        return None
+    return min(max(round(exponent), 0), 2**bits - 1)
+
+
+def assert_codes(code: Tensor, x: Tensor, scale: float, log2_base: float, bits: int) -> None:
+    printed = [printed_code(value, scale, log2_base, bits) for value in x.tolist()]
+    decided = [(int(got), want) for got, want in zip(code, printed, strict=True) if want is not None]
+    assert len(decided) > 0.99 * len(x)
+    assert [got for got, _ in decided] == [want for _, want in decided]
+
+
+# --- Sec. 3.1: quantizers with a fixed base -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_eq_01_log2_quantize(bits: int, scale: float) -> None:
+    x = post_softmax()
+    assert_codes(log_quantize(x, one(scale), 1, 1, bits), x, scale, 1.0, bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_eq_02_log2_dequantize(bits: int) -> None:
+    code = torch.arange(2**bits)
+    printed = [0.37 * 2.0**-k for k in range(2**bits)]
+    assert log_dequantize(code, one(0.37), 1, 1, bits, table=False).tolist() == printed
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_eq_03_log_sqrt2_quantize(bits: int, scale: float) -> None:
+    x = post_softmax()
+    assert_codes(log_quantize(x, one(scale), 1, 2, bits), x, scale, 0.5, bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_eq_04_log_sqrt2_dequantize_with_parity_scale(bits: int) -> None:
+    scale = 0.37
+
+    def printed(code: int) -> float:
+        parity_scale = scale * ((code % 2) * (math.sqrt(2) - 1) + 1)
+        return parity_scale * 2.0 ** math.floor(-code / 2)
+
+    value = log_dequantize(torch.arange(2**bits), one(scale), 1, 2, bits, table=False)
+    assert value.tolist() == pytest.approx([printed(code) for code in range(2**bits)], rel=1e-14)
+
+
+# --- Sec. 3.2: AdaLog ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("q", BASES)
+def test_eq_05_quantize(bits: int, q: int) -> None:
+    x = post_softmax()
+    assert_codes(log_quantize(x, one(0.8), q, R, bits), x, 0.8, q / R, bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("q", BASES)
+def test_eq_06_dequantize(bits: int, q: int) -> None:
+    base = 2 ** (q / R)
+    value = log_dequantize(torch.arange(2**bits), one(0.8), q, R, bits, table=False)
+    # k log2(base) is rounded before the power is taken: a relative error of about 1000 ulps at the largest exponents.
+    assert value.tolist() == pytest.approx([0.8 * base**-k for k in range(2**bits)], rel=1e-12)
+
+
+@pytest.mark.parametrize("q", BASES)
+def test_eq_07_rational_base_splits_into_shift_and_fraction(q: int) -> None:
+    bits = 4
+    shift, _ = log_tables(q, R, bits)
+    levels = log_levels(q, R, bits, beyond="saturate", table=False)
+    for k in range(2**bits):
+        fraction = ((q * k) % R) / R
+        assert 2.0 ** -int(shift[k]) * 2.0**-fraction == pytest.approx(float(levels[k]), rel=1e-13)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("q", BASES)
+def test_eq_08_shift_and_remainder_tables(bits: int, q: int) -> None:
+    shift, mantissa = log_tables(q, R, bits)
+    exponents = [Fraction(q * k, R) for k in range(2**bits)]
+    assert shift.tolist() == [math.floor(exponent) for exponent in exponents]
+    # The remainder is kept as 2^-remainder / s_table (Eq. 9), which gives it back to within half a step.
+    remainder = [-math.log2(m / (2 * (2**bits - 1))) for m in mantissa.tolist()]
+    tolerance = math.log2(1 + 1 / (2 * (2**bits - 1) - 1))
+    assert remainder == pytest.approx([float(e - math.floor(e)) for e in exponents], abs=tolerance)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("q", BASES)
+def test_eq_09_mantissa_table(bits: int, q: int) -> None:
+    s_table = 1 / (2 * (2**bits - 1))
+    assert table_step(bits) == s_table
+    _, mantissa = log_tables(q, R, bits)
+    printed = [round(2.0 ** -(((q * k) % R) / R) / s_table) for k in range(2**bits)]
+    assert mantissa.tolist() == printed
+    assert all(2**bits - 1 <= m <= 2 * (2**bits - 1) for m in printed)
+
+
+def coded_product(bits: int, q: int) -> tuple[list[int], list[int], list[int], float, float]:
+    """Mantissas U and shifts A of some codes, integers B, and the float product of what they stand for, over s s'.
+
+    The last is the same product of magnitudes, for tolerances.
+    """
+    generator = torch.Generator().manual_seed(bits * 1000 + q)
+    code = torch.randint(0, 2**bits, (64,), generator=generator)
+    b = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (64,), generator=generator).double()
+    shift, mantissa = (table[code].tolist() for table in log_tables(q, R, bits))
+    scale, other_scale = 0.8, 0.013
+    left, right = log_dequantize(code, one(scale), q, R, bits), b * other_scale
+    value, size = (float(product) / (scale * other_scale) for product in (left @ right, left @ right.abs()))
+    return mantissa, shift, [int(n) for n in b], value, size
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("q", [1, 10, 20, 37])
+def test_eq_10_integer_product(bits: int, q: int) -> None:
+    mantissa, shift, b, value, size = coded_product(bits, q)
+    terms = list(zip(mantissa, shift, b, strict=True))
+    exact = sum(Fraction(u * n, 2**a) for u, a, n in terms)
+    assert float(exact) / (2 * (2**bits - 1)) == pytest.approx(value, abs=1e-12 * size)
+    # Shifted left by the largest shift first, no product loses a bit to the right shift.
+    headroom = max(shift)
+    assert sum(((u << headroom) * n) >> a for u, a, n in terms) == exact * 2**headroom
+
+
+def test_eq_10_literal_shift_floors_every_term() -> None:
+    mantissa, shift, b, _, _ = coded_product(4, 20)
+    exact = [Fraction(u * n, 2**a) for u, a, n in zip(mantissa, shift, b, strict=True)]
+    literal = [(u * n) >> a for u, a, n in zip(mantissa, shift, b, strict=True)]
+    assert all(0 <= term - floored < 1 for term, floored in zip(exact, literal, strict=True))
+    assert sum(exact) - sum(literal) > 10  # always downwards, so it does not average out
+
+
+# --- Sec. 3.3: post-GELU layers -----------------------------------------------------------------------------
+
+
+def linear_layer() -> tuple[Tensor, Tensor, Tensor]:
+    """A weight (5, 12), a bias, and post-GELU inputs (40, 12)."""
+    return normal(5, 12, seed=1), normal(5, seed=2), gelu(normal(40, 12, seed=3) * 2)
+
+
+def test_eq_11_12_bias_reparameterization_leaves_the_output() -> None:
+    weight, bias, x = linear_layer()
+    lifted = (x + GELU_OFFSET) @ weight.T + absorb_offset(weight, bias, GELU_OFFSET)
+    printed = [
+        [
+            sum(w * v for w, v in zip(row, column, strict=True)) + b
+            for row, b in zip(weight.tolist(), bias.tolist(), strict=True)
+        ]
+        for column in x.tolist()
+    ]
+    torch.testing.assert_close(lifted, torch.tensor(printed, dtype=torch.float64), rtol=0, atol=1e-13)
+    without = (x + GELU_OFFSET) @ weight.T + absorb_offset(weight, None, GELU_OFFSET)
+    torch.testing.assert_close(without, x @ weight.T, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_eq_13_quantize_with_offset(bits: int) -> None:
+    x = gelu(normal(300) * 2)
+    quantizer = LogQuantizer(one(3.0), 20, R, bits, beyond="saturate", rounding="log", offset=GELU_OFFSET)
+    assert_codes(quantizer.quantize(x), x + GELU_OFFSET, 3.0, 20 / R, bits)
+
+
+@pytest.mark.parametrize("keeps_offset", [False, True])
+def test_eq_14_dequantize_with_offset(keeps_offset: bool) -> None:
+    """The dequantized value is that of X' = X + 0.17, from which the offset goes only where no bias has absorbed it."""
+    quantizer = LogQuantizer(
+        one(3.0), 20, R, 4, beyond="saturate", rounding="log", table=False, offset=0.17, keeps_offset=keeps_offset
+    )
+    printed = [3.0 * (2 ** (20 / R)) ** -k - (0.0 if keeps_offset else 0.17) for k in range(16)]
+    assert quantizer.dequantize(torch.arange(16)).tolist() == pytest.approx(printed, abs=1e-13)
+
+
+def test_eq_15_bias_uses_the_dequantized_weight() -> None:
+    weight, bias, x = linear_layer()
+    coarse = UniformQuantizer(one(0.4), one(8.0), 4).fake_quantize(weight)
+    b_rep = absorb_offset(coarse, bias, 0.17)
+    printed = [b - 0.17 * sum(row) for row, b in zip(coarse.tolist(), bias.tolist(), strict=True)]
+    assert b_rep.tolist() == pytest.approx(printed, abs=1e-13)
+    # So that the offset cancels exactly on the quantized layer, with the true weight it would not.
+    torch.testing.assert_close((x + 0.17) @ coarse.T + b_rep, x @ coarse.T + bias, rtol=0, atol=1e-13)
+    assert (absorb_offset(weight, bias, 0.17) - b_rep).abs().max() > 0.01
+
+
+# --- Sec. 3.4: the search -----------------------------------------------------------------------------------
+
+
+def recorded(loss: Loss) -> tuple[Loss, list[Tensor]]:
+    """The loss, and the list of the candidates it is called with."""
+    calls: list[Tensor] = []
+
+    def wrapped(points: Tensor) -> Tensor:
+        calls.append(points.clone())
+        return loss(points)
+
+    return wrapped, calls
+
+
+def rippled(points: Tensor) -> Tensor:
+    """A loss with several minima, of points (K, 2)."""
+    a, b = points[:, 0], points[:, 1]
+    return (a - 0.31) ** 2 + 2 * (b - 0.77) ** 2 + a * b / 3 + 0.05 * torch.cos(25 * a) * torch.cos(19 * b)
+
+
+def printed_search(low: list[float], high: list[float], sizes: tuple[int, int], keep: int, steps: int) -> list[list]:
+    """Algorithm 1 in plain Python, z_1 = z_2 = 1: the candidate set C_i of each step, scored by `rippled`."""
+
+    def score(point: tuple[float, float]) -> float:
+        return float(rippled(torch.tensor([point], dtype=torch.float64))[0])
+
+    tau = [(high[i] - low[i]) / (sizes[i] - 1) for i in range(2)]
+    candidates = [(low[0] + i * tau[0], low[1] + j * tau[1]) for i in range(sizes[0]) for j in range(sizes[1])]
+    sets = [candidates]
+    for _ in range(steps):
+        parents = sorted(candidates, key=score)[:keep]
+        tau = [spacing / 2 for spacing in tau]
+        candidates = [(a + i * tau[0], b + j * tau[1]) for a, b in parents for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        sets.append(candidates)
+    return sets
+
+
+LOW, HIGH, SIZES, KEEP, STEPS = [-1.0, 0.2], [0.5, 1.4], (16, 8), 16, 4
+
+
+def distinct(points: list) -> list[tuple[float, float]]:
+    return sorted({(round(a, 9), round(b, 9)) for a, b in points})
+
+
+def test_algorithm_1_candidates_are_the_product_of_two_partitions() -> None:
+    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
+    printed = printed_search(LOW, HIGH, SIZES, KEEP, 0)[0]
+    assert len(printed) == 16 * 8
+    torch.testing.assert_close(grid(low, high, SIZES), torch.tensor(printed, dtype=torch.float64))
+
+
+def test_algorithm_1_box_lies_between_percentiles() -> None:
+    """Lines 1-2: the first bound between percentiles 0 and 0.1, the second between 0.9 and 1."""
+    values = normal(7, 13)
+    low, high, sizes = Operand(values, Format(4)).box()
+    ordered = sorted(values.flatten().tolist())
+
+    def percentile(fraction: float) -> float:
+        position = fraction * (len(ordered) - 1)
+        below = math.floor(position)
+        return ordered[below] + (position - below) * (ordered[min(below + 1, len(ordered) - 1)] - ordered[below])
+
+    assert low.tolist() == pytest.approx([percentile(0.0), percentile(0.9)], rel=1e-12)
+    assert high.tolist() == pytest.approx([percentile(0.1), percentile(1.0)], rel=1e-12)
+    assert math.prod(sizes) == 128
+
+
+def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
+    """Lines 4-7: each candidate set is the printed one. A parent's known loss is not computed again."""
+    loss, calls = recorded(rippled)
+    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
+    best, least = fpcs(loss, low, high, init=SIZES, keep=KEEP, steps=STEPS)
+    sets = printed_search(LOW, HIGH, SIZES, KEEP, STEPS)
+    assert [len(call) for call in calls] == [128] * (STEPS + 1)
+    scored: set[tuple[float, float]] = set()
+    for call, printed in zip(calls, sets, strict=True):
+        new = distinct(call.tolist())
+        scored |= set(new)
+        assert set(new) <= set(distinct(printed)) <= scored
+    printed_losses = rippled(torch.tensor(sets[-1], dtype=torch.float64))
+    assert float(least) == pytest.approx(float(printed_losses.min()), abs=1e-12)
+    assert best.tolist() == pytest.approx(sets[-1][int(printed_losses.argmin())], abs=1e-9)
+
+
+def test_algorithm_1_is_never_worse_than_an_earlier_step() -> None:
+    low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
+    losses = [float(fpcs(rippled, low, high, init=(4, 4), keep=3, steps=steps)[1]) for steps in range(7)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("width", [3, 40], ids=["few outputs", "many outputs"])
+def test_sec_3_4_objective_is_the_output_error(width: int) -> None:
+    """The loss of a candidate is the squared error between the quantized and the full-precision output."""
+    x, weight = normal(9, 12, seed=1), normal(width, 12, seed=2)
+    weight_hat = (weight * 4).round() / 4
+    steps = torch.tensor([[0.05], [0.3], [1.0]], dtype=torch.float64)
+
+    def candidates(points: Tensor) -> Tensor:
+        step = points[:, :, None]
+        return torch.round(x / step) * step
+
+    loss = ProductError.of(x, weight.T, weight_hat.T).loss(candidates, steps)
+    for got, (step,) in zip(loss.tolist(), steps.tolist(), strict=True):
+        total = 0.0
+        for row in x.tolist():
+            for w, w_hat in zip(weight.tolist(), weight_hat.tolist(), strict=True):
+                quantized = sum(round(v / step) * step * u for v, u in zip(row, w_hat, strict=True))
+                total += (quantized - sum(v * u for v, u in zip(row, w, strict=True))) ** 2
+        assert got == pytest.approx(total, rel=1e-10)
+
+
+# --- Sec. 3.2 of RepQ-ViT, which Sec. 4.1 takes over: LayerNorm scale reparameterization --------------------
+
+
+def test_layer_norm_reparameterization() -> None:
+    """With r = s / mean(s) and beta = mean(s) (mean(z) - z), the fold into norm and linear leaves the output."""
+    scale, zero_point = normal(12, seed=1).exp(), torch.arange(12, dtype=torch.float64)
+    gamma, shift, weight, bias = normal(12, seed=2), normal(12, seed=3), normal(5, 12, seed=4), normal(5, seed=5)
+    r, beta = shared_scale(scale, zero_point)
+    mean, center = sum(scale.tolist()) / 12, round(sum(zero_point.tolist()) / 12)
+    assert r.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=1e-12)
+    assert beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=1e-12)
+
+    x = normal(30, 12, seed=6)
+    before = layer_norm(x, (12,), gamma, shift) @ weight.T + bias
+    new_gamma, new_shift = fold_norm(gamma, shift, r, beta)
+    new_weight, new_bias = fold_linear(weight, bias, r, beta)
+    after = layer_norm(x, (12,), new_gamma, new_shift) @ new_weight.T + new_bias
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
+
+
+def test_quantized_levels_follow_the_tables() -> None:
+    """Eqs. 5-9 together: what comes back is s s_table U 2^-A of the printed code."""
+    x, bits, q, scale = post_softmax(), 4, 20, 0.8
+    value = log_fake_quantize(x, one(scale), q, R, bits)
+    for got, source in zip(value.tolist(), x.tolist(), strict=True):
+        code = printed_code(source, scale, q / R, bits)
+        if code is not None:
+            mantissa = round(2.0 ** -(((q * code) % R) / R) * 30)
+            assert got == pytest.approx(scale * mantissa / 30 / 2 ** (q * code // R), rel=1e-14)

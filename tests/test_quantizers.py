@@ -1,0 +1,424 @@
+"""Properties of the quantizers: real -> code -> real."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adalog.quantizers import (
+    LogQuantizer,
+    UniformQuantizer,
+    bounds_to_uniform,
+    log_dequantize,
+    log_fake_quantize,
+    log_levels,
+    log_quantize,
+    log_tables,
+    log_thresholds,
+    symmetric_zero_point,
+    table_step,
+    uniform_dequantize,
+    uniform_fake_quantize,
+    uniform_quantize,
+)
+from strategies import R, beyond, bits, dtypes, normal, q, quick, rounding, scales, tensors, zero_points
+
+READINGS = ["saturate", "zero", "zero-coded"]
+ROUNDINGS = ["log", "nearest"]
+KINDS = [(1, 1, False), (1, 2, False), (20, R, True), (20, R, False), (2, R, True), (137, R, True)]  # (q, r, table)
+
+
+def f64(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def code_count(width: int, reading: str) -> int:
+    return 2**width + (reading == "zero")
+
+
+def distance_to_nearest(x: Tensor, levels: Tensor) -> Tensor:
+    """By brute force, in float64."""
+    return (x.double()[:, None] - levels.double()[None]).abs().min(1).values
+
+
+# --- uniform --------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.data(), bits, scales, dtypes)
+def test_uniform_representable_values_are_fixed_points(data, bits, scale, dtype):
+    zero_point = torch.tensor(data.draw(zero_points(bits)), dtype=dtype)
+    scale, code = torch.tensor(scale, dtype=dtype), torch.arange(2**bits, dtype=dtype)
+    value = uniform_dequantize(code, scale, zero_point)
+    assert torch.equal(uniform_quantize(value, scale, zero_point, bits), code)
+    assert torch.equal(uniform_fake_quantize(value, scale, zero_point, bits), value)
+
+
+@quick
+@given(st.data(), bits, scales, dtypes)
+def test_uniform_codes_are_whole_in_range_and_monotone(data, bits, scale, dtype):
+    zero_point = torch.tensor(data.draw(zero_points(bits)), dtype=dtype)
+    x = data.draw(
+        tensors(dtype, -3 * scale * 2**bits, 3 * scale * 2**bits) if dtype == torch.float64 else tensors(dtype)
+    )
+    code = uniform_quantize(x.sort().values, torch.tensor(scale, dtype=dtype), zero_point, bits)
+    assert torch.equal(code, code.round())
+    assert code.min() >= 0
+    assert code.max() < 2**bits
+    assert bool((code.diff() >= 0).all())
+
+
+@quick
+@given(st.data(), bits, st.floats(2.0**-6, 2.0**4))
+def test_uniform_takes_the_nearest_level(data, bits, scale):
+    zero_point, x = data.draw(zero_points(bits)), data.draw(tensors())
+    value = uniform_fake_quantize(x, f64(scale), f64(zero_point), bits)
+    levels = scale * (torch.arange(2**bits, dtype=torch.float64) - zero_point)
+    torch.testing.assert_close((x - value).abs(), distance_to_nearest(x, levels), rtol=0, atol=1e-12)
+
+
+def test_uniform_rounds_halves_to_even():
+    x = torch.tensor([0.5, 1.5, 2.5, 3.5])
+    assert uniform_quantize(x, torch.tensor(1.0), torch.tensor(0.0), 4).tolist() == [0, 2, 2, 4]
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_symmetric_zero_point(width):
+    zero_point = torch.tensor(float(symmetric_zero_point(width)))
+    ends = uniform_fake_quantize(torch.tensor([-1e6, 0.0, 1e6]), torch.tensor(1.0), zero_point, width)
+    assert ends.tolist() == [-(2 ** (width - 1)), 0, 2 ** (width - 1) - 1]
+
+
+@quick
+@given(bits, st.floats(-50, 50, width=32), st.floats(0, 100, width=32), dtypes)
+def test_bounds_to_uniform_keeps_zero_and_spans_the_bounds(bits, lower, length, dtype):
+    lower = torch.tensor(lower, dtype=dtype)
+    upper = lower + length
+    scale, zero_point = bounds_to_uniform(lower, upper, bits)
+    assert scale > 0
+    assert torch.equal(zero_point, zero_point.round())
+    assert 0 <= zero_point < 2**bits
+    assert uniform_fake_quantize(torch.zeros(1, dtype=dtype), scale, zero_point, bits).tolist() == [0]
+    # Zero's place on the grid moves the ends by up to half a step.
+    ends = torch.stack([lower, upper])
+    error = (uniform_fake_quantize(ends, scale, zero_point, bits) - ends).abs()
+    assert bool((error <= scale * (0.5 + 1e-4)).all())
+
+
+# --- tables, levels, thresholds ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_tables_are_powers_within_half_a_step(width):
+    for base in range(1, 138):
+        shift, mantissa = log_tables(base, R, width)
+        assert shift.dtype == mantissa.dtype == torch.int64
+        assert shift.shape == mantissa.shape == (2**width,)
+        assert 2**width - 1 <= int(mantissa.min())
+        assert int(mantissa.max()) <= 2 * (2**width - 1) < 2 ** (width + 1)
+        power = [2.0 ** (int(s) - k * base / R) for k, s in enumerate(shift)]
+        error = (mantissa * table_step(width) - torch.tensor(power, dtype=torch.float64)).abs()
+        assert error.max() <= table_step(width) / 2 + 1e-12
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_levels_descend_and_zero_has_its_code(kind, reading):
+    base, r, table = kind
+    for width in range(2, 9):
+        levels = log_levels(base, r, width, beyond=reading, table=table)
+        assert levels.dtype == torch.float64
+        assert levels.shape == (code_count(width, reading),)
+        assert levels[0] == 1
+        assert bool((levels.diff() <= 0).all())
+        if reading == "saturate":
+            assert bool((levels > 0).all())
+        else:
+            assert levels[-1] == 0
+
+
+@pytest.mark.parametrize("r", [1, 2])
+def test_fixed_bases_have_exact_powers(r):
+    levels = log_levels(1, r, 4, beyond="saturate", table=False)
+    assert levels[::r].tolist() == [2.0**-k for k in range(16 // r)]
+    assert levels.tolist() == pytest.approx([2.0 ** (-k / r) for k in range(16)], rel=1e-15)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("rounds", ROUNDINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thresholds_are_where_codes_change(kind, rounds, reading):
+    base, r, table = kind
+    width = 4
+    options = {"beyond": reading, "rounding": rounds, "table": table}
+    thresholds = log_thresholds(base, r, width, **options)
+    assert thresholds.shape == (code_count(width, reading) - 1,)
+    assert bool((thresholds.diff() <= 0).all())
+    for side in (1 + 1e-9, 1 - 1e-9):
+        x = thresholds * side
+        code = log_quantize(x, f64(1.0), base, r, width, **options)
+        passed = (x[:, None] <= thresholds[None]).sum(1)
+        assert code.tolist() == passed.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("width", [2, 4, 6, 8])
+def test_nearest_codes_count_thresholds_exactly(width, table, dtype):
+    """At every threshold and its neighbours on the dtype's grid, and in between."""
+    spread = torch.logspace(0.3, -20, 3000, dtype=dtype)
+    for base in (1, 2, 3, 7, 20, 36, 37, 38, 73, 137):
+        cuts = log_thresholds(base, R, width, table=table).to(dtype)
+        normal_cuts = cuts[cuts > 1e-30]  # so small that the code no longer matters, thresholds are all one
+        sides = [normal_cuts, *(normal_cuts.nextafter(torch.tensor(end, dtype=dtype)) for end in (0.0, 4.0))]
+        x = torch.cat([*sides, spread])
+        code = log_quantize(
+            x, torch.ones((), dtype=dtype), base, R, width, beyond="zero-coded", rounding="nearest", table=table
+        )
+        passed = len(cuts) - torch.searchsorted(cuts.flip(0).contiguous(), x)
+        assert torch.equal(code.long(), passed), base
+
+
+# --- logarithmic ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("rounds", ROUNDINGS)
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
+def test_log_representable_values_are_fixed_points(width, table, rounds, reading):
+    """But rounding "log" may put a level with a rounded mantissa behind the last threshold, where zero begins."""
+    for base in range(1, 138):
+        levels = log_levels(base, R, width, beyond=reading, table=table)
+        if rounds == "log" and reading != "saturate":
+            zero_from = log_thresholds(base, R, width, beyond=reading, rounding=rounds, table=table)[-1]
+            levels = levels[(levels > zero_from) | (levels == 0)]
+        value = log_fake_quantize(levels, f64(1.0), base, R, width, beyond=reading, rounding=rounds, table=table)
+        assert torch.equal(value, levels), base
+
+
+@quick
+@given(st.data(), bits, scales, q, beyond, rounding, dtypes)
+def test_log_codes_are_whole_in_range_and_monotone(data, bits, scale, q, beyond, rounding, dtype):
+    x = data.draw(tensors(dtype, -1.0)).sort(descending=True).values
+    scale = torch.tensor(scale, dtype=dtype)
+    code = log_quantize(x, scale, q, R, bits, beyond=beyond, rounding=rounding)
+    assert code.dtype == dtype
+    assert torch.equal(code, code.round())
+    assert code.min() >= 0
+    assert code.max() < code_count(bits, beyond)
+    assert bool((code.diff() >= 0).all())
+    value = log_dequantize(code, scale, q, R, bits, beyond=beyond)
+    assert bool((value.diff() <= 0).all())
+    assert bool((value <= scale).all())
+
+
+@quick
+@given(st.data(), bits, st.floats(2.0**-6, 2.0**4), q, beyond, st.booleans(), dtypes)
+def test_log_nearest_takes_the_nearest_level(data, bits, scale, q, beyond, table, dtype):
+    x = data.draw(tensors(dtype, 0.0, 32.0)) * torch.logspace(0, -6, 3, dtype=dtype)[:, None]
+    x, scale = x.flatten(), torch.tensor(scale, dtype=dtype)
+    value = log_fake_quantize(x, scale, q, R, bits, beyond=beyond, rounding="nearest", table=table)
+    levels = log_levels(q, R, bits, beyond=beyond, table=table) * scale.double()
+    # Thresholds and levels are on the grid of x's dtype, so a value that near to a threshold may go either way.
+    slack = 4 * torch.finfo(dtype).eps * (x.double() + scale.double())
+    error = (x.double() - value.double()).abs()
+    assert bool((error <= distance_to_nearest(x, levels) + slack).all())
+
+
+@quick
+@given(st.data(), bits, q)
+def test_log_rounding_differs_only_between_the_two_thresholds(data, bits, q):
+    """Rounding "nearest" moves the threshold between v and v / b from v / sqrt(b) to v (1 + 1 / b) / 2."""
+    x = data.draw(tensors(low=1e-9, high=1.0))
+    codes = [log_quantize(x, f64(1.0), q, R, bits, rounding=rounds, table=False) for rounds in ROUNDINGS]
+    exponent = -torch.log2(x) * R / q
+    base = 2 ** (q / R)
+    boundary = math.log(2 / (1 + 1 / base), base)  # of "nearest", in the log domain, below 1 / 2
+    fraction = exponent - exponent.floor()
+    between = (fraction > boundary - 1e-9) & (fraction < 0.5 + 1e-9)
+    assert bool((codes[1] >= codes[0]).all())
+    assert torch.equal(codes[0][~between], codes[1][~between])
+
+
+@pytest.mark.parametrize("rounds", ROUNDINGS)
+def test_readings_of_what_lies_beyond(rounds):
+    x, scale = torch.tensor([1.0, 2.0**-14, 2.0**-15, 1e-9, 0.0, -1.0], dtype=torch.float64), f64(1.0)
+
+    def values(reading):
+        return log_fake_quantize(x, scale, 1, 1, 4, beyond=reading, rounding=rounds, table=False).tolist()
+
+    assert values("saturate") == [1, 2.0**-14, 2.0**-15, 2.0**-15, 2.0**-15, 2.0**-15]
+    assert values("zero") == [1, 2.0**-14, 2.0**-15, 0, 0, 0]
+    # Here 2**-15 is past the last level, half way to zero: for "nearest" a tie, which goes to the lower level.
+    assert values("zero-coded") == [1, 2.0**-14, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_number_of_values(width):
+    x = torch.logspace(0.1, -300, 20_000, dtype=torch.float64)
+    for reading in READINGS:
+        value = log_fake_quantize(x, f64(1.0), 74, R, width, beyond=reading, rounding="nearest")
+        assert len(value.unique()) == code_count(width, reading)
+
+
+# --- shapes and dtypes ---------------------------------------------------------------------------------------
+
+CANDIDATES = {
+    "per tensor": ((5, 7), (3, 1, 1)),
+    "per channel": ((5, 7), (3, 5, 1)),
+    "per head": ((2, 4, 5, 7), (3, 1, 4, 1, 1)),
+    "one candidate": ((5, 7), (1, 1, 1)),
+    "as many candidates as rows": ((3, 7), (3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize(("shape", "parameters"), CANDIDATES.values(), ids=CANDIDATES)
+def test_uniform_candidates_equal_a_loop(shape, parameters):
+    x = normal(*shape, dtype=torch.float32)
+    scale = normal(*parameters, seed=1, dtype=torch.float32).abs() + 0.05
+    zero_point = torch.arange(scale.numel(), dtype=torch.float32).remainder(16).view(parameters)
+    together = uniform_fake_quantize(x, scale, zero_point, 4)
+    alone = [uniform_fake_quantize(x, s, z, 4) for s, z in zip(scale, zero_point, strict=True)]
+    assert torch.equal(together, torch.stack(alone))
+    code = uniform_quantize(x, scale, zero_point, 4)
+    assert torch.equal(uniform_dequantize(code, scale, zero_point), together)
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [CANDIDATES[k] for k in CANDIDATES if k != "per channel"])
+@pytest.mark.parametrize("rounds", ROUNDINGS)
+def test_log_candidates_equal_a_loop(shape, parameters, rounds):
+    x = normal(*shape, dtype=torch.float32).abs()
+    scale = normal(*parameters, seed=1, dtype=torch.float32).abs() + 0.5
+    base = torch.tensor([20, 37, 5])[: parameters[0]].view(-1, *(1 for _ in shape))
+    together = log_fake_quantize(x, scale, base, R, 4, rounding=rounds)
+    alone = [log_fake_quantize(x, s, int(b), R, 4, rounding=rounds) for s, b in zip(scale, base, strict=True)]
+    assert torch.equal(together, torch.stack(alone))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "count"),
+    [("log", 1), ("log", 2), ("log", 3), ("nearest", 1), ("nearest", 2), ("nearest", 3)],
+)
+def test_log_candidates_of_the_base_alone(rounds, count):
+    """A candidate axis on q alone gives the result one too, whatever the size of x's first dimension."""
+    x = normal(2, 7, dtype=torch.float32).abs()
+    base, scale = torch.tensor([20, 37, 5])[:count].view(-1, 1, 1), torch.tensor(1.5)
+    together = log_fake_quantize(x, scale, base, R, 4, rounding=rounds)
+    alone = torch.stack([log_fake_quantize(x, scale, int(b), R, 4, rounding=rounds) for b in base])
+    assert together.shape == alone.shape
+    assert torch.equal(together, alone)
+
+
+def every_quantizer(dtype, offset=0.0):
+    scale = torch.tensor(0.13, dtype=dtype)
+    uniform = [] if offset else [UniformQuantizer(scale, scale.new_tensor(5.0), 4)]
+    return uniform + [
+        LogQuantizer(scale * 20, 20, R, 6, reading, rounds, table=table, offset=offset, keeps_offset=not table)
+        for reading in READINGS
+        for rounds in ROUNDINGS
+        for table in (False, True)
+    ]
+
+
+def assert_computed_in_float32(quantizer, dtype):
+    x = torch.linspace(-0.17, 3, 1500).to(dtype)
+    code, value = quantizer.quantize(x), quantizer.fake_quantize(x)
+    assert code.dtype == torch.float32
+    assert torch.equal(code, quantizer.quantize(x.float()))
+    assert value.dtype == dtype
+    assert torch.equal(value, quantizer.fake_quantize(x.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_narrow_inputs_are_computed_in_float32_and_come_back_narrow(dtype):
+    for quantizer in every_quantizer(torch.float32):
+        assert_computed_in_float32(quantizer, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_narrow_inputs_are_lifted_in_float32(dtype):
+    for quantizer in every_quantizer(torch.float32, offset=0.17):
+        assert_computed_in_float32(quantizer, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("offset", [0.0, 0.17])
+def test_inputs_are_not_modified(offset, dtype):
+    for quantizer in every_quantizer(dtype, offset):
+        assert_leaves_its_inputs(quantizer, dtype)
+
+
+def assert_leaves_its_inputs(quantizer, dtype):
+    x = torch.linspace(-0.17, 3, 200, dtype=dtype)
+    before = x.clone()
+    code = quantizer.quantize(x)
+    quantizer.fake_quantize(x)
+    assert torch.equal(x, before)
+    kept, parameters = code.clone(), quantizer.map(torch.clone)
+    first = quantizer.dequantize(code)
+    assert torch.equal(code, kept)
+    assert torch.equal(quantizer.scale, parameters.scale)
+    assert torch.equal(quantizer.dequantize(code), first)
+
+
+def test_functions_do_not_modify_their_inputs():
+    x, scale, other = torch.linspace(0, 3, 50), torch.tensor(0.2), torch.tensor(3.0)
+    code = torch.arange(16.0)
+    before = [each.clone() for each in (x, scale, other, code)]
+    uniform_fake_quantize(x, scale, other, 4)
+    uniform_dequantize(code, scale, other)
+    bounds_to_uniform(-scale, other, 4)
+    for rounds in ROUNDINGS:
+        log_fake_quantize(x, scale, torch.tensor(20), R, 4, rounding=rounds)
+    log_dequantize(code, scale, 20, R, 4)
+    assert all(torch.equal(now, then) for now, then in zip((x, scale, other, code), before, strict=True))
+
+
+# --- the classes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [-1, 0, 1, 9, 32])
+def test_bits_outside_2_to_8_are_refused(width):
+    with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
+        UniformQuantizer(torch.tensor(1.0), torch.tensor(0.0), width)
+    with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
+        LogQuantizer(torch.tensor(1.0), 20, R, width)
+
+
+@pytest.mark.parametrize(("base", "r"), [(0, 37), (-1, 37), (20, 0)])
+def test_bases_that_are_no_base_are_refused(base, r):
+    with pytest.raises(ValueError, match="is not positive"):
+        LogQuantizer(torch.tensor(1.0), base, r, 4)
+
+
+def test_uniform_quantizer_takes_integer_codes():
+    quantizer = UniformQuantizer(torch.tensor(0.5), torch.tensor(3.0), 4)
+    expected = [0.5 * (code - 3) for code in range(16)]
+    assert quantizer.dequantize(torch.arange(16, dtype=torch.uint8)).tolist() == expected
+
+
+@quick
+@given(st.data(), bits, q, beyond, rounding, st.floats(0.0, 0.5))
+def test_offset_lifts_the_input_and_is_taken_off_unless_kept(data, bits, q, beyond, rounding, offset):
+    x = data.draw(tensors(low=-offset, high=4.0))
+    options = {"beyond": beyond, "rounding": rounding}
+    taken = LogQuantizer(f64(3.0), q, R, bits, **options, offset=offset)
+    kept = LogQuantizer(f64(3.0), q, R, bits, **options, offset=offset, keeps_offset=True)
+    lifted = log_fake_quantize(x + offset, f64(3.0), q, R, bits, **options)
+    assert torch.equal(kept.fake_quantize(x), lifted)
+    assert torch.equal(taken.fake_quantize(x), lifted - offset)
+    assert torch.equal(taken.quantize(x), kept.quantize(x))
+
+
+def test_map_keeps_everything_but_the_tensors():
+    quantizer = LogQuantizer(f64(3.0), 20, R, 6, "saturate", "log", table=False, offset=0.17, keeps_offset=True)
+    mapped = quantizer.map(lambda value: value.float())
+    assert mapped.scale.dtype == torch.float32
+    names = ("q", "r", "bits", "beyond", "rounding", "table", "offset", "keeps_offset")
+    assert [getattr(mapped, name) for name in names] == [20, R, 6, "saturate", "log", False, 0.17, True]
+    uniform = UniformQuantizer(f64(1.0), f64(2.0), 5).map(lambda value: value * 2)
+    assert (float(uniform.scale), float(uniform.zero_point), uniform.bits) == (2.0, 4.0, 5)

@@ -1,0 +1,330 @@
+"""The searches: FPCS (Algorithm 1), alternating and brute force."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adalog.search import alternating, brute_force, fpcs, grid
+from strategies import normal, quick, seeds
+
+
+def box(*lines, groups=()):
+    """low and high, (P, *groups), of one (low, high) for each hyperparameter."""
+    corners = torch.tensor(lines, dtype=torch.float64).T
+    return tuple(corner.view(-1, *(1 for _ in groups)).expand(-1, *groups).clone() for corner in corners)
+
+
+def bowl(target, weight=(1.0, 3.0)):
+    """A quadratic around target (P, *groups)."""
+
+    def loss(points):
+        scale = torch.tensor(weight[: len(target)], dtype=points.dtype).view(-1, *(1 for _ in target.shape[1:]))
+        return ((points - target).square() * scale).sum(1)
+
+    return loss
+
+
+def rough_sea(points):
+    """Many minima, of points (K, P, *groups)."""
+    p = points.double()
+    return p.square().sum(1) + 0.3 * torch.cos(17 * p).sum(1) + 0.1 * torch.sin(31 * p.sum(1))
+
+
+def white(seed):
+    """A loss without any structure, of few distinct values so that many are equal."""
+
+    def loss(points):
+        index = torch.arange(1, points.shape[1] + 1, dtype=torch.float64).view(-1, *(1 for _ in points.shape[2:]))
+        return (torch.sin((points.double() * 9173 * index).sum(1) + seed) * 5).round()
+
+    return loss
+
+
+def counted(loss):
+    sizes = []
+
+    def wrapped(points):
+        sizes.append(len(points))
+        return loss(points)
+
+    return wrapped, sizes
+
+
+def search_1d(search, loss, low, high, **options):
+    given_sizes = {"fpcs": {"init": (128,)}, "alternating": {"sizes": (128,)}, "brute_force": {"sizes": (128,)}}
+    return search(loss, low, high, **given_sizes[search.__name__], **options)
+
+
+SEARCHES = [fpcs, alternating, brute_force]
+every_search = pytest.mark.parametrize("search", SEARCHES, ids=lambda search: search.__name__)
+
+
+# --- the grid -------------------------------------------------------------------------------------------------
+
+
+def test_grid_is_the_product_of_uniform_lines():
+    low, high = box((0, 1), (10, 30))
+    expected = [[a, b] for a in (0.0, 0.5, 1.0) for b in (10.0, 20.0, 30.0)]
+    assert grid(low, high, (3, 3)).tolist() == expected
+    assert grid(low, high, (1, 1)).tolist() == [[0.0, 10.0]]
+
+
+def test_grid_of_groups_has_each_group_its_own_box():
+    low, high = torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 9.0]])
+    assert grid(low, high, (3,)).tolist() == [[[0.0, 5.0]], [[0.5, 7.0]], [[1.0, 9.0]]]
+
+
+# --- what all three share -------------------------------------------------------------------------------------
+
+
+@every_search
+@pytest.mark.parametrize("groups", [(), (5,), (2, 3)], ids=str)
+def test_shapes_and_loss_of_the_result(search, groups):
+    low, high = box((-1, 1), (0, 2), groups=groups)
+    best, least = search(rough_sea, low, high)
+    assert best.shape == (2, *groups)
+    assert least.shape == groups
+    assert torch.equal(least, rough_sea(best[None])[0])
+
+
+@every_search
+def test_groups_are_independent(search):
+    low, high = box((-1, 1), (0, 2), groups=(6,))
+    target = normal(2, 6) * 0.4 + torch.tensor([[0.0], [1.0]])
+    together, losses = search(bowl(target), low, high)
+    for i in range(6):
+        alone, loss = search(bowl(target[:, i]), low[:, i], high[:, i])
+        assert torch.equal(together[:, i], alone)
+        assert losses[i] == loss
+
+
+@every_search
+def test_the_result_is_deterministic(search):
+    low, high = box((-1, 1), (0, 2), groups=(4,))
+    first, second = (search(white(1), low, high) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+@every_search
+@quick
+@given(seeds, st.integers(0, 2**31 - 1))
+def test_never_worse_than_the_incumbent(search, seed, place):
+    low, high = box((-1, 1), (0, 2), groups=(3,))
+    incumbent = low + (high - low) * torch.rand(2, 3, generator=torch.Generator().manual_seed(place))
+    loss = white(seed % 1000)
+    sizes = {"init": (4, 3), "keep": 2, "steps": 2} if search is fpcs else {"sizes": (6, 5)}
+    best, least = search(loss, low, high, incumbent=incumbent, **sizes)
+    held = loss(incumbent[None])[0]
+    assert bool((least <= held).all())
+    assert torch.equal(least, loss(best[None])[0])
+    equal = least == held
+    assert torch.equal(best[:, equal], incumbent[:, equal])  # an equal loss changes nothing
+
+
+@every_search
+def test_an_incumbent_outside_the_box_can_win(search):
+    low, high = box((0, 1), (0, 1))
+    target = torch.tensor([3.0, 3.0], dtype=torch.float64)
+    best, least = search(bowl(target), low, high, incumbent=target.clone())
+    assert torch.equal(best, target)
+    assert least == 0
+
+
+@every_search
+def test_the_first_of_equal_losses_wins(search):
+    low, high = box((-1, 1), (0, 2))
+    best, _ = search(lambda points: torch.zeros(len(points), dtype=torch.float64), low, high)
+    first = [-1.0, 2.0] if search is alternating else [-1.0, 0.0]  # where the alternating search starts, or the grid
+    assert best.tolist() == first
+
+
+@every_search
+def test_one_hyperparameter(search):
+    low, high = box((-1, 3), groups=(2,))
+    target = torch.tensor([[0.7, 2.9]], dtype=torch.float64)
+    best, _ = search_1d(search, bowl(target), low, high)
+    assert best.shape == (1, 2)
+    assert (best - target).abs().max() <= 4 / 127 / 2
+
+
+@every_search
+def test_a_box_without_extent(search):
+    low, high = box((0.25, 0.25), (4, 4))
+    best, _ = search(rough_sea, low, high)
+    assert best.tolist() == [0.25, 4.0]
+
+
+@every_search
+def test_float32_boxes_give_float32_points(search):
+    low, high = (corner.float() for corner in box((-1, 1), (0, 2)))
+    assert search(rough_sea, low, high)[0].dtype == torch.float32
+
+
+# --- FPCS -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
+@pytest.mark.parametrize("groups", [(), (7,)], ids=str)
+def test_fpcs_finds_a_minimum_to_half_the_last_spacing(steps, groups):
+    """The nearest grid point is kept, and its children reach half way to its neighbours."""
+    low, high = box((-1, 1), (0, 2), groups=groups)
+    target = low + (high - low) * torch.rand(2, *groups, generator=torch.Generator().manual_seed(0)).double()
+    best, _ = fpcs(bowl(target), low, high, steps=steps)
+    spacing = torch.tensor([2 / 15, 2 / 7], dtype=torch.float64) / 2**steps
+    error = (best - target).abs() / spacing.view(2, *(1 for _ in groups))
+    assert error.max() <= 0.5 + 1e-9
+
+
+def test_fpcs_of_one_hyperparameter_shrinks_by_its_reach():
+    """Eight children -4 ... 4 shrink the spacing eightfold a step."""
+    low, high = box((0, 1), groups=(50,))
+    target = torch.rand(1, 50, generator=torch.Generator().manual_seed(1)).double()
+    best, _ = fpcs(bowl(target), low, high, init=(128,), steps=3)
+    assert (best - target).abs().max() <= 1 / 127 / 8**3 / 2 + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fpcs_matches_brute_force_where_minima_are_wider_than_the_first_grid(seed):
+    """640 evaluations find what brute force finds with 16384; two more steps are finer than its grid."""
+    shift = normal(2, 1, seed=seed) * 0.3
+
+    def loss(points):
+        p = points - shift
+        return p.square().sum(1) + 0.3 * torch.cos(5 * p).sum(1) + 0.1 * torch.sin(3 * p.sum(1))
+
+    low, high = box((-1.5, 1.5), (-1.5, 1.5), groups=(1,))
+    fine = brute_force(loss, low, high)[1]
+    assert fpcs(loss, low, high)[1] <= fine + 1e-3
+    assert fpcs(loss, low, high, steps=6)[1] <= fine
+
+
+def test_fpcs_never_loses_a_parent():
+    """A single good point of the first grid survives steps that offer only worse children."""
+    low, high = box((0, 1), (0, 1))
+    needle = grid(low, high, (16, 8))[77]
+
+    def loss(points):
+        return 1.0 - torch.isclose(points, needle, rtol=0, atol=1e-12).all(1).double() + points.sum(1) * 1e-3
+
+    best, _ = fpcs(loss, low, high)
+    assert torch.equal(best, needle)
+
+
+@pytest.mark.parametrize(("init", "lines"), [((16, 8), [(0, 1), (0, 1)]), ((128,), [(0, 1)])], ids=["2", "1"])
+def test_fpcs_evaluates_128_candidates_a_step(init, lines):
+    low, high = box(*lines)
+    loss, sizes = counted(rough_sea)
+    fpcs(loss, low, high, init=init, steps=4)
+    assert sizes == [128] * 5
+    loss, sizes = counted(rough_sea)
+    fpcs(loss, low, high, init=init, steps=4, incumbent=low)
+    assert sizes == [128] * 5 + [1]
+
+
+def test_fpcs_keeps_no_more_than_there_are():
+    low, high = box((0, 1), (0, 1))
+    loss, sizes = counted(rough_sea)
+    fpcs(loss, low, high, init=(2, 2), keep=16, steps=2)
+    assert sizes == [4, 32, 128]
+
+
+@pytest.mark.parametrize("children", [0, 1, 7, 9, 16])
+def test_fpcs_refuses_children_that_are_no_neighbourhood(children):
+    low, high = box((0, 1), (0, 1))
+    with pytest.raises(ValueError, match=f"children = {children} is no neighbourhood"):
+        fpcs(rough_sea, low, high, children=children)
+
+
+@pytest.mark.parametrize(("count", "children"), [(1, 2), (1, 8), (2, 8), (2, 24), (3, 26), (3, 124)])
+def test_fpcs_takes_any_neighbourhood(count, children):
+    low, high = box(*[(-1, 1)] * count)
+    target = torch.full((count,), 0.3, dtype=torch.float64)
+    best, _ = fpcs(bowl(target, (1.0,) * count), low, high, init=(5,) * count, children=children)
+    assert (best - target).abs().max() < 0.02
+
+
+def test_rough_only_discards():
+    """The result and its loss are judged by the full loss, even where the rough one prefers another."""
+    target = torch.tensor([0.3, 1.1], dtype=torch.float64)
+    full, full_sizes = counted(bowl(target))
+    rough, rough_sizes = counted(bowl(target + 0.02))
+    low, high = box((-1, 1), (0, 2))
+    best, least = fpcs(full, low, high, rough=rough)
+    assert float(least) == float(bowl(target)(best[None])[0])
+    assert rough_sizes == [128] * 4
+    assert full_sizes == [16, 128]  # the last parents, and their children
+    only_rough, _ = fpcs(bowl(target + 0.02), low, high)
+    assert least < bowl(target)(only_rough[None])[0]
+
+
+def test_a_rough_loss_that_orders_alike_changes_nothing():
+    low, high = box((-1, 1), (0, 2), groups=(3,))
+    exact = fpcs(rough_sea, low, high)
+    rough = fpcs(rough_sea, low, high, rough=lambda points: 2 * rough_sea(points) + 5)
+    assert torch.equal(exact[0], rough[0])
+    assert torch.equal(exact[1], rough[1])
+
+
+@quick
+@given(seeds)
+def test_a_misleading_rough_loss_never_costs_the_incumbent(seed):
+    low, high = box((-1, 1), (0, 2))
+    incumbent = torch.tensor([0.1, 0.9], dtype=torch.float64)
+    loss = white(seed % 1000)
+    _, least = fpcs(
+        loss, low, high, init=(4, 3), keep=2, steps=2, incumbent=incumbent, rough=lambda points: -loss(points)
+    )
+    assert least <= loss(incumbent[None])[0]
+
+
+def test_rough_has_no_say_without_steps():
+    low, high = box((-1, 1), (0, 2))
+    rough, sizes = counted(rough_sea)
+    best, _ = fpcs(rough_sea, low, high, steps=0, rough=rough)
+    assert sizes == []
+    assert torch.equal(best, brute_force(rough_sea, low, high, sizes=(16, 8))[0])
+
+
+# --- the searches it is compared with -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [(), (3,)], ids=str)
+def test_brute_force_finds_the_best_point_of_the_grid(groups):
+    low, high = box((-1, 1), (0, 2), groups=groups)
+    sizes = (23, 17)  # more than one chunk
+    loss, counts = counted(rough_sea)
+    best, least = brute_force(loss, low, high, sizes=sizes)
+    points = grid(low, high, sizes)
+    losses = rough_sea(points)
+    assert torch.equal(least, losses.min(0).values)
+    assert sum(counts) == 23 * 17
+    assert max(counts) <= 128
+    flat = points.flatten(2) if groups else points[..., None]
+    chosen = flat[losses.view(len(points), -1).argmin(0), :, torch.arange(flat.shape[2])]
+    assert torch.equal(chosen.T.reshape(best.shape), best)
+
+
+def test_alternating_takes_one_line_of_each_hyperparameter():
+    low, high = box((-1, 1), (0, 2))
+    target = torch.tensor([0.3, 1.1], dtype=torch.float64)
+    loss, sizes = counted(bowl(target))
+    best, _ = alternating(loss, low, high, sizes=(64, 32))
+    assert sorted(sizes)[-2:] == [32, 64]
+    assert sum(sizes) <= 64 + 32 + 3  # O(n + m), and points in hand
+    assert abs(float(best[0]) - 0.3) <= 2 / 63 / 2
+    assert abs(float(best[1]) - 1.1) <= 2 / 31 / 2
+
+
+def test_alternating_gets_better_with_rounds_and_can_be_trapped():
+    """A narrow diagonal valley: one line at a time moves little, FPCS follows it."""
+
+    def valley(points):
+        a, b = points[:, 0], points[:, 1]
+        return (a - b).square() * 100 + (a + b - 0.4).square()
+
+    low, high = box((-1, 1), (-1, 1))
+    losses = [float(alternating(valley, low, high, rounds=rounds)[1]) for rounds in (1, 2, 3)]
+    assert losses == sorted(losses, reverse=True)
+    assert float(fpcs(valley, low, high)[1]) < 0.1 * losses[-1]
