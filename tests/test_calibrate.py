@@ -107,9 +107,17 @@ def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
 
     monkeypatch.setattr(adalog.calibrate, "minimise", counted)
     left, right = problem()
-    search_product(left, right, replace(SMALL, rounds=40))
-    assert len(searches) % 2 == 0
-    assert 4 <= len(searches) < 80
+    found = search_product(left, right, replace(SMALL, rounds=40))
+    assert 3 <= len(searches) < 80
+    rounds = 1 + (len(searches) - 1) // 2
+    assert found.sqnr == search_product(left, right, replace(SMALL, rounds=rounds)).sqnr
+
+
+@every_problem
+def test_a_start_in_hand_saves_the_first_search_and_changes_nothing(problem):
+    left, right = problem()
+    start = search_right(left, right, ONE_ROUND)
+    assert search_product(left, right, ONE_ROUND, start).sqnr == search_product(left, right, ONE_ROUND).sqnr
 
 
 def test_rounds_help():

@@ -221,46 +221,50 @@ class Found:
     sqnr: float
 
 
-def search_product(left: Operand, right: Operand, search: Search) -> Found:
+def search_product(left: Operand, right: Operand, search: Search, start: Tensor | None = None) -> Found:
     """Quantizers of both operands of left @ right^T, found in turn on the output's error, never exchanged for worse.
 
-    right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The first search of
-    the right operand sees the left one unquantized; a round that changes nothing is the last.
+    right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. It starts where
+    `search_right` ends (give `start` to save that search). A round that changes nothing is the last.
     """
-    operands = [left, right]
-    points: list[Tensor | None] = [None, None]
-    hats = [left.values, right.values]
-    for _ in range(search.rounds):
-        changed = False
-        for side in (1, 0):
-            operand, other = operands[side], operands[1 - side]
-            error = ProductError.of(
-                operand.values,
-                other.values.transpose(-1, -2),
-                hats[1 - side].transpose(-1, -2),
-                operand.format.keep,
-                operand.mask,
-            )
-            loss = _loss(error, operand)
-            rough = None
-            rows = operand.values.ndim - 2
-            if search.rough_rows > 1 and rows not in operand.format.keep and operand.values.shape[-2] >= 32:
-                rough = _loss(error.rows(search.rough_rows), operand)
-            best = minimise(loss, operand, search, points[side], rough)
-            best = _better(error, operand, best, points[side])
-            if best is not points[side]:
-                points[side], changed = best, True
-                hats[side] = _apply(operand, best)
-        if not changed:
+    second = search_right(left, right, search) if start is None else start
+    first: Tensor | None = None
+    right_hat, left_hat = _apply(right, second), left.values
+    for index in range(search.rounds):
+        if index > 0:
+            best = _search_operand(right, left.values, left_hat, search, second)
+            if best is second:
+                break
+            second, right_hat = best, _apply(right, best)
+        best = _search_operand(left, right.values, right_hat, search, first)
+        if best is first:
             break
-    first, second = points
+        first, left_hat = best, _apply(left, best)
     assert first is not None
-    assert second is not None
     output = left.values @ right.values.transpose(-1, -2)
-    noise = hats[0] @ hats[1].transpose(-1, -2) - output
+    noise = left_hat @ right_hat.transpose(-1, -2) - output
     signal, lost = (float(value.double().square().sum()) for value in (output, noise))
     sqnr = 10 * math.log10(signal / lost) if signal and lost else -math.inf if lost else math.inf
     return Found(left.quantizer(first), right.quantizer(second), sqnr)
+
+
+def search_right(left: Operand, right: Operand, search: Search) -> Tensor:
+    """The right operand's best point while the left one is not quantized: the same for every quantizer of the left."""
+    return _search_operand(right, left.values, left.values, search, None)
+
+
+def _search_operand(
+    operand: Operand, other: Tensor, other_hat: Tensor, search: Search, incumbent: Tensor | None
+) -> Tensor:
+    """The best point of an operand on the output's error, given the other one as it is and as it is quantized."""
+    transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
+    error = ProductError.of(operand.values, *transposed, operand.format.keep, operand.mask)
+    rows = operand.values.ndim - 2
+    rough = None
+    if search.rough_rows > 1 and rows not in operand.format.keep and operand.values.shape[rows] >= 32:
+        rough = _loss(error.rows(search.rough_rows), operand)
+    best = minimise(_loss(error, operand), operand, search, incumbent, rough)
+    return _better(error, operand, best, incumbent)
 
 
 def _loss(error: ProductError, operand: Operand) -> Loss:

@@ -98,11 +98,12 @@ def _inference(model: nn.Module) -> Iterator[None]:
 def _import(model: nn.Module, example: tuple[Tensor, ...]) -> Program:
     exported = _export(model, example)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Ref]()
+    targets = {spec.target for spec in exported.graph_signature.input_specs}
     for spec in exported.graph_signature.input_specs:
-        name = getattr(spec.arg, "name", "")
+        name = str(getattr(spec.arg, "name", ""))
         if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
-            inputs.append(name)
-            standing[name] = Ref(name)
+            standing[name] = Ref(f"{name}#input" if name in targets else name)
+            inputs.append(standing[name].name)
         else:
             assert spec.target is not None
             source = exported.state_dict if spec.target in exported.state_dict else exported.constants

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog.calibrate import Format, Found, Operand, search_channels, search_product
+from adalog.calibrate import Format, Found, Operand, search_channels, search_product, search_right
 from adalog.capture import capture
 from adalog.config import Config
 from adalog.errors import CalibrationError
@@ -127,9 +127,12 @@ class Calibration:
         """A group's quantizers, its norm's fold, and its (folded) right operand."""
         fold = self._fold(group.pair, config) if group.pair is not None else None
         left, right = self._operands(group, config, fold)
-        key = (group.first.name, left.format, right.format, config.search, config.activation_bits if fold else None)
+        problem = (group.first.name, right.format, config.search, config.activation_bits if fold else None)
+        key = (*problem, left.format)
         if key not in self._found:
-            self._found[key] = search_product(left, right, config.search)
+            if problem not in self._found:  # what methods that differ in the left quantizer share
+                self._found[problem] = search_right(left, right, config.search)
+            self._found[key] = search_product(left, right, config.search, self._found[problem])
         return self._found[key], fold, right.values
 
     def operand(self, name: str) -> Tensor:

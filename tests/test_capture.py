@@ -1,0 +1,448 @@
+"""A captured program is the model: the same values at every batch size, in canonical form; or a refusal that says why."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zoo
+from adalog import CaptureError
+from adalog.capture import capture
+from adalog.program import OPERATIONS, Output
+
+IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+
+
+class Toy(nn.Module):
+    """A function of images as a model, with modules to call."""
+
+    def __init__(self, function, **modules):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def ops(program):
+    return [node.op.removeprefix("aten.").split(".")[0] for node in program.nodes]
+
+
+def values(output):
+    """The tensors of nested outputs, in order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output
+    return [value for item in items for value in values(item)]
+
+
+@torch.no_grad()
+def assert_same(model, program, images, tolerance=1e-5):
+    wanted, got = values(model(images)), values(program.run((images,)))
+    assert len(wanted) == len(got) > 0
+    for expected, actual in zip(wanted, got, strict=True):
+        assert actual.shape == expected.shape
+        assert actual.dtype == expected.dtype
+        assert expected.abs().max() > 0
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def check(model, images=IMAGES):
+    """Capture on two images and compare on seven others, and on one."""
+    program = capture(model.eval(), images[:2])
+    assert_same(model, program, images)
+    assert_same(model, program, images[:1])
+    return program
+
+
+# --- equal to the model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_equals_eager(name, batch):
+    assert_same(*zoo.captured(name), IMAGES[:batch])
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_canonical_form(name):
+    _, program = zoo.captured(name)
+    used = {node.op for node in program.nodes}
+    assert used <= OPERATIONS
+    assert not used & {"aten.dropout.default", "aten.clone.default", "aten.contiguous.default", "aten.view.default"}
+    calls = [repr((node.op, node.args, dict(node.kwargs))) for node in program.nodes]
+    assert len(calls) == len(set(calls))  # equal values are computed once
+    read = {name for node in program.nodes for name in node.refs()}
+    assert set(program.tensors) <= read  # nothing is kept that nothing reads
+    names = [*program.inputs, *program.tensors, *(node.name for node in program.nodes)]
+    assert len(names) == len(set(names))
+
+
+def test_nothing_of_the_model_changes():
+    model = zoo.make("timm_vit").train()
+    model.blocks[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    before = copy.deepcopy(model.state_dict())
+    capture(model, IMAGES)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_tensors_are_copies():
+    model = Toy(lambda m, x: m.fc(x.mean((2, 3))), fc=nn.Linear(3, 4)).eval()
+    program = capture(model, IMAGES)
+    expected = program.run((IMAGES,))
+    with torch.no_grad():
+        model.fc.weight.zero_()
+    assert torch.equal(program.run((IMAGES,)), expected)
+
+
+def test_modes_are_restored_after_a_refusal():
+    model = Toy(lambda m, x: x.cumprod(0)).train()
+    with pytest.raises(CaptureError):
+        capture(model, IMAGES)
+    assert model.training
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_named_outputs_keep_their_names():
+    model, program = zoo.captured("hf_vit")
+    output = program.run((IMAGES,))
+    assert isinstance(output, Output)
+    assert list(output) == list(model(IMAGES)) == ["logits"]
+    assert output.logits is output["logits"]
+    with pytest.raises(AttributeError, match="loss"):
+        _ = output.loss
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        lambda a, b: (a, b),
+        lambda a, b: [a, b],
+        lambda a, b: {"a": a, "b": b},
+        lambda a, b: {"both": (a, [b]), "again": b},
+        lambda a, b: ((a,),),
+    ],
+)
+def test_output_structure_is_kept(structure):
+    def function(model, x):
+        return structure(x.mean((2, 3)), x.amax((2, 3)))
+
+    model = Toy(function)
+    program = check(model)
+    expected, actual = model(IMAGES), program.run((IMAGES,))
+    assert type(actual) is type(expected)
+    assert str(torch.utils._pytree.tree_structure(actual)) == str(torch.utils._pytree.tree_structure(expected))
+
+
+def test_several_inputs():
+    class Two(nn.Module):
+        def forward(self, left, right):
+            return left @ right.transpose(1, 2)
+
+    left, right = torch.randn(3, 4, 5), torch.randn(3, 6, 5)
+    program = capture(Two(), (left, right))
+    assert torch.equal(program.run((left, right)), left @ right.mT)
+    with pytest.raises(TypeError, match="takes 2 inputs, got 1"):
+        program.run((left,))
+
+
+def test_variadic_inputs():
+    class Any(nn.Module):
+        def forward(self, *values):
+            return values[0] + 1
+
+    assert torch.equal(capture(Any(), IMAGES).run((IMAGES,)), IMAGES + 1)
+
+
+# --- canonical form --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_is_folded(bias, affine):
+    norm = nn.BatchNorm2d(8, affine=affine)
+    model = Toy(lambda m, x: m.norm(m.conv(x)).relu(), conv=nn.Conv2d(3, 8, 3, bias=bias), norm=norm)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    program = check(model)
+    assert ops(program) == ["conv2d", "relu"]
+    assert not any("running" in name for name in program.tensors)
+
+
+def test_batch_norm_stays_where_the_convolution_is_read_twice():
+    def function(model, x):
+        x = model.conv(x)
+        return model.norm(x) + x
+
+    program = check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
+    assert "batch_norm" in ops(program)
+
+
+def test_convolution_used_twice_keeps_its_batch_norms():
+    def function(model, x):
+        return model.first(model.conv(x)) + model.second(model.conv(-x))
+
+    norms = {"first": nn.BatchNorm2d(8), "second": nn.BatchNorm2d(8)}
+    program = check(Toy(function, conv=nn.Conv2d(3, 8, 3), **norms))
+    assert ops(program).count("batch_norm") == 2
+
+
+@pytest.mark.parametrize("kernel", [3, 4])
+@pytest.mark.parametrize(("padding", "dilation"), [("same", 1), ("same", 3), ("valid", 2)])
+def test_padding_by_name_becomes_numbers(kernel, padding, dilation):
+    conv = nn.Conv2d(3, 6, kernel, padding=padding, dilation=dilation, groups=3)
+    program = check(Toy(lambda m, x: m.conv(x), conv=conv))
+    assert [op for op in ops(program) if op != "constant_pad_nd"] == ["conv2d"]
+    assert all(isinstance(size, int) for size in program.nodes[-1].args[4])
+
+
+def read_again(model, x):
+    x = model.conv(x)
+    return model.relu(x) + x  # twice the result: x has become it
+
+
+def read_before(model, x):
+    x = model.conv(x)
+    kept = x + 0
+    return model.relu(x) - kept
+
+
+def cloned(model, x):
+    x = model.conv(x)
+    kept = x.clone()
+    return model.relu(x) - kept
+
+
+def view_written(model, x):
+    x = model.conv(x)
+    x[:, 2:5, 0] = 7
+    x[:, 0].mul_(2)
+    return x
+
+
+def view_read_after_the_whole_is_written(model, x):
+    x = model.conv(x)
+    rows = x.flatten(2)
+    x.mul_(3)
+    return rows
+
+
+def sibling_read_after_a_write(model, x):
+    x = model.conv(x)
+    first, rows = x[:, :4], x.flatten(2)
+    first += 1
+    return rows, x[:, 2:6]
+
+
+def result_read_after_a_second_write(model, x):
+    x = model.conv(x)
+    once = x.relu_()
+    x.add_(1)
+    return once
+
+
+def mask_written(model, x):
+    mask = x.new_zeros((1, 1, 30, 30))
+    count = 0
+    for rows in (slice(0, -8), slice(-8, None)):
+        mask[:, :, rows] = count
+        count += 1
+    return model.conv(x) + mask
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_again,
+        read_before,
+        cloned,
+        view_written,
+        view_read_after_the_whole_is_written,
+        sibling_read_after_a_write,
+        result_read_after_a_second_write,
+        mask_written,
+    ],
+)
+def test_in_place_operations_become_values(function):
+    check(Toy(function, conv=nn.Conv2d(3, 8, 3), relu=nn.ReLU(inplace=True)))
+
+
+def test_a_chain_of_in_place_activations():
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True))
+    assert ops(check(layers)) == ["conv2d", "relu", "hardswish", "elu"]
+
+
+class Attention(nn.Module):
+    def __init__(self, mask=None, scale=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(32, 96)
+        self.mask = None if mask is None else nn.Buffer(mask)
+        self.scale = scale
+
+    def forward(self, x):
+        q, k, v = self.qkv(x[:, 0]).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale)
+
+
+CORNER = torch.ones(32, 32, dtype=torch.bool).tril(4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "extra"),
+    [
+        (None, []),
+        (CORNER, ["logical_not", "masked_fill"]),
+        (torch.randn(4, 32, 32, generator=torch.Generator().manual_seed(0)), ["add"]),
+        (torch.zeros(32, 32).masked_fill(~CORNER, -torch.inf), ["add"]),
+    ],
+    ids=["none", "boolean", "bias per head", "minus infinity"],
+)
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_attention_is_unfolded(mask, extra, scale):
+    program = check(Attention(mask, scale))
+    start = ops(program).index("matmul")
+    assert ops(program)[start - 1 :] == ["transpose", "matmul", "mul", *extra, "softmax", "matmul"]
+
+
+@pytest.mark.parametrize("gain", [1.702, 1.0])
+def test_quick_gelu_stays_a_product_and_a_sigmoid(gain):
+    program = check(Toy(lambda m, x: x * torch.sigmoid(gain * x)))
+    assert ops(program)[-2:] == ["sigmoid", "mul"]
+
+
+def test_queries_keys_and_values_share_their_input():
+    def function(model, x):
+        return model.q(x[:, 0].flatten(1)), model.k(x[:, 0].flatten(1)), model.v(x[:, 0].flatten(1))
+
+    program = check(Toy(function, q=nn.Linear(1024, 4), k=nn.Linear(1024, 4), v=nn.Linear(1024, 4)))
+    linears = [node for node in program.nodes if node.op == "aten.linear.default"]
+    assert len(linears) == 3
+    assert len({node.args[0].name for node in linears}) == 1
+
+
+def test_computed_weights_and_biases_are_stored():
+    def function(model, x):
+        bias = torch.cat([model.bias, torch.zeros_like(model.bias)])
+        weight = model.fc.weight / model.fc.weight.norm()
+        return F.linear(x.mean((2, 3)), weight, bias)
+
+    program = check(Toy(function, fc=nn.Linear(3, 4), bias=nn.Parameter(torch.randn(2))))
+    linear = program.nodes[-1]
+    assert linear.op == "aten.linear.default"
+    assert {arg.name for arg in linear.args[1:]} == set(program.tensors)
+
+
+def test_a_product_with_a_stored_matrix_is_a_linear():
+    program = check(Toy(lambda m, x: x.mean((2, 3)) @ m.weight, weight=nn.Parameter(torch.randn(3, 5))))
+    assert ops(program)[-1] == "linear"
+    assert program.tensors[program.nodes[-1].args[1].name].shape == (5, 3)
+
+
+def test_a_network_of_tensors_alone_is_computed_once():
+    def function(model, x):
+        return x.mean((2, 3)) + model.second(model.first(model.table).relu()).sum(0)
+
+    layers = {"first": nn.Linear(2, 8), "second": nn.Linear(8, 3), "table": nn.Buffer(torch.randn(6, 2))}
+    assert "linear" not in ops(check(Toy(function, **layers)))
+
+
+def test_casts_to_the_same_type_vanish():
+    program = check(Toy(lambda m, x: x.to(torch.float32).float().type_as(x).to(x.device).double().float() + 1))
+    assert ops(program) == ["to", "to", "add"]
+
+
+def test_regions_without_autocast_or_gradients_are_inlined():
+    def function(model, x):
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            x = model.fc(x.mean((2, 3)))
+        return x + 1
+
+    assert ops(check(Toy(function, fc=nn.Linear(3, 4)))) == ["mean", "linear", "add"]
+
+
+def test_names_of_tensors_and_operations_do_not_clash():
+    names = {"add": nn.Buffer(torch.randn(1)), "x": nn.Buffer(torch.randn(1)), "mul": nn.Buffer(torch.randn(1))}
+    check(Toy(lambda m, x: (x + m.add) * m.x + m.mul, **names))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_refuses_fewer_than_two_images(tiny, count):
+    with pytest.raises(CaptureError, match=f"takes two images or more.*got {count}"):
+        capture(tiny, IMAGES[:count])
+
+
+def test_refuses_no_inputs(tiny):
+    with pytest.raises(CaptureError, match="got 0"):
+        capture(tiny, ())
+
+
+def test_refuses_control_flow_on_data():
+    class Detector(nn.Module):
+        def forward(self, x):
+            return x + 1 if x.mean() > 0 else x - 1
+
+    with pytest.raises(CaptureError, match=r"Detector could not be exported: .*Capture the part that can be"):
+        capture(Detector(), IMAGES)
+
+
+def test_refuses_a_fixed_batch_size():
+    with pytest.raises(CaptureError, match="Toy could not be exported"):
+        capture(Toy(lambda m, x: x.view(2, -1)), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda m, x: x.cumprod(0), "aten.cumprod.default"),
+        (lambda m, x: x + torch.rand(3, 32, 32), "aten.rand.default"),
+        (lambda m, x: torch.fft.fft2(x).real, "aten.fft_fft2.default"),
+        (lambda m, x: x.add(0).erfinv_(), "aten.erfinv.default"),
+        (lambda m, x: x.add(0).transpose(2, 3).add_(1), "a write through aten.transpose.int"),
+    ],
+)
+def test_refuses_operations_outside_the_whitelist(function, op):
+    with pytest.raises(CaptureError, match=f"Toy uses .*{op}.* cannot store or run"):
+        capture(Toy(function), IMAGES)
+
+
+def test_refuses_causal_attention():
+    def function(model, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    with pytest.raises(CaptureError, match="causal"):
+        capture(Toy(function), IMAGES)
+
+
+def test_refuses_autocast():
+    def function(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model.fc(x.mean((2, 3)))
+
+    with pytest.raises(CaptureError, match="autocast"):
+        capture(Toy(function, fc=nn.Linear(3, 4)), IMAGES)
+
+
+def test_refuses_images_that_are_not_numbers(tiny):
+    with pytest.raises(CaptureError, match="DemoViT differs from the model by nan.*images may hold NaN"):
+        capture(tiny, torch.full((2, 3, 32, 32), torch.nan))
+
+
+def test_refuses_a_model_that_is_random_from_call_to_call():
+    with pytest.raises(CaptureError, match="may behave differently from call to call"):
+        capture(Toy(lambda m, x: F.dropout(x, training=True)), IMAGES)

@@ -1,0 +1,370 @@
+"""What is read from a program: its multiplications, the sources of their operands, LayerNorm pairs and blocks."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zoo
+from adalog import CaptureError
+from adalog.capture import capture
+from adalog.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_sites, minimum_of
+from test_capture import IMAGES, Attention, Toy
+
+
+def count(model, images):
+    """(linears, convolutions, Q K^T, A V, linears after a power-law activation, pairs to fold), and the refusals."""
+    program = capture(model.eval(), images)
+    return tally(program, images)
+
+
+def tally(program, images):
+    sites = find_sites(program)
+    roles = Counter(site.role for site in sites)
+    after_gelu = sum(site.role == "linear" and site.left_source.kind in POWER_LAW_ACTIVATIONS for site in sites)
+    pairs = find_pairs(program, sites, (images[:2],))
+    folded = [pair for pair in pairs if not pair.refusal]
+    return (*(roles[role] for role in ("linear", "conv", "qk", "av")), after_gelu, len(folded)), [
+        pair.refusal for pair in pairs if pair.refusal
+    ]
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "demo": (9, 3, 2, 2, 2, 5),
+    "timm_vit": (9, 1, 2, 2, 2, 5),
+    "timm_vit_extras": (5, 1, 1, 1, 1, 3),
+    "timm_distilled": (10, 1, 2, 2, 2, 5),
+    "timm_swin": (14, 1, 3, 3, 3, 7),
+    "timm_swin_v2": (14, 1, 3, 3, 3, 0),
+    "timm_pvt": (11, 5, 2, 2, 2, 4),
+    "hf_vit": (13, 1, 2, 2, 2, 5),
+    "hf_swin": (20, 1, 3, 3, 3, 7),
+    "hf_beit": (13, 1, 2, 2, 2, 5),
+    "hf_clip": (12, 1, 2, 2, 2, 4),
+    "torchvision_vit": (9, 1, 2, 2, 2, 5),
+    "torchvision_swin": (14, 1, 3, 3, 3, 7),
+    "torchvision_swin_v2": (14, 1, 3, 3, 3, 0),
+}
+REFUSED = {
+    "timm_swin_v2": ["add.Tensor in layers.0.blocks.0", "add.Tensor in layers.1.blocks.0"],
+    "torchvision_swin_v2": ["add.Tensor in features.1.0", "add.Tensor in features.3.0"],
+    "timm_pvt": ["conv2d.default in stages.0.blocks.0.attn.sr"],
+}
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_small_models(name):
+    _, program = zoo.captured(name)
+    counts, refusals = tally(program, IMAGES)
+    assert counts == SMALL[name]
+    assert refusals == [f"it also feeds {reader}" for reader in REFUSED.get(name, [])]
+
+
+def timm_model(name):
+    import timm
+
+    return timm.create_model(name)
+
+
+def torchvision_model(name):
+    import torchvision
+
+    return getattr(torchvision.models, name)(weights=None)
+
+
+def hf_vit_base(_):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "name", "counts", "blocks"),
+    [
+        (timm_model, "deit_tiny_patch16_224", (49, 1, 12, 12, 12, 25), 12),
+        (timm_model, "swin_tiny_patch4_window7_224", (52, 1, 12, 12, 12, 27), 12),
+        (hf_vit_base, "vit_base", (73, 1, 12, 12, 12, 25), 12),
+        (torchvision_model, "vit_b_16", (49, 1, 12, 12, 12, 25), 12),
+        (torchvision_model, "swin_t", (52, 1, 12, 12, 12, 27), 12),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_full_size_models(make, name, counts, blocks):
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 224, 224)
+    program = capture(make(name), images)
+    assert tally(program, images) == (counts, [])
+    assert len(find_blocks(program)) == blocks + 2
+
+
+# --- sites -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_operands_are_values_of_the_program(name):
+    _, program = zoo.captured(name)
+    sites = find_sites(program)
+    assert len({site.name for site in sites}) == len(sites)
+    for site in sites:
+        assert (site.left, site.right) == (site.node.args[0].name, site.node.args[1].name)
+        stored = site.role in ("linear", "conv")
+        assert (site.right in program.tensors) is stored
+        assert (site.right_source.kind == "weight") is stored
+        assert site.bias is None or program.tensors[site.bias].shape == program.tensors[site.right].shape[:1]
+
+
+def test_sites_of_the_demo_model_by_name():
+    _, program = zoo.captured("demo")
+    sites = {site.name: (site.role, site.left_source.kind) for site in find_sites(program)}
+    block = {
+        "attn.qkv": ("linear", "layer_norm"),
+        "attn.qk": ("qk", "other"),
+        "attn.av": ("av", "softmax"),
+        "attn.proj": ("linear", "other"),
+        "mlp.fc1": ("linear", "layer_norm"),
+        "mlp.fc2": ("linear", "gelu"),
+    }
+    expected = {"patch_embed.conv1": ("conv", "input")}
+    expected |= {f"patch_embed.conv{index}": ("conv", "relu") for index in (2, 3)}
+    expected |= {f"blocks.{index}.{name}": value for index in (0, 1) for name, value in block.items()}
+    assert sites == expected | {"head": ("linear", "layer_norm")}
+
+
+def source_of(function, **modules):
+    """The source of the last site's left operand."""
+    program = capture(Toy(function, fc=nn.Linear(32, 4), **modules).eval(), IMAGES)
+    return find_sites(program)[-1].left_source
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x,
+        lambda x: x.flatten(1, 2).unsqueeze(0),
+        lambda x: x.reshape(-1, 32),
+        lambda x: x.transpose(1, 2).permute(0, 2, 1, 3),
+        lambda x: x.unbind(1)[2],
+        lambda x: x.split(8, dim=2)[1],
+        lambda x: x.chunk(4, dim=2)[3][:, 0],
+        lambda x: x.roll((1, 2), (1, 2))[:, :, ::2].flip(2),
+        lambda x: x[:, 1:].expand(2, -1, -1, -1, -1).squeeze(),
+        lambda x: F.dropout(x.contiguous().clone(), training=False).repeat(1, 2, 1, 1).to(torch.float32),
+    ],
+)
+def test_sources_are_seen_through_moves(move):
+    source = source_of(lambda m, x: m.fc(move(F.gelu(x))))
+    assert source.kind == "gelu"
+    assert source.minimum == pytest.approx(-0.16997120747990369, abs=1e-12)
+
+
+def test_arithmetic_hides_a_source():
+    assert source_of(lambda m, x: m.fc(F.gelu(x) + 1)).kind == "other"
+    assert source_of(lambda m, x: m.fc(F.silu(x) * x)).kind == "other"
+
+
+def test_the_input_and_tensors_are_sources():
+    assert source_of(lambda m, x: m.fc(x.flatten(1, 2))).kind == "input"
+    assert source_of(lambda m, x: m.fc(m.norm(x)), norm=nn.LayerNorm(32)).kind == "layer_norm"
+
+
+def test_attention_roles():
+    program = capture(Attention(), IMAGES)
+    assert [site.role for site in find_sites(program)] == ["linear", "qk", "av"]
+    av = find_sites(program)[-1]
+    assert (av.left_source.kind, av.left_source.minimum, av.right_source.kind) == ("softmax", 0.0, "other")
+
+
+def test_a_module_called_twice_has_two_sites():
+    program = capture(Toy(lambda m, x: m.fc(m.fc(x).relu()), fc=nn.Linear(32, 32)), IMAGES)
+    first, second = find_sites(program)
+    assert first.name == "fc"
+    assert second.name != first.name
+    assert first.right == second.right == "fc.weight"
+
+
+def test_refuses_a_weight_computed_from_the_image():
+    program = capture(Toy(lambda m, x: F.linear(x[0, 0], x[0, 1])), IMAGES)
+    with pytest.raises(CaptureError, match="weight that is computed, not stored"):
+        find_sites(program)
+
+
+def test_refuses_a_stored_left_operand():
+    program = capture(Toy(lambda m, x: m.mix @ x, mix=nn.Parameter(torch.randn(8, 32))), IMAGES)
+    with pytest.raises(CaptureError, match="multiplies by a stored tensor"):
+        find_sites(program)
+
+
+# --- minima ----------------------------------------------------------------------------------------------------------
+
+
+# To 20 digits by mpmath: findroot of the derivative at 60 digits.
+MINIMA = {
+    "gelu": (F.gelu, -0.16997120747990369029),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), -0.17004075057125400470),
+    "silu": (F.silu, -0.27846454276107379511),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), -0.16361018963634183027),
+    "hardswish": (F.hardswish, -0.375),
+    "mish": (F.mish, -0.30884012410790540867),
+    "relu": (F.relu, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", MINIMA)
+def test_minimum_of_an_activation(name):
+    function, exact = MINIMA[name]
+    assert minimum_of(function) == pytest.approx(exact, abs=1e-12)
+    x = torch.linspace(-20, 20, 400_001, dtype=torch.float64)
+    assert function(x).min().item() >= minimum_of(function) - 1e-15
+
+
+@pytest.mark.parametrize("name", [name for name in MINIMA if name != "relu"])
+def test_power_law_activations_are_recognised_with_their_minimum(name):
+    source = source_of(lambda m, x: m.fc(MINIMA[name][0](x)))
+    assert source.kind == name.replace(" tanh", "").replace(" ", "_")
+    assert source.kind in POWER_LAW_ACTIVATIONS
+    assert source.minimum == pytest.approx(MINIMA[name][1], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.sigmoid(1.702 * x) * x,
+        lambda x: torch.sigmoid(x * 1.702) * x,
+        lambda x: x * torch.sigmoid(1.702 * x),
+    ],
+)
+def test_quick_gelu_in_any_order(function):
+    source = source_of(lambda m, x: m.fc(function(x)))
+    assert source.kind == "quick_gelu"
+    assert source.minimum == pytest.approx(-0.16361018963634183, abs=1e-12)
+
+
+def test_a_product_of_two_gates_is_no_quick_gelu():
+    assert source_of(lambda m, x: m.fc((x + 1) * torch.sigmoid(1.702 * x))).kind == "other"
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def pairs_of(function, norm=None, **modules):
+    norm = norm if norm is not None else nn.LayerNorm(32)
+    modules |= {"norm": norm, "fc": nn.Linear(32, 4), "other": nn.Linear(32, 6)}
+    program = capture(Toy(function, **modules).eval(), IMAGES)
+    return find_pairs(program, find_sites(program), (IMAGES[:2],))
+
+
+@pytest.mark.parametrize(
+    ("function", "sites"),
+    [
+        (lambda m, x: m.fc(m.norm(x)), ["fc"]),
+        (lambda m, x: (m.fc(m.norm(x)), m.other(m.norm(x))), ["fc", "other"]),
+        (lambda m, x: (m.fc(m.norm(x)[:, 0]), m.other(m.norm(x)[:, 1])), ["fc", "other"]),
+        (lambda m, x: m.fc(m.norm(x).roll(3, 2).reshape(-1, 3, 4, 8, 32).transpose(2, 3).flatten(0, 1)), ["fc"]),
+        (lambda m, x: m.fc(m.norm(x).view(-1, 3, 4, 8, 32)) + m.norm(x).shape[0], ["fc"]),
+    ],
+)
+def test_norms_that_only_linears_read_are_pairs(function, sites):
+    (pair,) = pairs_of(function)
+    assert pair.refusal == ""
+    assert sorted(pair.sites) == sites
+    assert pair.norm.op == "aten.layer_norm.default"
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda m, x: m.conv(m.norm(x)).sum() + m.fc(m.norm(x)), "it also feeds conv2d.default in conv"),
+        (lambda m, x: (m.fc(m.norm(x)), m.norm(x).roll(1, 2) + x), "it also feeds add.Tensor in the model"),
+        (lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1))), "it also feeds pad.default in the model"),
+        (lambda m, x: (m.fc(m.norm(x)), m.norm(x)), "it is an output of the model"),
+        (lambda m, x: (m.fc(m.norm(x)), m.norm(x)[:, 0]), "it is an output of the model"),
+        (lambda m, x: m.fc(m.norm(x).transpose(2, 3)), "its channels are mixed with positions before fc"),
+        (lambda m, x: m.fc(m.norm(x).reshape(-1, 16, 64)[..., 32:].flip(2)), "its channels are mixed with positions"),
+        (lambda m, x: F.linear(m.norm(x).flatten(2), m.wide), "its channels are mixed with positions before wide"),
+    ],
+)
+def test_other_norms_are_refused_in_writing(function, why):
+    modules = {"conv": nn.Conv2d(3, 4, 3), "wide": nn.Parameter(torch.randn(4, 1024))}
+    (pair,) = pairs_of(function, **modules)
+    assert pair.refusal.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"),
+    [
+        (nn.LayerNorm(32, elementwise_affine=False), "it has no weight and bias to fold into"),
+        (nn.LayerNorm(32, bias=False), "it has no weight and bias to fold into"),
+        (nn.LayerNorm((32, 32)), "it normalises more than the channels"),
+    ],
+)
+def test_norms_that_cannot_be_folded_are_refused(norm, why):
+    (pair,) = pairs_of(lambda m, x: m.fc(m.norm(x)), norm)
+    assert pair.refusal == why
+
+
+def test_a_norm_that_feeds_no_linear_is_no_pair():
+    assert pairs_of(lambda m, x: m.norm(x) * 2) == []
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_blocks_cut_the_whole_program(name):
+    _, program = zoo.captured(name)
+    blocks = find_blocks(program)
+    assert [node for block in blocks for node in block.nodes] == [node.name for node in program.nodes]
+    assert blocks[0].value_in == program.inputs[0]
+    for before, after in zip(blocks, blocks[1:], strict=False):
+        assert after.value_in == before.value_out == before.nodes[-1]
+    makers = {node.name: node for node in program.nodes}
+    softmaxes = [sum(makers[node].op == "aten.softmax.int" for node in block.nodes) for block in blocks]
+    assert softmaxes == [0, *(1 for _ in blocks[1:-1]), 0]
+    assert sum(softmaxes) == SMALL[name][3]
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_a_block_reads_its_value_and_what_no_image_changes(name):
+    """Outside its own nodes: the value in, tensors, and numbers or tables that are the same for other images."""
+    _, program = zoo.captured(name)
+    seen = []
+    for images in (IMAGES, IMAGES.flip(0)):
+        values = {}
+        program.run((images,), lambda node, args, result, values=values: values.__setitem__(node.name, result))
+        seen.append(values)
+    for block in find_blocks(program):
+        inside = set(block.nodes)
+        outside = {ref for node in program.nodes if node.name in inside for ref in node.refs()} - inside
+        for value in outside - {block.value_in} - set(program.tensors) - set(program.inputs):
+            first, second = (values[value] for values in seen)
+            assert first is second or (torch.equal(first, second) if torch.is_tensor(first) else first == second)
+
+
+@pytest.mark.parametrize(
+    ("name", "scopes"),
+    [
+        ("demo", ["", "blocks.0", "blocks.1", "head"]),
+        ("timm_vit", ["", "blocks.0", "blocks.1", "head"]),
+        ("timm_distilled", ["", "blocks.0", "blocks.1", ""]),
+    ],
+)
+def test_blocks_of_a_vit_are_its_transformer_blocks(name, scopes):
+    _, program = zoo.captured(name)
+    makers = {node.name: node for node in program.nodes}
+    blocks = find_blocks(program)
+    assert [makers[block.value_out].scope for block in blocks] == scopes
+    for block, scope in zip(blocks[1:-1], scopes[1:-1], strict=True):
+        assert all(makers[node].scope.startswith(scope) for node in block.nodes)
+
+
+def test_a_network_without_attention_is_one_block():
+    program = capture(Toy(lambda m, x: m.fc(x).relu(), fc=nn.Linear(32, 4)), IMAGES)
+    (block,) = find_blocks(program)
+    assert block.nodes == tuple(node.name for node in program.nodes)
+    assert math.prod(program.run((IMAGES,)).shape) > 0
