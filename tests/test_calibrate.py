@@ -9,7 +9,7 @@ from hypothesis import given
 from torch.nn.functional import gelu
 
 import adalog.calibrate
-from adalog.calibrate import Format, Operand, search_channels, search_product
+from adalog.calibrate import Format, Operand, search_channels, search_product, search_right
 from adalog.config import Config, Search
 from adalog.quantizers import (
     LogQuantizer,

@@ -279,9 +279,9 @@ def test_norms_that_only_linears_read_are_pairs(function, sites):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda m, x: m.conv(m.norm(x)).sum() + m.fc(m.norm(x)), "it also feeds conv2d.default in conv"),
+        (lambda m, x: (m.conv(m.norm(x)), m.fc(m.norm(x))), "it also feeds conv2d.default in conv"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x).roll(1, 2) + x), "it also feeds add.Tensor in the model"),
-        (lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 1, 1))), "it also feeds pad.default in the model"),
+        (lambda m, x: (m.fc(m.norm(x)), m.fc(F.pad(m.norm(x), (0, 0, 1, 1)))), "it also feeds pad.default in the model"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x)), "it is an output of the model"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x)[:, 0]), "it is an output of the model"),
         (lambda m, x: m.fc(m.norm(x).transpose(2, 3)), "its channels are mixed with positions before fc"),

@@ -33,8 +33,8 @@ _ATEN = aten(
     add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
     add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
     maximum.default minimum.default clamp.default clamp_min.default clamp_max.default
-    mean.dim mean.default sum.dim_IntList amax.default argmax.default var.correction linalg_vector_norm.default
-    cumsum.default
+    mean.dim mean.default sum.dim_IntList sum.default amax.default argmax.default var.correction
+    linalg_vector_norm.default cumsum.default
     reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
     expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
     unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
