@@ -20,8 +20,8 @@ from adalog.quantizers import (
 )
 from strategies import R, bits, normal, q, quick
 
-SEARCH = Search(rough_rows=1)
-SMALL = Search(init=(8, 4), keep=4, steps=3, rough_rows=1)
+SEARCH = Search(rough_stride=1)
+SMALL = Search(init=(8, 4), keep=4, steps=3, rough_stride=1)
 ONE_ROUND = replace(SMALL, rounds=1)
 GELU_OFFSET = 0.1699712
 
@@ -239,10 +239,10 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
 
 
 @pytest.mark.parametrize("problem", [linear, after_gelu])
-def test_rough_rows_cost_little(problem):
+def test_rough_steps_cost_little(problem):
     left, right = problem()
     exact = error_of(search_product(left, right, SMALL), left, right)
-    rough = error_of(search_product(left, right, replace(SMALL, rough_rows=4)), left, right)
+    rough = error_of(search_product(left, right, replace(SMALL, rough_stride=4)), left, right)
     assert rough <= 1.1 * exact
 
 

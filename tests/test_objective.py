@@ -50,12 +50,12 @@ def rounding_candidates(left, keep):
     return candidates
 
 
-def direct(left, right, right_hat, keep, mask=None, rows=slice(None)):
+def direct(left, right, right_hat, keep, mask=None):
     """||Q(left) right_hat - left right||^2 of each candidate, as written."""
     quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
     if mask is not None:
         quantized = torch.where(mask.bool(), quantized, left)
-    error = (quantized @ right_hat - left @ right).square()[..., rows, :]
+    error = (quantized @ right_hat - left @ right).square()
     return error.sum([dim for dim in range(1, error.ndim) if dim - 1 not in keep])
 
 
@@ -86,17 +86,34 @@ def test_masked_elements_stay_unquantized(left, right, keep):
     torch.testing.assert_close(loss, direct(left, right, right_hat, keep, mask), rtol=1e-11, atol=1e-11)
 
 
+def first_summed(name):
+    left, _, keep = PRODUCTS[name]
+    return next(dim for dim in range(len(left)) if dim not in keep)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", [name for name, (left, _, keep) in PRODUCTS.items() if len(left) - 2 not in keep])
-def test_rows_score_every_stride_th_row(name, masked):
+@pytest.mark.parametrize(
+    "name", [name for name, (left, _, keep) in PRODUCTS.items() if first_summed(name) < len(left) - 1]
+)
+def test_a_sample_scores_every_stride_th_image_or_row(name, masked):
     """Up to a constant, which moves no candidate."""
     shape, right, keep = PRODUCTS[name]
     left, right, right_hat = operands(shape, right)
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
-    error = ProductError.of(left, right, right_hat, keep, mask).rows(3)
-    loss = error.loss(rounding_candidates(left[..., ::3, :], keep), points_of(shape, keep))
-    expected = direct(left, right, right_hat, keep, mask, slice(None, None, 3))
+    sample = ProductError.of(left, right, right_hat, keep, mask).sample(2, least=1)
+    dim = first_summed(name)
+    take = (slice(None),) * dim + (slice(None, None, 2),)
+    loss = sample.loss(rounding_candidates(left[take], keep), points_of(shape, keep))
+    rights = (value[take] if dim < left.ndim - 2 else value for value in (right, right_hat))
+    expected = direct(left[take], *rights, keep, None if mask is None else mask[take])
     torch.testing.assert_close(loss - loss[:1], expected - expected[:1], rtol=1e-10, atol=1e-10)
+
+
+def test_no_sample_of_what_is_short_or_has_losses_of_its_own():
+    left, right = normal(9, 12, seed=1), normal(12, 5, seed=2)
+    assert ProductError.of(left, right, right).sample(2) is None
+    assert ProductError.of(left, right, right).sample(2, least=9) is not None
+    assert ProductError.of(left, right, right, keep=(0,)).sample(2, least=1) is None
 
 
 @every_product

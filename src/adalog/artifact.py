@@ -10,10 +10,10 @@ import math
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -27,10 +27,21 @@ from adalog.config import Config
 from adalog.errors import ArtifactError
 from adalog.model import LedgerRow, QuantizedModel
 from adalog.program import FAKE_QUANTIZE, OPERATIONS, Arg, Node, Output, Program, QuantizedTensor, Ref, refs_of
-from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.quantizers import MAX_BITS, MIN_BITS, Beyond, LogQuantizer, Quantizer, Rounding, UniformQuantizer
 
 FORMAT = 1
 KEY = "adalog"
+# What decoding raises for contents that no artifact has.
+_DAMAGE = (
+    SafetensorError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    MemoryError,
+)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
     "float64": torch.float64,
@@ -174,18 +185,17 @@ def read(path: str | Path) -> bytes:
     """A file's bytes."""
     try:
         return Path(path).read_bytes()
-    except OSError as cause:
-        raise ArtifactError(f"{path} cannot be read: {cause.strerror}") from cause
+    except (OSError, ValueError) as cause:  # ValueError: a path that no file can have
+        raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
 
 
 def deserialise(content: bytes, name: str = "the artifact") -> QuantizedModel:
     header = read_header(content, name)
     try:
-        tensors = parse_safetensors(content)
-        return _decode_model(header, tensors)
+        return _decode_model(header, parse_safetensors(content))
     except ArtifactError as cause:
         raise ArtifactError(f"{name} is damaged: {cause}") from cause
-    except (SafetensorError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as cause:
+    except _DAMAGE as cause:
         raise ArtifactError(f"{name} is damaged: {type(cause).__name__}: {cause}") from cause
 
 
@@ -196,7 +206,7 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         metadata = json.loads(content[8 : 8 + length])["__metadata__"]
         header: dict[str, Any] = json.loads(metadata[KEY])
         found = header["format"]
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as cause:
+    except (struct.error, *_DAMAGE) as cause:
         raise ArtifactError(
             f"{name} is not an adalog artifact (or its start is damaged); make one with `adalog quantize`"
         ) from cause
@@ -217,65 +227,106 @@ def sizes(content: bytes) -> dict[str, int]:
     return parts
 
 
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ArtifactError(message)
+
+
 def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedModel:
-    tensors: dict[str, Tensor] = {}
-    weights: dict[str, QuantizedTensor] = {}
-    for name, (bits, shape) in header["weights"].items():
-        if not all(isinstance(size, int) and size > 0 for size in shape):
-            raise ArtifactError(f"weight {name} has the shape {shape}")
-        codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
-        lead = (-1, *(1 for _ in shape[1:]))
-        scale, zero_point = (stored[f"{part}/{name}"].float() for part in ("scale", "zero_point"))
-        if len(scale) != shape[0] or len(zero_point) != shape[0]:
-            raise ArtifactError(f"weight {name} has {shape[0]} channels and {len(scale)} scales")
-        _check_parameters(name, scale, zero_point, bits)
-        weights[name] = QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
-        tensors[name] = weights[name].dequantize()
+    named = {f"{part}/{name}" for name in header["weights"] for part in ("codes", "scale", "zero_point")}
+    named |= {f"float/{name}" for name in header["dtypes"] if name not in header["weights"]}
+    odd = sorted(named ^ set(stored))
+    _check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
+    weights = {name: _decode_weight(name, bits, shape, stored) for name, (bits, shape) in header["weights"].items()}
+    tensors = {name: weight.dequantize() for name, weight in weights.items()}
     for name, dtype in header["dtypes"].items():
         if name not in weights:
             tensors[name] = stored[f"float/{name}"].to(DTYPES[dtype])
+            _check(not bool(tensors[name].isnan().any()), f"tensor {name} holds NaN")
     quantizers = {name: _decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
-    inputs = tuple(str(name) for name in header["inputs"])
-    known = {*inputs, *tensors}
-    nodes = []
-    for name, op, args, kwargs, scope in header["nodes"]:
-        node = Node(str(name), op, _decode(args), {key: _decode(value) for key, value in kwargs.items()}, str(scope))
-        if op not in OPERATIONS:
-            raise ArtifactError(f"operation {op!r} is not one that a program can hold")
-        if op == FAKE_QUANTIZE and (len(node.args) != 2 or node.args[1] not in quantizers):
-            raise ArtifactError(f"node {name} names no quantizer of the file")
-        missing = [ref for ref in node.refs() if ref not in known]
-        if missing or node.name in known:
-            raise ArtifactError(f"node {name} reads {missing or node.name}, which is not there before it")
-        known.add(node.name)
-        nodes.append(node)
+    inputs = tuple(header["inputs"])
+    nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode(header["output"])
+    known = {*inputs, *tensors, *(node.name for node in nodes)}
     missing = [ref for ref in refs_of(output) if ref not in known]
-    if missing:
-        raise ArtifactError(f"the output reads {missing}, which nothing makes")
-    program = Program(inputs, tuple(nodes), output, tensors, quantizers, weights)
-    ledger = [LedgerRow(*row) for row in header["ledger"]]
+    _check(not missing, f"the output reads {missing}, which nothing makes")
+    program = Program(inputs, nodes, output, tensors, quantizers, weights)
     config = Config.from_json(json.dumps(header["config"]))
-    return QuantizedModel(program, config, ledger, header["refusals"], provenance=header["provenance"])
+    ledger = [_decode_ledger_row(*row) for row in header["ledger"]]
+    refusals, provenance = header["refusals"], header["provenance"]
+    _check(isinstance(provenance, dict), "the provenance is not an object")
+    _check(all(isinstance(why, str) for why in refusals.values()), "a refusal is not text")
+    return QuantizedModel(program, config, ledger, refusals, provenance=provenance)
+
+
+def _decode_weight(name: str, bits: int, shape: Sequence[int], stored: Mapping[str, Tensor]) -> QuantizedTensor:
+    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits} bits")
+    _check(all(_is_whole(size, 1) for size in shape), f"weight {name} has the shape {shape}")
+    codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
+    scale, zero_point = (stored[f"{part}/{name}"].float() for part in ("scale", "zero_point"))
+    for value in (scale, zero_point):
+        _check(list(value.shape) == shape[:1], f"weight {name} has {shape[0]} channels and {list(value.shape)} parameters")
+    _check_parameters(name, scale, zero_point, bits)
+    lead = (-1, *(1 for _ in shape[1:]))
+    return QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
+
+
+def _decode_nodes(
+    entries: Sequence[Any], before: Sequence[str], quantizers: Mapping[str, Quantizer]
+) -> tuple[Node, ...]:
+    """The operations, each of which may read only what was there before it."""
+    known = set(before)
+    _check(len(known) == len(before), "an input and a tensor have the same name")
+    nodes = []
+    for name, op, args, kwargs, scope in entries:
+        _check(op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
+        _check(isinstance(args, list) and isinstance(scope, str), f"node {name} has no list of arguments")
+        node = Node(name, op, _decode(args), {key: _decode(value) for key, value in kwargs.items()}, scope)
+        if op == FAKE_QUANTIZE:
+            _check(len(node.args) == 2 and isinstance(node.args[0], Ref), f"node {name} quantizes no value")
+            _check(node.args[1] in quantizers, f"node {name} names no quantizer of the file")
+        missing = [ref for ref in node.refs() if ref not in known]
+        _check(not missing, f"node {name} reads {missing}, which is not there before it")
+        _check(name not in known, f"two values have the name {name}")
+        known.add(name)
+        nodes.append(node)
+    return tuple(nodes)
+
+
+def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: float) -> LedgerRow:
+    words = (site, role, source, left, right)
+    _check(all(isinstance(word, str) for word in words), f"the ledger's row of {site} is not text")
+    return LedgerRow(*words, float(sqnr))
+
+
+def _is_whole(value: Any, low: int, high: int = 2**31) -> bool:
+    return type(value) is int and low <= value <= high
 
 
 def _check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -> None:
-    if not bool(torch.isfinite(scale).all() and (scale > 0).all()):
-        raise ArtifactError(f"{name} has a scale that is not positive and finite")
-    if not bool(((zero_point >= 0) & (zero_point < 2**bits)).all()):
-        raise ArtifactError(f"{name} has a zero point outside 0 to {2**bits - 1}")
+    positive = bool(torch.isfinite(scale).all() and (scale > 0).all())
+    _check(positive, f"{name} has a scale that is not positive and finite")
+    codes = bool(((zero_point >= 0) & (zero_point < 2**bits) & (zero_point == zero_point.round())).all())
+    _check(codes, f"{name} has a zero point that is not a whole number from 0 to {2**bits - 1}")
 
 
 def _decode_quantizer(name: str, fields: Mapping[str, Any]) -> Quantizer:
+    bits = fields["bits"]
+    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"quantizer {name} has {bits} bits")
     scale = torch.tensor(fields["scale"], dtype=torch.float32).reshape(fields["shape"])
-    bits = int(fields["bits"])
     if fields["kind"] == "uniform":
         zero_point = torch.tensor(fields["zero_point"], dtype=torch.float32).reshape(fields["shape"])
         _check_parameters(name, scale, zero_point, bits)
         return UniformQuantizer(scale, zero_point, bits)
+    _check(fields["kind"] == "log", f"quantizer {name} is of the unknown kind {fields['kind']!r}")
     _check_parameters(name, scale, torch.zeros_like(scale), bits)
-    names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
-    return LogQuantizer(scale=scale, bits=bits, **{key: fields[key] for key in names})
+    choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}
+    sane = scale.numel() == 1 and all(_is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
+    sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)
+    sane = sane and all(type(choices[key]) is bool for key in ("table", "keeps_offset"))
+    sane = sane and type(choices["offset"]) in (int, float) and math.isfinite(choices["offset"])
+    _check(sane, f"quantizer {name} has choices that no logarithmic quantizer has: {choices}")
+    return LogQuantizer(scale=scale, bits=bits, **choices)
 
 
 def _decode(value: Any) -> Arg:
@@ -285,6 +336,7 @@ def _decode(value: Any) -> Arg:
         return value
     ((kind, content),) = value.items()
     if kind == "ref":
+        _check(isinstance(content, str), f"a value has the name {content!r}")
         return Ref(content)
     if kind == "dtype":
         return DTYPES[content]
@@ -292,6 +344,7 @@ def _decode(value: Any) -> Arg:
         return float(content)
     if kind == "list":
         return [_decode(item) for item in content]
+    _check(kind in ("dict", "output"), f"an argument is of the unknown kind {kind!r}")
     pairs = ((key, _decode(item)) for key, item in content)
     return Output(pairs) if kind == "output" else dict(pairs)
 

@@ -259,10 +259,8 @@ def _search_operand(
     """The best point of an operand on the output's error, given the other one as it is and as it is quantized."""
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
     error = ProductError.of(operand.values, *transposed, operand.format.keep, operand.mask)
-    rows = operand.values.ndim - 2
-    rough = None
-    if search.rough_rows > 1 and rows not in operand.format.keep and operand.values.shape[rows] >= 32:
-        rough = _loss(error.rows(search.rough_rows), operand)
+    sample = error.sample(search.rough_stride) if search.rough_stride > 1 else None
+    rough = None if sample is None else _loss(sample, operand)
     best = minimise(_loss(error, operand), operand, search, incumbent, rough)
     return _better(error, operand, best, incumbent)
 

@@ -26,17 +26,13 @@ class Search:
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = (
-        2  # weight <-> activation, at most; ends early when one changes nothing (released: 3, which found no more)
-    )
-    rough_rows: int = (
-        5  # all but the last step score every 5th row: odd, so as not to keep to some columns of a token grid
-    )
+    rounds: int = 2  # weight <-> activation, at most, ending where nothing changes (released: 3, which finds no more)
+    rough_stride: int = 3  # all but the last step score every 3rd token or image: odd, to meet every column of a grid
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
-        for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 1)):
+        for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_stride", 1)):
             _check_whole(name, getattr(self, name), least)
         for size in self.init:
             _check_whole("init", size, 1)

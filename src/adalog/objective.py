@@ -52,12 +52,19 @@ class ProductError:
             base, factor = base @ transposed, right_hat @ transposed
         return ProductError(left, factor, base, constant, gram, kept, mask)
 
-    def rows(self, stride: int) -> "ProductError":
-        """The same error on every `stride`-th row: to tell hopeless candidates from good ones."""
-        take = (..., slice(None, None, stride), slice(None))
+    def sample(self, stride: int, least: int = 32) -> "ProductError | None":
+        """The same error on every `stride`-th image or row, to tell hopeless candidates from good ones.
+
+        Strides over the first dimension that is summed over; None where that is the last one or shorter than `least`.
+        """
+        dim = next(dim for dim in range(self.left.ndim) if dim not in self.keep)
+        if dim == self.left.ndim - 1 or self.left.shape[dim] < least:
+            return None
+        take = (slice(None),) * dim + (slice(None, None, stride),)
         mask = None if self.mask is None else self.mask[take]
-        # The constant is that of all rows: it moves no candidate, and a rough loss is never compared with a full one.
-        return replace(self, left=self.left[take], base=self.base[take], mask=mask)
+        factor = self.factor[take] if dim < self.factor.ndim - 2 else self.factor
+        # The constant is that of the whole: it moves no candidate, and a rough loss is never compared with a full one.
+        return replace(self, left=self.left[take].contiguous(), factor=factor, base=self.base[take], mask=mask)
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """points (K, P, *groups) -> squared output error (K, *groups)."""

@@ -1,0 +1,494 @@
+"""The file: it round-trips bit by bit, is as small as it says, and nothing hostile in it passes."""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load as parse
+from safetensors.torch import save as to_bytes
+
+import adalog
+from adalog import ArtifactError, Calibration, Config
+from adalog.artifact import FORMAT, KEY, deserialise, inspect, pack, serialise, sizes, unpack
+from strategies import bits, quick
+
+# --- packing ---------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(bits, st.integers(0, 65), st.randoms(use_true_random=False))
+def test_pack_and_unpack_are_inverse(width, count, random):
+    codes = torch.tensor([random.randrange(2**width) for _ in range(count)], dtype=torch.uint8)
+    packed = pack(codes, width)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (math.ceil(width * count / 8),)
+    assert torch.equal(unpack(packed, width, count), codes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1001])
+def test_three_bits_take_three_bits(count):
+    assert pack(torch.full((count,), 5, dtype=torch.uint8), 3).numel() == math.ceil(3 * count / 8)
+
+
+def test_the_stream_starts_at_the_least_significant_bit():
+    # 1, 2, 7 in 3 bits: 001 010 111 from the right is 1_1101_0001 = 0xD1, 0x01.
+    assert pack(torch.tensor([1, 2, 7], dtype=torch.uint8), 3).tolist() == [0b11010001, 0b1]
+
+
+@pytest.mark.parametrize("width", [2, 3, 7])
+def test_a_code_that_does_not_fit_is_refused(width):
+    with pytest.raises(ValueError, match=f"code {2**width} does not fit in {width} bits"):
+        pack(torch.tensor([0, 2**width], dtype=torch.uint8), width)
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_stream_of_another_length_is_refused(extra):
+    packed = torch.zeros(4 + extra, dtype=torch.uint8)
+    with pytest.raises(ArtifactError, match="10 codes of 3 bits take 4 bytes, the file has"):
+        unpack(packed, 3, 10)
+
+
+@pytest.mark.parametrize("place", [6, 7])
+def test_bits_after_the_last_code_must_be_zero(place):
+    packed = torch.tensor([0, 0, 0, 1 << place], dtype=torch.uint8)  # ten codes of three bits end at bit 30
+    with pytest.raises(ArtifactError, match="bits after the last code are not zero"):
+        unpack(packed, 3, 10)
+
+
+# --- round trip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def content(quantized):
+    return serialise(quantized)
+
+
+def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
+    file = tmp_path / "deep" / "folder" / "model.safetensors"
+    size = quantized.save(file)
+    assert size == file.stat().st_size
+    loaded = adalog.load(file)
+    assert torch.equal(loaded(images), quantized(images))
+    assert (loaded.config, loaded.ledger) == (quantized.config, quantized.ledger)
+    assert (loaded.refusals, loaded.provenance) == (quantized.refusals, quantized.provenance)
+    assert loaded.summary() == quantized.summary()
+    assert loaded.float_sites() == []
+    assert not loaded.training
+    assert serialise(loaded) == file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["w2a2", "w3a5s2", "w8a8"])
+@pytest.mark.parametrize("method", ["adalog", "log-sqrt2", "uniform"])
+def test_other_choices_round_trip(calibration, images, fast, name, method):
+    choices = Config.preset(name, method)
+    config = Config(**{**vars(choices), "images": 4, "search": fast.search})
+    model = calibration.quantize(config)
+    loaded = deserialise(serialise(model))
+    assert torch.equal(loaded(images), model(images))
+    assert loaded.config == config
+
+
+def test_same_choices_same_bytes(tiny, images, fast, content):
+    assert serialise(adalog.quantize(tiny, images, fast)) == serialise(adalog.quantize(tiny, images, fast))
+
+
+def test_seed_and_images_are_told(tiny, images, fast):
+    more = torch.cat([images, images.flip(3)])
+    first, second = (adalog.quantize(tiny, more, fast, seed=seed).provenance for seed in (0, 1))
+    assert (first["seed"], first["images"]) == (0, 4)
+    assert first["calibration"] != second["calibration"]
+    assert len(first["calibration"]) == 16
+
+
+def test_floats_are_kept_exactly(quantized, content):
+    program, loaded = quantized.program, deserialise(content).program
+    assert program.tensors.keys() == loaded.tensors.keys()
+    for name, value in program.tensors.items():
+        assert loaded.tensors[name].dtype == value.dtype
+        assert torch.equal(loaded.tensors[name], value)
+    for name, weight in program.weights.items():
+        assert torch.equal(loaded.weights[name].codes, weight.codes)
+    for name, quantizer in program.quantizers.items():
+        assert torch.equal(loaded.quantizers[name].scale, quantizer.scale)
+
+
+def test_codes_take_their_bits_and_parts_sum_to_the_file(quantized, content):
+    parts = sizes(content)
+    assert sum(parts.values()) == len(content)
+    assert parts["codes"] == sum(math.ceil(4 * weight.codes.numel() / 8) for weight in quantized.program.weights.values())
+    told = inspect(content)
+    assert (told["bytes"], told["total_bytes"], told["bits"]) == (parts, len(content), "w4a4")
+    assert told["float_sites"] == []
+    assert len(told["sites"]) == len(quantized.ledger)
+    json.dumps(told)
+
+
+def test_output_structures_are_stored(images):
+    class Outputs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(32, 4)
+
+        def forward(self, x):
+            x = self.fc(x)
+            return {"first": x, "rest": [(x + 1, x * 2), x.amax((1, 2))]}
+
+    torch.manual_seed(0)
+    model = Calibration(Outputs(), images).quantize(Config(images=4))
+    expected, actual = model(images), deserialise(serialise(model))(images)
+    assert torch.equal(actual["first"], expected["first"])
+    assert isinstance(actual["rest"][0], tuple)
+    assert torch.equal(actual["rest"][0][1], expected["rest"][0][1])
+
+
+@pytest.mark.slow
+def test_loads_where_no_model_library_is(quantized, images, tmp_path):
+    quantized.save(tmp_path / "model.safetensors")
+    torch.save(images, tmp_path / "images.pt")
+    script = """
+import sys
+for name in ("timm", "torchvision", "transformers"):
+    sys.modules[name] = None
+import adalog, torch
+print(adalog.load("model.safetensors")(torch.load("images.pt")).double().sum().item())
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) == pytest.approx(quantized(images).double().sum().item(), rel=1e-6)
+
+
+# --- writing whole or not at all -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["replace", "chmod"])
+def test_an_interrupted_write_leaves_the_old_file(quantized, tmp_path, monkeypatch, step):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"old")
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, step, fail)
+    monkeypatch.setattr(Path, step, fail)
+    with pytest.raises(KeyboardInterrupt):
+        quantized.save(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert file.read_bytes() == b"old"
+
+
+# --- hostile files ---------------------------------------------------------------------------------------------------
+
+
+def refused(content, match=None):
+    """Loading raises ArtifactError, whose one-line message names the file."""
+    with pytest.raises(ArtifactError, match=match) as error:
+        deserialise(content, "some.file")
+    assert str(error.value).startswith("some.file ")
+
+
+def rebuilt(content, change=None, tensors=None):
+    """The file with its JSON changed in place by `change`, and with some tensors replaced (None: left out)."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][KEY])
+    if change is not None:
+        change(header)
+    stored = {**parse(content), **(tensors or {})}
+    return to_bytes({name: value for name, value in stored.items() if value is not None}, {KEY: json.dumps(header)})
+
+
+def test_rebuilding_alone_changes_nothing(content, quantized, images):
+    assert torch.equal(deserialise(rebuilt(content))(images), quantized(images))
+
+
+def test_truncation(content):
+    (length,) = struct.unpack("<Q", content[:8])
+    points = {0, 1, 7, 8, 9, length, length + 7, length + 8, length + 9, len(content) - 1}
+    for end in points | set(range(0, len(content), len(content) // 40)):
+        refused(content[:end])
+
+
+def test_trailing_bytes(content):
+    refused(content + b"\0")
+
+
+def test_flipped_header_bytes(content, images):
+    """A changed byte is refused or gives a model; nothing else is ever raised."""
+    (length,) = struct.unpack("<Q", content[:8])
+    generator = torch.Generator().manual_seed(0)
+    places = [*range(8), *torch.randint(8, 8 + length, (120,), generator=generator).tolist()]
+    found = 0
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << int(torch.randint(8, (), generator=generator))
+        try:
+            deserialise(bytes(damaged), "some.file")
+        except ArtifactError as error:
+            assert str(error).startswith("some.file ")
+            found += 1
+    assert found > len(places) // 4
+
+
+@quick
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes(content):
+    refused(content, "not an adalog artifact")
+
+
+@quick
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5))
+def test_arbitrary_json(value):
+    start = json.dumps({"__metadata__": {KEY: json.dumps(value)}}).encode()
+    refused(struct.pack("<Q", len(start)) + start, "not an adalog artifact")
+
+
+FIELDS = ("config", "provenance", "refusals", "ledger", "inputs", "output", "nodes", "quantizers", "weights", "dtypes")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [None, 3, "text", [[1]], {"a": 1}, [None], "missing"])
+def test_fields_of_another_type(content, field, value):
+    def change(header):
+        if value == "missing":
+            del header[field]
+        else:
+            header[field] = value
+
+    if (field, value) in [("output", None), ("output", 3), ("output", "text"), ("provenance", {"a": 1})]:
+        deserialise(rebuilt(content, change))  # a constant output and any provenance are no harm
+    elif field == "output" and value in ([[1]], [None]):
+        deserialise(rebuilt(content, change))
+    else:
+        refused(rebuilt(content, change), "some.file")
+
+
+@pytest.mark.parametrize("version", [0, FORMAT + 1, "1", None])
+def test_other_versions(content, version):
+    refused(rebuilt(content, lambda header: header.update(format=version)), f"has format version {version}")
+
+
+def first(header, op):
+    return next(node for node in header["nodes"] if node[1] == op)
+
+
+def forbidden(header):
+    header["nodes"][0][1] = "aten.set_.source_Storage"
+
+
+def python_call(header):
+    header["nodes"][0][1] = "os.system"
+
+
+def dangling(header):
+    header["nodes"][3][2][0] = {"ref": "nothing"}
+
+
+def later(header):
+    header["nodes"][0][2][0] = {"ref": header["nodes"][-1][0]}
+
+
+def repeated(header):
+    header["nodes"][1][0] = header["nodes"][0][0]
+
+
+def shadowing(header):
+    header["nodes"][0][0] = next(iter(header["dtypes"]))
+
+
+def shadowed_input(header):
+    header["inputs"] = [next(iter(header["dtypes"]))]
+
+
+def dangling_output(header):
+    header["output"] = {"ref": "nothing"}
+
+
+def no_quantizer(header):
+    first(header, "adalog.fake_quantize")[2][1] = "nothing"
+
+
+def no_value(header):
+    first(header, "adalog.fake_quantize")[2][0] = 1
+
+
+def unknown_kind(header):
+    header["nodes"][0][2][0] = {"code": "print(1)"}
+
+
+def name_of_a_reference(header):
+    header["nodes"][0][2][0] = {"ref": ["x"]}
+
+
+def two_keys(header):
+    header["nodes"][0][2][0] = {"ref": "x", "dtype": "float32"}
+
+
+def unknown_dtype(header):
+    name = next(name for name in header["dtypes"] if name not in header["weights"])
+    header["dtypes"][name] = "object"
+
+
+def deep(header):
+    value = {"ref": "x"}
+    for _ in range(400):
+        value = [value]
+    header["nodes"][0][2] = value
+
+
+def unknown_tensor(header):
+    header["dtypes"]["nothing"] = "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (forbidden, "operation 'aten.set_.source_Storage' is not one"),
+        (python_call, "operation 'os.system' is not one"),
+        (dangling, r"reads \['nothing'\]"),
+        (later, "which is not there before it"),
+        (repeated, "two values have the name"),
+        (shadowing, "two values have the name"),
+        (shadowed_input, "an input and a tensor have the same name"),
+        (dangling_output, "the output reads"),
+        (no_quantizer, "names no quantizer of the file"),
+        (no_value, "quantizes no value"),
+        (unknown_kind, "of the unknown kind 'code'"),
+        (name_of_a_reference, "a value has the name"),
+        (two_keys, "ValueError"),
+        (unknown_dtype, "KeyError"),
+        (unknown_tensor, "tensors and header do not name the same: float/nothing"),
+    ],
+)
+def test_programs_that_no_model_has(content, change, match):
+    refused(rebuilt(content, change), match)
+
+
+@pytest.mark.parametrize("depth", [5_000, 100_000])
+def test_deep_json(content, depth):
+    def change(header):
+        header["nodes"][0][2] = "deep"
+
+    plain = rebuilt(content, change)
+    (length,) = struct.unpack("<Q", plain[:8])
+    nest = b"[" * depth + b"]" * depth
+    start = plain[8 : 8 + length].replace(b'\\"deep\\"', nest)
+    refused(struct.pack("<Q", len(start)) + start + plain[8 + length :])
+
+
+def test_arguments_nested_deeper_than_python_recurses(content):
+    refused(rebuilt(content, deep), "some.file")
+
+
+def weight_of(content):
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][KEY])
+    return "head.weight", *header["weights"]["head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil", "match"),
+    [
+        ("scale", lambda value: -value, "scale that is not positive and finite"),
+        ("scale", lambda value: value * torch.nan, "scale that is not positive and finite"),
+        ("scale", lambda value: value * torch.inf, "scale that is not positive and finite"),
+        ("scale", lambda value: value * 0, "scale that is not positive and finite"),
+        ("scale", lambda value: value[1:], "10 channels and"),
+        ("scale", lambda value: value[:, None], "10 channels and"),
+        ("scale", lambda value: value[0], "10 channels and"),
+        ("zero_point", lambda value: value * 0 + 16, "zero point that is not a whole number from 0 to 15"),
+        ("zero_point", lambda value: value.float() - 100, "zero point that is not a whole number"),
+        ("zero_point", lambda value: value.float() * 0 + 0.5, "zero point that is not a whole number"),
+        ("zero_point", lambda value: value[1:], "10 channels and"),
+        ("codes", lambda value: value[1:], "codes of 4 bits take 160 bytes, the file has 159"),
+        ("codes", lambda value: torch.cat([value, value]), "the file has 320"),
+        ("codes", lambda value: value.float(), "TypeError"),
+        ("codes", lambda value: None, "do not name the same: codes/head.weight"),
+        ("float", lambda value: None, "do not name the same: float/head.bias"),
+        ("float", lambda value: value * torch.nan, "tensor head.bias holds NaN"),
+    ],
+)
+def test_damaged_tensors(content, part, spoil, match):
+    name = f"{part}/head.{'bias' if part == 'float' else 'weight'}"
+    refused(rebuilt(content, tensors={name: spoil(parse(content)[name])}), match)
+
+
+def test_tensors_that_nothing_names(content):
+    refused(rebuilt(content, tensors={"float/more": torch.ones(3)}), "do not name the same: float/more")
+
+
+@pytest.mark.parametrize(
+    ("bits", "shape", "match"),
+    [
+        (4, [10, 33], "320 bytes|take 165 bytes"),
+        (4, [32, 10], "32 channels and"),
+        (4, [2**40, 2**40], "codes of 4 bits take"),
+        (4, [-10, -32], "has the shape"),
+        (4, [0], "has the shape"),
+        (4, [10.0, 32], "has the shape"),
+        (4, [True, 320], "has the shape"),
+        (4, [], "some.file"),
+        (3, [10, 32], "take 120 bytes"),
+        (0, [10, 32], "has 0 bits"),
+        (9, [10, 32], "has 9 bits"),
+        (True, [10, 32], "has True bits"),
+        ("4", [10, 32], "has 4 bits"),
+        (None, [10, 32], "has None bits"),
+    ],
+)
+def test_damaged_weights(content, bits, shape, match):
+    refused(rebuilt(content, lambda header: header["weights"].update({"head.weight": [bits, shape]})), match)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *(("uniform", "scale", value) for value in ([-1.0], [0.0], [float("nan")], [1e400], ["x"], None, [1.0] * 3)),
+        *(("uniform", "zero_point", value) for value in ([-1], [256], [0.5], [float("nan")], None)),
+        *(("uniform", "bits", value) for value in (1, 9, 4.0, "4", True, None, float("inf"))),
+        *(("uniform", "shape", value) for value in ([7], [-7], "x", None)),
+        *(("uniform", "kind", value) for value in ("other", None, ["log"])),
+        *(("log", "scale", value) for value in ([-1.0], [0.0], [1.0, 2.0], [])),
+        *(("log", "q", value) for value in (0, -1, 1.5, 10**9, "1", float("nan"))),
+        *(("log", "r", value) for value in (0, 2**40, None)),
+        *(("log", "offset", value) for value in (float("inf"), float("nan"), "x", None)),
+        *(("log", "beyond", value) for value in ("other", None, [])),
+        *(("log", "rounding", value) for value in ("up", 1)),
+        *(("log", "table", value) for value in (1, "yes")),
+        *(("log", "keeps_offset", value) for value in (0, None)),
+    ],
+)
+def test_damaged_quantizers(content, kind, field, value):
+    def change(header):
+        entry = next(entry for entry in header["quantizers"].values() if entry["kind"] == kind)
+        entry[field] = value
+
+    refused(rebuilt(content, change), "some.file is damaged")
+
+
+@pytest.mark.parametrize("make", ["directory", "missing", "text", "empty"])
+def test_paths_that_hold_no_artifact(tmp_path, make):
+    path = tmp_path / "some.safetensors"
+    if make == "directory":
+        path.mkdir()
+    elif make != "missing":
+        path.write_text("hello" if make == "text" else "")
+    with pytest.raises(ArtifactError) as error:
+        adalog.load(path)
+    assert str(error.value).startswith(str(path))
+
+
+def test_a_path_that_no_file_can_have():
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        adalog.load("a\0b")
+
+
+def test_other_safetensors_files(tmp_path):
+    refused(to_bytes({"weight": torch.ones(3)}), "not an adalog artifact")
+    refused(to_bytes({"weight": torch.ones(3)}, {"format": "pt"}), "not an adalog artifact")
