@@ -342,6 +342,10 @@ def deep(header):
     header["nodes"][0][2] = value
 
 
+def weight_without_type(header):
+    del header["dtypes"]["head.weight"]
+
+
 def unknown_tensor(header):
     header["dtypes"]["nothing"] = "float32"
 
@@ -363,6 +367,7 @@ def unknown_tensor(header):
         (name_of_a_reference, "a value has the name"),
         (two_keys, "ValueError"),
         (unknown_dtype, "KeyError"),
+        (weight_without_type, "a weight is not among the tensors"),
         (unknown_tensor, "tensors and header do not name the same: float/nothing"),
     ],
 )
@@ -428,7 +433,7 @@ def test_tensors_that_nothing_names(content):
     [
         (4, [10, 33], "320 bytes|take 165 bytes"),
         (4, [32, 10], "32 channels and"),
-        (4, [2**40, 2**40], "codes of 4 bits take"),
+        (4, [2**20, 2**30], "codes of 4 bits take"),
         (4, [-10, -32], "has the shape"),
         (4, [0], "has the shape"),
         (4, [10.0, 32], "has the shape"),

@@ -4,9 +4,14 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from adalog import Config, Search
 
 ROOT = Path(__file__).parent.parent
 HEADER = ["Equation", "What it says", "Function", "Test"]
@@ -60,3 +65,21 @@ def test_every_test_of_the_paper_has_a_row():
     tree = ast.parse((ROOT / "tests" / "test_paper.py").read_text(encoding="utf-8"))
     tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
     assert tests == {row[3].strip("`").partition("::")[2] for row in ROWS}
+
+
+@pytest.mark.slow
+def test_the_readme_python_runs(monkeypatch, tmp_path):
+    """The five lines, with a search cut short."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    quick = Config(search=Search(init=(8, 4), keep=4, steps=1, rounds=1))
+    monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert (tmp_path / "vit.w4a4.safetensors").exists()
+    assert torch.equal(names["logits"], names["qmodel"](names["images"]))
+
+
+def test_the_readme_tables_are_those_of_the_results():
+    command = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"]
+    assert subprocess.run(command, check=False).returncode == 0

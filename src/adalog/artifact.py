@@ -238,11 +238,12 @@ def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Qu
     odd = sorted(named ^ set(stored))
     _check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
     weights = {name: _decode_weight(name, bits, shape, stored) for name, (bits, shape) in header["weights"].items()}
-    tensors = {name: weight.dequantize() for name, weight in weights.items()}
+    tensors: dict[str, Tensor] = {}
     for name, dtype in header["dtypes"].items():
-        if name not in weights:
-            tensors[name] = stored[f"float/{name}"].to(DTYPES[dtype])
-            _check(not bool(tensors[name].isnan().any()), f"tensor {name} holds NaN")
+        weight = weights.get(name)
+        tensors[name] = stored[f"float/{name}"].to(DTYPES[dtype]) if weight is None else weight.dequantize()
+        _check(not bool(tensors[name].isnan().any()), f"tensor {name} holds NaN")
+    _check(weights.keys() <= tensors.keys(), "a weight is not among the tensors")
     quantizers = {name: _decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
     inputs = tuple(header["inputs"])
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)

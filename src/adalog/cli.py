@@ -172,7 +172,7 @@ def _demo_figure(calibration: Calibration, configs: list[Config], path: Path) ->
     """Post-softmax and post-GELU activations of one block with each method's levels."""
     names = {tuple(choices.values()): name for name, choices in METHODS.items()}
     panels = []
-    for role, source in (("av", "softmax"), ("linear", "gelu")):
+    for role, source, label in (("av", "softmax", "softmax"), ("linear", "gelu", "GELU")):
         site = [site for site in calibration.sites if site.role == role and site.left_source.kind == source][2]
         suffix = "left" if role == "av" else "input"
         quantizers = {
@@ -181,7 +181,7 @@ def _demo_figure(calibration: Calibration, configs: list[Config], path: Path) ->
             ).program.quantizers[f"{site.name}.{suffix}"]
             for config in configs
         }
-        panels.append((f"post-{source}: {site.name}", calibration.operand(site.left), quantizers))
+        panels.append((f"post-{label}: {site.name}", calibration.operand(site.left), quantizers))
     level_figure(panels, path)
 
 

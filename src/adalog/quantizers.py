@@ -1,4 +1,4 @@
-"""The quantizers: real -> code -> real, Eqs. 1-9 and 12-13 of the paper, each formula written once.
+"""The quantizers: real -> code -> real, Eqs. 1-9 and 13-14 of the paper, each formula written once.
 
 Every function broadcasts: a leading candidate axis on the parameters gives a leading candidate axis on the result.
 Codes are integers held in the dtype of the input, float32 or float64 (narrower inputs are computed in float32).
@@ -242,10 +242,10 @@ class UniformQuantizer:
 
 @dataclass(frozen=True)
 class LogQuantizer:
-    """A logarithmic quantizer of base 2**(q / r) with its parameters, for x + offset >= 0 (Eqs. 5-9, 12-13).
+    """A logarithmic quantizer of base 2**(q / r) with its parameters, for x + offset >= 0 (Eqs. 5-9, 13-14).
 
     scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
-    x + offset, because the consumer's bias has absorbed the offset (Eq. of b_rep); otherwise the offset is taken off.
+    x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
     table: mantissas are quantized (Eq. 9).
     """
 

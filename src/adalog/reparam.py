@@ -29,7 +29,7 @@ def fold_linear(weight: Tensor, bias: Tensor | None, ratio: Tensor, beta: Tensor
 
 
 def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
-    """Eq. of b_rep: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
+    """Eq. 15: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
     shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
     return -shift if bias is None else bias - shift
 

@@ -1,0 +1,322 @@
+"""Quantizing whole models, and what the result is and tells."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import adalog.quantize
+import zoo
+from adalog import Calibration, CalibrationError, CaptureError, Config, QuantizedModel, Search, demo, quantize
+from adalog.program import FAKE_QUANTIZE, Output
+from adalog.sites import find_sites
+from test_capture import Toy
+
+BITS4 = Config(images=4, search=Search(rounds=1, steps=1))
+BITS8 = dataclasses.replace(BITS4, weight_bits=8, activation_bits=8, softmax_bits=8)
+
+
+def logits(output):
+    return output if isinstance(output, torch.Tensor) else next(iter(output.values()))
+
+
+@torch.no_grad()
+def sqnr(model, quantized, images):
+    """Of the outputs [dB]."""
+    exact, actual = logits(model(images)).double(), logits(quantized(images)).double()
+    return (10 * torch.log10(exact.square().sum() / (exact - actual).square().sum())).item()
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["demo", "timm_vit", "hf_vit"])
+def test_quantizes_to_four_bits(name):
+    model = zoo.make(name)
+    result = quantize(model, zoo.IMAGES, BITS4)
+    assert result.float_sites() == []
+    assert sqnr(model, result, zoo.IMAGES) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_eight_bits_are_close_to_full_precision(name):
+    model = zoo.make(name)
+    result = quantize(model, zoo.IMAGES, BITS8)
+    assert result.float_sites() == []
+    assert {row.site for row in result.ledger} == {site.name for site in find_sites(zoo.captured(name)[1])}
+    assert min(row.sqnr for row in result.ledger) > 28
+    assert sqnr(model, result, zoo.IMAGES) > 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_every_model_is_the_same_after_saving(name, tmp_path):
+    result = quantize(zoo.make(name), zoo.IMAGES, BITS4)
+    result.save(tmp_path / "model.safetensors")
+    expected, loaded = result(zoo.IMAGES), adalog.load(tmp_path / "model.safetensors")(zoo.IMAGES)
+    assert type(loaded) is type(expected)
+    assert torch.equal(logits(loaded), logits(expected))
+
+
+def test_operands_are_quantized_to_their_bits(calibration, images):
+    config = Config(weight_bits=3, activation_bits=5, softmax_bits=2, images=4, search=BITS4.search)
+    program = calibration.quantize(config).program
+    roles = {f"{site.name}.{part}": site for site in calibration.sites for part in ("input", "left", "right")}
+    counts = {}
+    program.run(
+        (images,),
+        lambda node, args, result: (
+            counts.__setitem__(args[1], result) if node.op == FAKE_QUANTIZE else None
+        ),
+    )
+    assert len(counts) == len(program.quantizers) == 3 + 9 + 4 + 4
+    for name, values in counts.items():
+        site = roles[name]
+        bits = program.quantizers[name].bits
+        first, softmax = site.left_source.kind == "input", name.endswith("av.left")
+        assert bits == (8 if first else 2 if softmax else 5)
+        groups = program.quantizers[name].scale.numel()
+        assert len(values.unique()) <= groups * 2**bits
+    for weight in program.weights.values():
+        assert weight.quantizer.bits == 3
+        assert int(weight.codes.max()) < 8
+
+
+def test_the_model_passed_in_is_not_changed(images):
+    model = zoo.make("timm_vit").train()
+    before = copy.deepcopy(model.state_dict())
+    quantize(model, images, BITS4)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_one_norm_that_several_linears_read_through_views_is_folded_once(images):
+    def function(model, x):
+        x = model.norm(x.flatten(1, 2))
+        return model.first(x[:, 0]) + model.second(x[:, 1])
+
+    layers = {"norm": nn.LayerNorm(32), "first": nn.Linear(32, 8), "second": nn.Linear(32, 8)}
+    model = Toy(function, **layers).eval()
+    nn.init.normal_(model.norm.weight, 1, 0.3)
+    nn.init.normal_(model.norm.bias)
+    assert sqnr(model, quantize(model, images, BITS8), images) > 25
+
+
+def test_no_sqnr_is_lost_in_json(images, tmp_path):
+    """A product that is zero, and so exact, has no finite SQNR."""
+    model = Toy(lambda m, x: m.fc(x), fc=nn.Linear(32, 4)).eval()
+    nn.init.zeros_(model.fc.weight)
+    result = quantize(model, images, BITS4)
+    result.save(tmp_path / "model.safetensors")
+    assert adalog.load(tmp_path / "model.safetensors").ledger == result.ledger
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Every call of the search, by the sizes of its operands."""
+    calls = []
+    original = adalog.quantize.search_product
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(adalog.quantize, "search_product", count)
+    return calls
+
+
+def test_methods_share_what_they_share(tiny, images, searches):
+    calibration = Calibration(tiny, images)
+    first = calibration.quantize(BITS4)
+    every = len(searches)
+    assert every == len(calibration.sites)  # q, k and v are one linear here
+    uniform = dataclasses.replace(BITS4, post_softmax="uniform", post_gelu="uniform")
+    second = calibration.quantize(uniform)
+    assert len(searches) - every == 4  # two blocks, one product after a softmax and one after a GELU each
+    again = calibration.quantize(BITS4)
+    assert len(searches) - every == 4
+    assert torch.equal(first(images), again(images))
+    alone = Calibration(tiny, images).quantize(uniform)
+    assert torch.equal(alone(images), second(images))
+    assert alone.ledger == second.ledger
+
+
+def test_separate_queries_keys_and_values_are_one_search(images, searches):
+    model, _ = zoo.captured("hf_vit")
+    calibration = Calibration(model, images)
+    result = calibration.quantize(BITS4)
+    assert len(searches) == len(calibration.sites) - 2 * 2  # two blocks
+    reads = [node.args[0].name for node in result.program.nodes if node.scope.endswith(("q_proj", "k_proj", "v_proj"))]
+    assert len(set(reads)) < len(reads)
+
+
+def test_calibrates_with_a_seeded_sample(tiny, images):
+    more = torch.cat([images, images.flip(2), images.flip(3)])
+    assert torch.equal(quantize(tiny, more, BITS4, seed=3)(images), quantize(tiny, more, BITS4, seed=3)(images))
+    digests = {quantize(tiny, more, BITS4, seed=seed).provenance["calibration"] for seed in (0, 1)}
+    assert len(digests) == 2
+
+
+def test_progress_counts_every_search(tiny, images):
+    seen = []
+    quantize(tiny, images, BITS4, progress=lambda done, total, site: seen.append((done, total, site)))
+    totals = {total for _, total, _ in seen}
+    assert len(totals) == 1
+    assert [done for done, _, _ in seen] == list(range(totals.pop() + 1))
+
+
+def test_refuses_too_few_images(tiny, images):
+    with pytest.raises(CalibrationError, match=r"calibration takes 32 images, got 4.*Config\(images=4\)"):
+        quantize(tiny, images)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_refuses_images_that_are_not_finite(tiny, images, value):
+    images = images.clone()
+    images[1, 2, 3, 4] = value
+    with pytest.raises(CalibrationError, match="NaN or infinite"):
+        quantize(tiny, images, BITS4)
+
+
+def test_refuses_a_single_image(tiny, images):
+    with pytest.raises(CaptureError, match="two images or more"):
+        quantize(tiny, images[:1], dataclasses.replace(BITS4, images=1))
+
+
+def test_refuses_values_that_overflow_inside(images):
+    model = Toy(lambda m, x: m.fc(x.clamp(-1, 1) * m.large).clamp(-1, 1), fc=nn.Linear(32, 4), large=nn.Buffer(torch.tensor(2.0)))
+    with torch.no_grad():
+        model.large.fill_(3e38)
+        model.fc.weight.fill_(1e10)
+    model.first = nn.Linear(4, 4)
+    model.function = lambda m, x: m.first(m.fc(x.clamp(-1, 1) * m.large)).clamp(-1, 1).nan_to_num() if False else m.first(
+        m.fc(x.clamp(0.5, 1) * m.large)
+    ).clamp(-1, 1)
+    with pytest.raises((CalibrationError, CaptureError), match="NaN"):
+        quantize(model.eval(), images, BITS4)
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+def test_summary_tells_every_site_and_what_stays_float(quantized):
+    text = quantized.summary()
+    for row in quantized.ledger:
+        assert row.site in text
+        assert row.left in text
+        assert row.right in text
+    assert "18 sites, 0 of them float" not in text or len(quantized.ledger) == 18
+    assert f"{len(quantized.ledger)} sites, 0 of them float" in text
+    last = text.splitlines()[-1]
+    for name, count in quantized.float_operations().items():
+        assert f"{name} x {count}" in last
+    assert {"layer_norm", "softmax", "gelu", "add"} <= set(quantized.float_operations())
+    assert not {"linear", "conv2d", "matmul"} & set(quantized.float_operations())
+
+
+def test_summary_tells_refusals(images):
+    model, _ = zoo.captured("timm_pvt")
+    text = quantize(model, images, BITS4).summary()
+    assert "not folded: stages.0.blocks.0.norm1: it also feeds conv2d.default in stages.0.blocks.0.attn.sr" in text
+
+
+def test_a_site_that_is_not_quantized_is_told(quantized, tiny, images):
+    program = Calibration(tiny, images).program
+    plain = QuantizedModel(program, quantized.config, [], {})
+    assert len(plain.float_sites()) == len(quantized.ledger)
+
+
+def test_outputs_keep_their_structure(images):
+    model, _ = zoo.captured("hf_vit")
+    output = quantize(model, images, BITS4)(images)
+    assert isinstance(output, Output)
+    assert output.logits.shape == (4, 10)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_refuses_another_number_of_inputs(quantized, images, count):
+    with pytest.raises(TypeError, match=f"takes 1 inputs, got {count}"):
+        quantized(*[images] * count)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 9])
+def test_other_batch_sizes(quantized, images, batch):
+    more = images[torch.arange(batch) % 4]
+    torch.testing.assert_close(quantized(more), quantized(images)[torch.arange(batch) % 4], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("move", [lambda model: model.to(torch.float64), lambda model: model.double()])
+def test_moves_with_its_tensors(calibration, fast, images, move):
+    model = calibration.quantize(fast)
+    expected = model(images)
+    assert move(model) is model
+    for weight in model.program.weights.values():
+        assert weight.codes.dtype == torch.uint8
+        assert weight.quantizer.scale.dtype == torch.float64
+    assert all(value.dtype == torch.float64 for value in model.program.tensors.values() if value.is_floating_point())
+    actual = model(images.double())
+    assert actual.dtype == torch.float64
+    assert (actual - expected).norm() < 0.2 * expected.norm()  # a value at a threshold may take the next code
+    assert torch.equal(model.to(torch.float32)(images), expected)
+
+
+def test_codes_stay_codes_under_any_cast(calibration, fast):
+    model = calibration.quantize(fast).type(torch.float64)
+    assert all(weight.codes.dtype == torch.uint8 for weight in model.program.weights.values())
+
+
+def test_stored_values_are_those_of_the_codes(quantized):
+    program = quantized.program
+    assert program.weights.keys() == {site for site in program.tensors if program.tensors[site].ndim > 1} & set(program.weights)
+    for name, weight in program.weights.items():
+        assert torch.equal(program.tensors[name], weight.dequantize())
+
+
+# --- the bundled model -----------------------------------------------------------------------------------------------
+
+
+def test_timm_loads_the_bundled_weights():
+    from timm.models import VisionTransformer
+
+    from adalog.demo.model import ConvStem
+
+    ours = demo.load_model()
+    theirs = VisionTransformer(
+        img_size=32,
+        patch_size=4,
+        num_classes=10,
+        embed_dim=192,
+        depth=6,
+        num_heads=3,
+        class_token=False,
+        global_pool="avg",
+        embed_layer=ConvStem,
+    ).eval()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    images, _ = demo.test_images()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(images[:20]), ours(images[:20]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_bundled_model_knows_its_images():
+    images, labels = demo.test_images()
+    model = demo.load_model()
+    with torch.no_grad():
+        predictions = torch.cat([model(batch).argmax(1) for batch in images.split(200)])
+    assert (predictions == labels).double().mean() >= 0.80
+    assert labels.bincount().tolist() == [200] * 10
+
+
+def test_the_bundled_calibration_images_are_not_test_images():
+    calibration, (test, _) = demo.calibration_images(), demo.test_images()
+    assert calibration.shape == (64, 3, 32, 32)
+    assert test.shape == (2000, 3, 32, 32)
+    distance = torch.cdist(calibration.flatten(1), test.flatten(1))
+    assert distance.min() > 1
