@@ -85,8 +85,10 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
     assert serialise(loaded) == file.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["w2a2", "w3a5s2", "w8a8"])
-@pytest.mark.parametrize("method", ["adalog", "log-sqrt2", "uniform"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("w2a2", "adalog"), ("w3a5s2", "adalog"), ("w8a8", "log-sqrt2"), ("w5a7s6", "uniform"), ("w6a3", "log2")],
+)
 def test_other_choices_round_trip(calibration, images, fast, name, method):
     choices = Config.preset(name, method)
     config = Config(**{**vars(choices), "images": 4, "search": fast.search})
@@ -96,16 +98,13 @@ def test_other_choices_round_trip(calibration, images, fast, name, method):
     assert loaded.config == config
 
 
-def test_same_choices_same_bytes(tiny, images, fast, content):
-    assert serialise(adalog.quantize(tiny, images, fast)) == serialise(adalog.quantize(tiny, images, fast))
-
-
-def test_seed_and_images_are_told(tiny, images, fast):
+def test_same_seed_same_bytes(tiny, images, fast):
     more = torch.cat([images, images.flip(3)])
-    first, second = (adalog.quantize(tiny, more, fast, seed=seed).provenance for seed in (0, 1))
-    assert (first["seed"], first["images"]) == (0, 4)
-    assert first["calibration"] != second["calibration"]
-    assert len(first["calibration"]) == 16
+    first, again, other = (adalog.quantize(tiny, more, fast, seed=seed) for seed in (0, 0, 1))
+    assert serialise(first) == serialise(again)
+    assert (first.provenance["seed"], first.provenance["images"]) == (0, 4)
+    assert first.provenance["calibration"] != other.provenance["calibration"]
+    assert len(first.provenance["calibration"]) == 16
 
 
 def test_floats_are_kept_exactly(quantized, content):
@@ -123,7 +122,9 @@ def test_floats_are_kept_exactly(quantized, content):
 def test_codes_take_their_bits_and_parts_sum_to_the_file(quantized, content):
     parts = sizes(content)
     assert sum(parts.values()) == len(content)
-    assert parts["codes"] == sum(math.ceil(4 * weight.codes.numel() / 8) for weight in quantized.program.weights.values())
+    assert parts["codes"] == sum(
+        math.ceil(4 * weight.codes.numel() / 8) for weight in quantized.program.weights.values()
+    )
     told = inspect(content)
     assert (told["bytes"], told["total_bytes"], told["bits"]) == (parts, len(content), "w4a4")
     assert told["float_sites"] == []
@@ -219,21 +220,23 @@ def test_trailing_bytes(content):
     refused(content + b"\0")
 
 
-def test_flipped_header_bytes(content, images):
+def test_flipped_header_bytes(content):
     """A changed byte is refused or gives a model; nothing else is ever raised."""
     (length,) = struct.unpack("<Q", content[:8])
     generator = torch.Generator().manual_seed(0)
     places = [*range(8), *torch.randint(8, 8 + length, (120,), generator=generator).tolist()]
-    found = 0
+    found = harmless = 0
     for place in places:
         damaged = bytearray(content)
         damaged[place] ^= 1 << int(torch.randint(8, (), generator=generator))
         try:
             deserialise(bytes(damaged), "some.file")
         except ArtifactError as error:
-            assert str(error).startswith("some.file ")
-            found += 1
-    assert found > len(places) // 4
+            found += str(error).startswith("some.file ")
+        else:
+            harmless += 1
+    assert found + harmless == len(places)
+    assert found > harmless
 
 
 @quick
@@ -243,7 +246,9 @@ def test_arbitrary_bytes(content):
 
 
 @quick
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5))
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5)
+)
 def test_arbitrary_json(value):
     start = json.dumps({"__metadata__": {KEY: json.dumps(value)}}).encode()
     refused(struct.pack("<Q", len(start)) + start, "not an adalog artifact")

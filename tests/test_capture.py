@@ -1,4 +1,4 @@
-"""A captured program is the model: the same values at every batch size, in canonical form; or a refusal that says why."""
+"""A captured program is the model, at every batch size and in canonical form; or a refusal says why there is none."""
 
 import copy
 
@@ -255,10 +255,8 @@ def result_read_after_a_second_write(model, x):
 
 def mask_written(model, x):
     mask = x.new_zeros((1, 1, 30, 30))
-    count = 0
-    for rows in (slice(0, -8), slice(-8, None)):
-        mask[:, :, rows] = count
-        count += 1
+    for count, rows in enumerate((slice(0, -8), slice(-8, None))):
+        mask[:, :, rows] = count - 2
     return model.conv(x) + mask
 
 
@@ -439,7 +437,7 @@ def test_refuses_autocast():
 
 
 def test_refuses_images_that_are_not_numbers(tiny):
-    with pytest.raises(CaptureError, match="DemoViT differs from the model by nan.*images may hold NaN"):
+    with pytest.raises(CaptureError, match=r"DemoViT differs from the model by nan.*images may hold NaN"):
         capture(tiny, torch.full((2, 3, 32, 32), torch.nan))
 
 

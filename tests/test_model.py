@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+import functools
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-import adalog.quantize
+import adalog
 import zoo
 from adalog import Calibration, CalibrationError, CaptureError, Config, QuantizedModel, Search, demo, quantize
 from adalog.program import FAKE_QUANTIZE, Output
@@ -32,10 +34,16 @@ def sqnr(model, quantized, images):
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def four_bits(name):
+    """A model, and the same quantized."""
+    model = zoo.make(name)
+    return model, quantize(model, zoo.IMAGES, BITS4)
+
+
 @pytest.mark.parametrize("name", ["demo", "timm_vit", "hf_vit"])
 def test_quantizes_to_four_bits(name):
-    model = zoo.make(name)
-    result = quantize(model, zoo.IMAGES, BITS4)
+    model, result = four_bits(name)
     assert result.float_sites() == []
     assert sqnr(model, result, zoo.IMAGES) > 5
 
@@ -54,7 +62,7 @@ def test_eight_bits_are_close_to_full_precision(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_is_the_same_after_saving(name, tmp_path):
-    result = quantize(zoo.make(name), zoo.IMAGES, BITS4)
+    _, result = four_bits(name)
     result.save(tmp_path / "model.safetensors")
     expected, loaded = result(zoo.IMAGES), adalog.load(tmp_path / "model.safetensors")(zoo.IMAGES)
     assert type(loaded) is type(expected)
@@ -68,9 +76,7 @@ def test_operands_are_quantized_to_their_bits(calibration, images):
     counts = {}
     program.run(
         (images,),
-        lambda node, args, result: (
-            counts.__setitem__(args[1], result) if node.op == FAKE_QUANTIZE else None
-        ),
+        lambda node, args, result: counts.__setitem__(args[1], result) if node.op == FAKE_QUANTIZE else None,
     )
     assert len(counts) == len(program.quantizers) == 3 + 9 + 4 + 4
     for name, values in counts.items():
@@ -121,13 +127,14 @@ def test_no_sqnr_is_lost_in_json(images, tmp_path):
 def searches(monkeypatch):
     """Every call of the search, by the sizes of its operands."""
     calls = []
-    original = adalog.quantize.search_product
+    module = sys.modules["adalog.quantize"]  # as an attribute of the package, quantize is the function
+    original = module.search_product
 
     def count(*args, **kwargs):
         calls.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(adalog.quantize, "search_product", count)
+    monkeypatch.setattr(module, "search_product", count)
     return calls
 
 
@@ -154,13 +161,6 @@ def test_separate_queries_keys_and_values_are_one_search(images, searches):
     assert len(searches) == len(calibration.sites) - 2 * 2  # two blocks
     reads = [node.args[0].name for node in result.program.nodes if node.scope.endswith(("q_proj", "k_proj", "v_proj"))]
     assert len(set(reads)) < len(reads)
-
-
-def test_calibrates_with_a_seeded_sample(tiny, images):
-    more = torch.cat([images, images.flip(2), images.flip(3)])
-    assert torch.equal(quantize(tiny, more, BITS4, seed=3)(images), quantize(tiny, more, BITS4, seed=3)(images))
-    digests = {quantize(tiny, more, BITS4, seed=seed).provenance["calibration"] for seed in (0, 1)}
-    assert len(digests) == 2
 
 
 def test_progress_counts_every_search(tiny, images):
@@ -190,16 +190,11 @@ def test_refuses_a_single_image(tiny, images):
 
 
 def test_refuses_values_that_overflow_inside(images):
-    model = Toy(lambda m, x: m.fc(x.clamp(-1, 1) * m.large).clamp(-1, 1), fc=nn.Linear(32, 4), large=nn.Buffer(torch.tensor(2.0)))
-    with torch.no_grad():
-        model.large.fill_(3e38)
-        model.fc.weight.fill_(1e10)
-    model.first = nn.Linear(4, 4)
-    model.function = lambda m, x: m.first(m.fc(x.clamp(-1, 1) * m.large)).clamp(-1, 1).nan_to_num() if False else m.first(
-        m.fc(x.clamp(0.5, 1) * m.large)
-    ).clamp(-1, 1)
-    with pytest.raises((CalibrationError, CaptureError), match="NaN"):
-        quantize(model.eval(), images, BITS4)
+    """Infinite where a product reads them, though not in the output."""
+    model = Toy(lambda m, x: 1 / (1 + m.fc((1000 * x).exp())), fc=nn.Linear(32, 4, bias=False)).eval()
+    nn.init.ones_(model.fc.weight)
+    with pytest.raises(CalibrationError, match="exp puts out NaN or infinite values on these images"):
+        quantize(model, images, BITS4)
 
 
 # --- the result ------------------------------------------------------------------------------------------------------
@@ -211,7 +206,6 @@ def test_summary_tells_every_site_and_what_stays_float(quantized):
         assert row.site in text
         assert row.left in text
         assert row.right in text
-    assert "18 sites, 0 of them float" not in text or len(quantized.ledger) == 18
     assert f"{len(quantized.ledger)} sites, 0 of them float" in text
     last = text.splitlines()[-1]
     for name, count in quantized.float_operations().items():
@@ -221,20 +215,17 @@ def test_summary_tells_every_site_and_what_stays_float(quantized):
 
 
 def test_summary_tells_refusals(images):
-    model, _ = zoo.captured("timm_pvt")
-    text = quantize(model, images, BITS4).summary()
-    assert "not folded: stages.0.blocks.0.norm1: it also feeds conv2d.default in stages.0.blocks.0.attn.sr" in text
+    model = Toy(lambda m, x: m.fc(m.norm(x)) + m.norm(x).mean(), norm=nn.LayerNorm(32), fc=nn.Linear(32, 4)).eval()
+    assert "not folded: norm: it also feeds mean.default in the model" in quantize(model, images, BITS4).summary()
 
 
-def test_a_site_that_is_not_quantized_is_told(quantized, tiny, images):
-    program = Calibration(tiny, images).program
-    plain = QuantizedModel(program, quantized.config, [], {})
+def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
+    plain = QuantizedModel(calibration.program, quantized.config, [], {})
     assert len(plain.float_sites()) == len(quantized.ledger)
 
 
 def test_outputs_keep_their_structure(images):
-    model, _ = zoo.captured("hf_vit")
-    output = quantize(model, images, BITS4)(images)
+    output = four_bits("hf_vit")[1](images)
     assert isinstance(output, Output)
     assert output.logits.shape == (4, 10)
 
@@ -273,7 +264,7 @@ def test_codes_stay_codes_under_any_cast(calibration, fast):
 
 def test_stored_values_are_those_of_the_codes(quantized):
     program = quantized.program
-    assert program.weights.keys() == {site for site in program.tensors if program.tensors[site].ndim > 1} & set(program.weights)
+    assert len(program.weights) == sum(row.role in ("linear", "conv") for row in quantized.ledger)
     for name, weight in program.weights.items():
         assert torch.equal(program.tensors[name], weight.dequantize())
 

@@ -1,5 +1,6 @@
 """What is read from a program: its multiplications, the sources of their operands, LayerNorm pairs and blocks."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -324,7 +325,7 @@ def test_blocks_cut_the_whole_program(name):
     blocks = find_blocks(program)
     assert [node for block in blocks for node in block.nodes] == [node.name for node in program.nodes]
     assert blocks[0].value_in == program.inputs[0]
-    for before, after in zip(blocks, blocks[1:], strict=False):
+    for before, after in itertools.pairwise(blocks):
         assert after.value_in == before.value_out == before.nodes[-1]
     makers = {node.name: node for node in program.nodes}
     softmaxes = [sum(makers[node].op == "aten.softmax.int" for node in block.nodes) for block in blocks]

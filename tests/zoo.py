@@ -109,11 +109,12 @@ def torchvision_swin_v2():
 
 
 MODELS = {
-    name: globals()[name]
-    for name in (
-        "demo timm_vit timm_vit_extras timm_distilled timm_swin timm_swin_v2 timm_pvt "
-        "hf_vit hf_swin hf_beit hf_clip torchvision_vit torchvision_swin torchvision_swin_v2"
-    ).split()
+    maker.__name__: maker
+    for maker in (
+        *(demo, timm_vit, timm_vit_extras, timm_distilled, timm_swin, timm_swin_v2, timm_pvt),
+        *(hf_vit, hf_swin, hf_beit, hf_clip),
+        *(torchvision_vit, torchvision_swin, torchvision_swin_v2),
+    )
 }
 
 

@@ -266,7 +266,8 @@ def _decode_weight(name: str, bits: int, shape: Sequence[int], stored: Mapping[s
     codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
     scale, zero_point = (stored[f"{part}/{name}"].float() for part in ("scale", "zero_point"))
     for value in (scale, zero_point):
-        _check(list(value.shape) == shape[:1], f"weight {name} has {shape[0]} channels and {list(value.shape)} parameters")
+        found = list(value.shape)
+        _check(found == shape[:1], f"weight {name} has {shape[0]} channels and {found} parameters")
     _check_parameters(name, scale, zero_point, bits)
     lead = (-1, *(1 for _ in shape[1:]))
     return QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
@@ -294,10 +295,10 @@ def _decode_nodes(
     return tuple(nodes)
 
 
-def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: float) -> LedgerRow:
+def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: Any) -> LedgerRow:
     words = (site, role, source, left, right)
     _check(all(isinstance(word, str) for word in words), f"the ledger's row of {site} is not text")
-    return LedgerRow(*words, float(sqnr))
+    return LedgerRow(*words, float(_decode(sqnr)))
 
 
 def _is_whole(value: Any, low: int, high: int = 2**31) -> bool:

@@ -1,0 +1,149 @@
+"""The command line as a user runs it: in a process of its own, judged by its exit code, its output and its files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import adalog
+from adalog import artifact, demo
+from adalog.evaluate import predict, score
+
+
+def run(*arguments, cwd=None, code=0):
+    """Standard output of `adalog ARGUMENTS`, which must exit with `code` and never show a traceback."""
+    command = [sys.executable, "-m", "adalog", *map(str, arguments)]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+    assert result.returncode == code, result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def test_help():
+    text = run("--help")
+    for command in ("demo", "quantize", "evaluate", "inspect"):
+        assert command in text
+
+
+def test_the_installed_script_is_the_same():
+    script = Path(sys.executable).with_name("adalog")
+    result = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0
+    assert result.stdout == run("--help")
+
+
+def test_importing_loads_no_optional_package():
+    names = ("timm", "torchvision", "transformers", "typer", "rich", "matplotlib")
+    script = f"import sys, adalog; print([name for name in {names} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def damaged(folder):
+    file = folder / "damaged.safetensors"
+    file.write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["quantize", "demo", "--bits", "w4"], "bits = 'w4' is not of the form w4a4 or w4a4s3"),
+        (["quantize", "demo", "--bits", "w9a4"], "weight_bits = 9 is not a whole number from 2 to 8"),
+        (["quantize", "demo", "--method", "magic"], "method = 'magic' is none of"),
+        (["quantize", "resnet50"], "'resnet50'"),
+        (["evaluate", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
+        (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
+        (["evaluate", damaged], "damaged.safetensors is not an adalog artifact"),
+        (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
+        (["inspect", "."], "cannot be read: Is a directory"),
+        (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
+        (["demo", "--bits", "w4a4,w1a4"], "weight_bits = 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, arguments, told):
+    words = [argument(tmp_path) if callable(argument) else argument for argument in arguments]
+    message = run(*words, cwd=tmp_path, code=2)
+    assert message.startswith("error: ")
+    assert told in message
+    assert message.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"damaged.safetensors"}
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["quantize"], ["inspect", "x", "--colour"]])
+def test_bad_usage_is_code_2(arguments):
+    assert "Usage" in run(*arguments, code=2)
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The bundled model in three bits: its file, and what `quantize` said."""
+    file = tmp_path_factory.mktemp("quantize") / "new" / "demo.safetensors"
+    told = json.loads(run("quantize", "demo", "--bits", "w3a3", "-o", file, "--json", "-"))
+    return file, told
+
+
+@pytest.mark.slow
+def test_quantize(made):
+    file, told = made
+    assert (told["file"], told["bits"], told["method"]) == (str(file), "w3a3", "adalog")
+    assert told["bytes"] == file.stat().st_size
+    assert told["seconds"] > 0
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.slow
+def test_inspect(made):
+    file, _ = made
+    told = json.loads(run("inspect", file, "--json", "-"))
+    assert told["bits"] == "w3a3"
+    assert sum(told["bytes"].values()) == told["total_bytes"] == file.stat().st_size
+    assert told["float_sites"] == []
+    assert told == artifact.inspect(file.read_bytes())
+    text = run("inspect", file)
+    assert adalog.load(file).summary() in text
+    assert f"{file.stat().st_size:,} bytes in all" in text
+
+
+@pytest.mark.slow
+def test_evaluate(made, tmp_path):
+    file, _ = made
+    told = json.loads(run("evaluate", file, "--json", "-"))
+    assert told["images"] == 2000
+    assert told["low"] < told["top1"] < told["high"]
+    assert 0.5 < told["agreement"] < 1
+    images, labels = demo.test_images()
+    torch.set_num_threads(1)
+    expected = score(predict(adalog.load(file), images), labels)
+    assert told["top1"] == pytest.approx(expected.top1, abs=0.002)  # other threads may add in another order
+    run("evaluate", file, "--json", tmp_path / "folder" / "score.json")
+    assert json.loads((tmp_path / "folder" / "score.json").read_text()) == told
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    text = run("demo", "--bits", "w3a3", "--methods", "uniform,adalog", "--out", out, "--json", report)
+    told = json.loads(report.read_text())
+    assert told["fp32"]["top1"] >= 0.8
+    assert [(row["bits"], row["method"]) for row in told["rows"]] == [("w3a3", "uniform"), ("w3a3", "adalog")]
+    for row in told["rows"]:
+        assert 0.1 < row["top1"] <= 1
+        assert 0.1 < row["agreement"] <= 1
+        assert row["seconds"] >= 0
+        assert f"{row['bytes']:,}" in text
+        assert row["method"] in text
+    file = out / "demo-w3a3.safetensors"
+    assert sorted(path.name for path in out.iterdir()) == [file.name, "levels.png"]
+    assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
+    assert file.stat().st_size == told["rows"][1]["bytes"]
+    parts = json.loads(run("inspect", file, "--json", "-"))["bytes"]
+    assert sum(parts.values()) == file.stat().st_size
+    judged = json.loads(run("evaluate", file, "--json", "-"))
+    assert (judged["top1"], judged["agreement"]) == (told["rows"][1]["top1"], told["rows"][1]["agreement"])
