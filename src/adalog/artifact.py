@@ -120,7 +120,7 @@ def serialise(model: QuantizedModel) -> bytes:
         "config": json.loads(model.config.to_json()),
         "provenance": model.provenance,
         "refusals": model.refusals,
-        "ledger": [list(row.values()) for row in model.ledger_json()],
+        "ledger": [[_encode(value) for value in row.values()] for row in model.ledger_json()],
         "inputs": list(program.inputs),
         "output": _encode(program.output),
         "nodes": [_encode_node(node) for node in program.nodes],
@@ -363,6 +363,6 @@ def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         "float_sites": model.float_sites(),
         "float_operations": model.float_operations(),
         "refusals": model.refusals,
-        "sites": model.ledger_json(),
+        "sites": [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"]) else None} for row in model.ledger_json()],
         "provenance": model.provenance,
     }

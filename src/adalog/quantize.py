@@ -157,7 +157,7 @@ class Calibration:
         activation = Format(bits)
         if site.left_source.kind == "softmax":
             activation = Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)
-        elif site.left_source.kind in POWER_LAW_ACTIVATIONS and site.bias != "":
+        elif site.left_source.kind in POWER_LAW_ACTIVATIONS:
             activation = Format.power_law(config.post_gelu, bits, config, -site.left_source.minimum)
         x = self._seen[site.left]
         if site.role in ("qk", "av"):
@@ -258,6 +258,8 @@ class _Build:
 
     def fold_norm(self, norm: Node, ratio: Tensor, beta: Tensor) -> None:
         """Fold a pair: the norm now, its linears (whose weights come folded) with the same ratio, beta in `place`."""
+        if norm.name in self._folds:  # it feeds several groups
+            return
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
         self._tensors[names[0]], self._tensors[names[1]] = fold_norm(weight, bias, ratio, beta)
