@@ -25,6 +25,13 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def tiniest():
+    """The same with one block."""
+    torch.manual_seed(0)
+    return DemoViT(width=16, depth=1, heads=2).eval()
+
+
+@pytest.fixture(scope="session")
 def fast():
     """Choices whose search is short; the quantizers it finds are still sane."""
     return Config(images=4, search=Search(rounds=1, steps=1))

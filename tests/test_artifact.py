@@ -87,7 +87,7 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("w2a2", "adalog"), ("w3a5s2", "adalog"), ("w8a8", "log-sqrt2"), ("w5a7s6", "uniform"), ("w6a3", "log2")],
+    [("w2a2", "log2"), ("w3a5s2", "adalog"), ("w8a7s6", "log-sqrt2"), ("w5a3s8", "uniform")],
 )
 def test_other_choices_round_trip(calibration, images, fast, name, method):
     choices = Config.preset(name, method)
@@ -98,9 +98,9 @@ def test_other_choices_round_trip(calibration, images, fast, name, method):
     assert loaded.config == config
 
 
-def test_same_seed_same_bytes(tiny, images, fast):
+def test_same_seed_same_bytes(tiniest, images, fast):
     more = torch.cat([images, images.flip(3)])
-    first, again, other = (adalog.quantize(tiny, more, fast, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (adalog.quantize(tiniest, more, fast, seed=seed) for seed in (0, 0, 1))
     assert serialise(first) == serialise(again)
     assert (first.provenance["seed"], first.provenance["images"]) == (0, 4)
     assert first.provenance["calibration"] != other.provenance["calibration"]
@@ -409,6 +409,7 @@ def weight_of(content):
         ("scale", lambda value: value * torch.nan, "scale that is not positive and finite"),
         ("scale", lambda value: value * torch.inf, "scale that is not positive and finite"),
         ("scale", lambda value: value * 0, "scale that is not positive and finite"),
+        ("scale", lambda value: value.int(), "has scales of the type torch.int32"),
         ("scale", lambda value: value[1:], "10 channels and"),
         ("scale", lambda value: value[:, None], "10 channels and"),
         ("scale", lambda value: value[0], "10 channels and"),

@@ -58,7 +58,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_small_models(name):
     _, program = zoo.captured(name)
     counts, refusals = tally(program, IMAGES)
@@ -107,7 +107,7 @@ def test_full_size_models(make, name, counts, blocks):
 # --- sites -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_operands_are_values_of_the_program(name):
     _, program = zoo.captured(name)
     sites = find_sites(program)
@@ -319,7 +319,7 @@ def test_a_norm_that_feeds_no_linear_is_no_pair():
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_blocks_cut_the_whole_program(name):
     _, program = zoo.captured(name)
     blocks = find_blocks(program)
@@ -333,7 +333,7 @@ def test_blocks_cut_the_whole_program(name):
     assert sum(softmaxes) == SMALL[name][3]
 
 
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_a_block_reads_its_value_and_what_no_image_changes(name):
     """Outside its own nodes: the value in, tensors, and numbers or tables that are the same for other images."""
     _, program = zoo.captured(name)

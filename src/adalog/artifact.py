@@ -264,7 +264,9 @@ def _decode_weight(name: str, bits: int, shape: Sequence[int], stored: Mapping[s
     _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits} bits")
     _check(all(_is_whole(size, 1) for size in shape), f"weight {name} has the shape {shape}")
     codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
-    scale, zero_point = (stored[f"{part}/{name}"].float() for part in ("scale", "zero_point"))
+    scale, zero_point = (stored[f"{part}/{name}"] for part in ("scale", "zero_point"))
+    _check(scale.is_floating_point(), f"weight {name} has scales of the type {scale.dtype}")
+    zero_point = zero_point.to(scale.dtype)
     for value in (scale, zero_point):
         found = list(value.shape)
         _check(found == shape[:1], f"weight {name} has {shape[0]} channels and {found} parameters")

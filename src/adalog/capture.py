@@ -412,8 +412,8 @@ def store_parameters(program: Program) -> Program:
             if (node.op, index) in _PARAMETERS and arg is not None:
                 store(arg.name, node, _PARAMETERS[node.op, index])
     making = tuple(node for node in program.nodes if node.name in constant)
-    output = {name: Ref(value) for value, name in stored.items()}
-    computed: dict[str, Tensor] = replace(program, inputs=(), nodes=making, output=output).pruned().run(())
+    wanted = {name: Ref(value) for value, name in stored.items()}
+    computed: dict[str, Tensor] = replace(program, inputs=(), nodes=making, output=wanted).pruned().run(())
     tensors, nodes = dict(program.tensors), []
     tensors.update((name, value.contiguous()) for name, value in computed.items())
     for node in program.nodes:
@@ -424,7 +424,8 @@ def store_parameters(program: Program) -> Program:
                 tensors[f"{right}.transposed"] = tensors[right].t().contiguous()
                 reading = replace(reading, op="aten.linear.default", args=(reading.args[0], Ref(f"{right}.transposed")))
         nodes.append(reading)
-    return replace(program, nodes=tuple(nodes), tensors=tensors).pruned()
+    output = map_refs(program.output, lambda ref: Ref(stored.get(ref.name, ref.name)))
+    return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).pruned()
 
 
 def fold_batch_norms(program: Program) -> Program:

@@ -38,6 +38,7 @@ ThreadsOption = Annotated[int, typer.Option(help="CPU threads; 0: one a core.")]
 
 def main() -> None:
     """The entry point: turns what the package refuses into one line on stderr and an exit code."""
+    torch.set_num_threads(1)  # sites and batches run side by side instead, which scales better and never waits in spins
     try:
         app()
     except (AdalogError, ValueError) as error:
@@ -67,17 +68,6 @@ def cores(threads: int) -> int:
     """How many threads an option asks for; 0 asks for one a core that this process may use."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return threads or available
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Operations split over `count` threads inside: one while sites are searched side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def emit_json(result: Any, target: str | None) -> None:
@@ -110,7 +100,6 @@ def demo_command(
 ) -> None:
     """Quantize the bundled ViT with AdaLog and its rivals, and judge each on 2,000 real images."""
     jobs = cores(threads)
-    torch.set_num_threads(jobs)
     names = methods.split(",")
     plans = [(method, Config.preset(width, method)) for width in bits.split(",") for method in names]
     out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +117,7 @@ def demo_command(
     with progress_bar() as progress:
         whole = progress.add_task("all", total=len(plans) + 1)
         part = progress.add_task("full precision", total=1)
-        reference = predict(model, images)
+        reference = predict(model, images, jobs=jobs)
         fp32 = score(reference, labels)
         size = sum(value.numel() * 4 for value in model.state_dict().values())
         table.add_row("fp32", "", interval(fp32), "", f"{size:,}", "")
@@ -137,10 +126,9 @@ def demo_command(
         for method, config in plans:
             start = time.perf_counter()
             report = _site_progress(progress, part, f"{config.bits} {method}")
-            with torch_threads(1):
-                quantized = calibration.quantize(config, report, jobs=jobs)
+            quantized = calibration.quantize(config, report, jobs=jobs)
             seconds = time.perf_counter() - start
-            result = score(predict(quantized, images), labels, reference)
+            result = score(predict(quantized, images, jobs=jobs), labels, reference)
             if method == "adalog":
                 count = quantized.save(out / f"demo-{config.bits}.safetensors")
             else:
@@ -207,7 +195,7 @@ def quantize(
     config = Config.preset(bits, method)
     network, images = load_calibration(model)
     start = time.perf_counter()
-    with progress_bar() as progress, torch_threads(1):
+    with progress_bar() as progress:
         report = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
         quantized = adalog.quantize(network, images, config, seed=seed, jobs=cores(threads), progress=report)
     seconds = time.perf_counter() - start
@@ -227,17 +215,19 @@ def evaluate(
     json_out: JsonOption = None,
 ) -> None:
     """Judge an artifact on the 2,000 bundled test images."""
-    torch.set_num_threads(cores(threads))
+    jobs = cores(threads)
     model = adalog.load(file)
     images, labels = demo.test_images()
     with progress_bar() as progress:
         task = progress.add_task("images", total=2 * len(images))
-        reference = predict(demo.load_model(), images, progress=lambda done, _: progress.update(task, completed=done))
-        result = score(
-            predict(model, images, progress=lambda done, _: progress.update(task, completed=len(images) + done)),
-            labels,
-            reference,
+        reference = predict(
+            demo.load_model(), images, jobs=jobs, progress=lambda done, _: progress.update(task, completed=done)
         )
+        shift = len(images)
+        classes = predict(
+            model, images, jobs=jobs, progress=lambda done, _: progress.update(task, completed=shift + done)
+        )
+    result = score(classes, labels, reference)
     if json_out != "-":
         print(
             f"{file}: top-1 {interval(result)} on {result.images} images, "

@@ -27,7 +27,7 @@ class Search:
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 2  # weight <-> activation, at most, ending where nothing changes (released: 3, which finds no more)
-    rough_stride: int = 3  # all but the last step score every 3rd token or image: odd, to meet every column of a grid
+    rough_stride: int = 5  # steps score every 5th token or image (odd: every column of a grid), the survivors all
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):

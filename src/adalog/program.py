@@ -190,12 +190,22 @@ class Program:
         return replace(self, nodes=tuple(nodes[::-1]), tensors=tensors)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Program":
-        """With a function (a move to a device, a cast) applied to every tensor and quantizer parameter."""
+        """With a function (a move to a device, a cast) applied to every tensor and quantizer parameter.
+
+        Codes, indices and masks keep their type under any cast.
+        """
+
+        def mapped(value: Tensor) -> Tensor:
+            return function(value) if value.is_floating_point() else function(value).to(value.dtype)
+
         weights = {
-            name: QuantizedTensor(function(weight.codes), weight.quantizer.map(function))
+            name: QuantizedTensor(mapped(weight.codes), weight.quantizer.map(function))
             for name, weight in self.weights.items()
         }
-        tensors = {name: function(value) for name, value in self.tensors.items()}
+        tensors = {
+            name: weights[name].dequantize() if name in weights else mapped(value)
+            for name, value in self.tensors.items()
+        }
         quantizers = {name: quantizer.map(function) for name, quantizer in self.quantizers.items()}
         return replace(self, tensors=tensors, quantizers=quantizers, weights=weights)
 

@@ -37,7 +37,7 @@ def fpcs(
     of every hyperparameter shrinks by 2 z, and each of the `keep` parents gets its neighbours -z ... z in every
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
     loss is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
-    rough: a cheaper loss for all but the last step, whose parents and children are scored by `loss` (16 + 128).
+    rough: a cheaper loss for every step; the `keep` best points it leaves are then scored by `loss`.
     """
     count = low.shape[0]
     z = (round((children + 1) ** (1 / count)) - 1) // 2
@@ -47,15 +47,16 @@ def fpcs(
     offsets = offsets.view(children, 1, count, *(1 for _ in low.shape[1:]))
     points = grid(low, high, init)
     spacing = torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(init)])
-    score = loss if rough is None or steps == 0 else rough
+    score = loss if rough is None else rough
     losses = score(points)
-    for step in range(steps):
+    for _ in range(steps):
         parents, losses = _best(points, losses, keep)
         spacing = spacing / (2 * z)
         born = (parents + offsets * spacing).flatten(0, 1)
-        if rough is not None and step == steps - 1:
-            score, losses = loss, loss(parents)
         points, losses = torch.cat([parents, born]), torch.cat([losses, score(born)])
+    if rough is not None:
+        points, _ = _best(points, losses, keep)
+        losses = loss(points)
     return _winner(loss, points, losses, incumbent)
 
 
