@@ -253,10 +253,10 @@ def test_rough_only_discards():
     low, high = box((-1, 1), (0, 2))
     best, least = fpcs(full, low, high, rough=rough)
     assert float(least) == float(bowl(target)(best[None])[0])
-    assert rough_sizes == [128] * 4
-    assert full_sizes == [16, 128]  # the last parents, and their children
+    assert rough_sizes == [128] * 5
+    assert full_sizes == [16]  # the survivors
     only_rough, _ = fpcs(bowl(target + 0.02), low, high)
-    assert least < bowl(target)(only_rough[None])[0]
+    assert least <= bowl(target)(only_rough[None])[0]
 
 
 def test_a_rough_loss_that_orders_alike_changes_nothing():
@@ -279,12 +279,16 @@ def test_a_misleading_rough_loss_never_costs_the_incumbent(seed):
     assert least <= loss(incumbent[None])[0]
 
 
-def test_rough_has_no_say_without_steps():
+def test_without_steps_the_survivors_of_the_grid_are_judged():
     low, high = box((-1, 1), (0, 2))
-    rough, sizes = counted(rough_sea)
-    best, _ = fpcs(rough_sea, low, high, steps=0, rough=rough)
-    assert sizes == []
-    assert torch.equal(best, brute_force(rough_sea, low, high, sizes=(16, 8))[0])
+    rough, rough_sizes = counted(rough_sea)
+    full, full_sizes = counted(lambda points: -rough_sea(points))
+    best, least = fpcs(full, low, high, steps=0, keep=5, children=8, rough=rough)
+    assert (rough_sizes, full_sizes) == ([128], [5])
+    points = grid(low, high, (16, 8))
+    survivors = rough_sea(points).sort().indices[:5]
+    assert torch.equal(best, points[survivors[-1]])
+    assert least == -rough_sea(best[None])[0]
 
 
 # --- the searches it is compared with -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -42,12 +43,14 @@ def main() -> None:
     try:
         app()
     except (AdalogError, ValueError) as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:
-        console.print(f"[bold red]failed:[/] {type(error).__name__}: {error}", soft_wrap=True, highlight=False)
+        console.print(
+            f"[bold red]failed:[/] {type(error).__name__}: {escape(str(error))}", soft_wrap=True, highlight=False
+        )
         sys.exit(1)
 
 
