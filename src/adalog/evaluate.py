@@ -26,11 +26,14 @@ def predict(
     model: nn.Module,
     images: Tensor,
     *,
-    batch: int = 100,
+    batch: int = 20,
     jobs: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """The model's class for each image: (N,). jobs: batches run at once, in threads."""
+    """The model's class for each image: (N,). jobs: batches run at once, in threads.
+
+    Small batches: a quantized forward makes many temporaries, which had better stay in the cache.
+    """
 
     @torch.no_grad()  # a thread's own setting
     def classes(part: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class QuantizedModel(nn.Module):
     """A model whose every multiplication has quantized operands. Same inputs and outputs as the original.
 
     program: the operations, codes and quantizers. config: the choices. ledger: one row a site. refusals: LayerNorms
-    that were not folded, and why. provenance: package version, seed and calibration digest.
+    that were not folded, and why. provenance: seed, number and digest of the calibration images. The tensors live in
+    the program: `parameters()` and `state_dict()` are empty, and `.to` and `.double` work.
     """
 
     def __init__(
