@@ -6,7 +6,7 @@ TEST := .venv-test
 .PHONY: help demo test check lint clean distclean
 
 help:
-	@echo "make demo       set up $(DEMO), then quantize, run and judge the bundled model"
+	@echo "make demo       set up $(DEMO), then quantize, run and judge the bundled model (ARGS=\"--seed 1\" for options)"
 	@echo "make test       set up $(TEST) with every extra, then lint, types and every test"
 	@echo "make check      the same without the slow tests"
 	@echo "make lint       lint, format and types only"
@@ -14,7 +14,7 @@ help:
 	@echo "make distclean  clean, and remove both environments"
 
 demo: $(DEMO)/.stamp
-	$(DEMO)/bin/adalog demo
+	$(DEMO)/bin/adalog demo $(ARGS)
 
 test: lint
 	$(TEST)/bin/python -m pytest
