@@ -89,7 +89,7 @@ def percent(value: float | None) -> str:
 
 
 def interval(result: Score) -> str:
-    return f"{100 * result.top1:.1f} % ({100 * result.low:.1f} to {100 * result.high:.1f})"
+    return f"{100 * result.top1:.1f} % ({100 * result.low:.1f}-{100 * result.high:.1f})"
 
 
 @app.command(name="demo")
@@ -115,7 +115,7 @@ def demo_command(
     )
     for column in ("bits", "method"):
         table.add_column(column)
-    for column in ("top-1 (95 % interval)", "agreement", "bytes", "calibration [s]"):
+    for column in ("top-1 (95 % interval)", "agreement", "bytes", "calib. [s]"):
         table.add_column(column, justify="right")
     with progress_bar() as progress:
         whole = progress.add_task("all", total=len(plans) + 1)
