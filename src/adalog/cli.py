@@ -115,7 +115,7 @@ def demo_command(
     )
     for column in ("bits", "method"):
         table.add_column(column)
-    for column in ("top-1 (95 % interval)", "agreement", "bytes", "calib. [s]"):
+    for column in ("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"):
         table.add_column(column, justify="right")
     with progress_bar() as progress:
         whole = progress.add_task("all", total=len(plans) + 1)
