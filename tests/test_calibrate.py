@@ -240,10 +240,14 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
 
 @pytest.mark.parametrize("problem", [linear, after_gelu])
 def test_rough_steps_cost_little(problem):
+    """On ten times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
     left, right = problem()
-    exact = error_of(search_product(left, right, SMALL), left, right)
-    rough = error_of(search_product(left, right, replace(SMALL, rough_stride=4)), left, right)
-    assert rough <= 1.1 * exact
+    noise = 1 + 0.3 * normal(640, 16, seed=3)
+    values = left.values.repeat(10, 1) * noise
+    left = replace(left, values=gelu(values) if problem is after_gelu else values)
+    exact = error_of(search_product(left, right, SEARCH), left, right)
+    rough = error_of(search_product(left, right, replace(SEARCH, rough_stride=5)), left, right)
+    assert rough <= 1.05 * exact
 
 
 # --- a convolution's padding -----------------------------------------------------------------------------------
