@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PowerLaw, Search
-from adalog.objective import Candidates, OwnError, ProductError
+from adalog.objective import Candidates, OwnError, ProductError, quantiles
 from adalog.quantizers import (
     Beyond,
     LogQuantizer,
@@ -17,6 +17,7 @@ from adalog.quantizers import (
     bounds_to_uniform,
     log_levels,
     log_thresholds,
+    uniform_fake_quantize,
 )
 from adalog.search import Loss, alternating, brute_force, fpcs
 
@@ -88,9 +89,7 @@ class Operand:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.spread(scale)[0], self.spread(zero_point)[0], form.bits)
         q, scale = _base_and_scale(point, form)
-        return LogQuantizer(
-            scale, q, form.log2_base[1], form.bits, form.beyond, form.rounding, form.table, offset=form.offset
-        )
+        return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
 
     def candidates(self, values: Tensor) -> Candidates:
         """Fake quantization of the values, or of some of their rows, under k points at once: (k, *values.shape).
@@ -105,8 +104,7 @@ class Operand:
             def uniform(points: Tensor) -> Tensor:
                 scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
                 scale, zero_point = self.spread(scale), self.spread(zero_point)
-                code = torch.div(values, scale).round_().add_(zero_point)
-                return code.clamp_(0, 2**form.bits - 1).sub_(zero_point).mul_(scale)
+                return uniform_fake_quantize(values, scale, zero_point, form.bits)
 
             return uniform
 
@@ -154,31 +152,19 @@ class Operand:
         shape = [self.values.shape[dim] for dim in form.keep]
         sample = self.groups()
         if form.log2_base is None:
-            own = _quantiles(sample, (0.0, 0.1, 0.9, 1.0))
+            own = quantiles(sample, (0.0, 0.1, 0.9, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
         lifted = sample[sample + form.offset > 0] + form.offset
         if not len(lifted):
             lifted = sample.new_ones(1)
-        scale = _quantiles(lifted[None], (0.9, 1.0))
+        scale = quantiles(lifted[None], (0.9, 1.0))
         low, high = (value.to(self.values.dtype).reshape(shape) for value in scale)
         low = torch.minimum(low, high * 0.5)
         if form.log2_base[0]:
             return low[None], high[None], (128,)
         ones = torch.ones_like(low)
         return torch.stack([ones * 0, low]), torch.stack([ones * math.log2(form.q_max), high]), (16, 8)
-
-
-def _quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:
-    """Per row, by linear interpolation; torch.quantile refuses large inputs, so by sorting."""
-    ordered = sample.sort(dim=1).values
-    result = []
-    for fraction in fractions:
-        position = fraction * (ordered.shape[1] - 1)
-        below = int(position)
-        above = min(below + 1, ordered.shape[1] - 1)
-        result.append(torch.lerp(ordered[:, below], ordered[:, above], position - below))
-    return result
 
 
 def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:

@@ -26,7 +26,7 @@ class Search:
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = 1  # weight <-> activation; a second gains 0.02 to 0.07 dB a site for twice the time (released: 3)
+    rounds: int = 1  # weight <-> activation; a second doubles the time for a small gain (released: 3)
     rough_stride: int = 5  # steps score every 5th token or image (odd: every column of a grid), the survivors all
 
     def __post_init__(self) -> None:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog.config import Config
-from adalog.program import FAKE_QUANTIZE, Program
-
-SITES = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
+from adalog.program import FAKE_QUANTIZE, PRODUCTS, Program
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class QuantizedModel(nn.Module):
     def float_sites(self) -> list[str]:
         """Multiplications with an operand that is neither fake-quantized nor a stored weight; none after `quantize`."""
         quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
-        sites = [node for node in self.program.nodes if node.op in SITES]
+        sites = [node for node in self.program.nodes if node.op in PRODUCTS]
         return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
 
     def float_operations(self) -> dict[str, int]:
@@ -78,7 +76,7 @@ class QuantizedModel(nn.Module):
         names = [node.op.removeprefix("aten.").split(".")[0] for node in self.program.nodes]
         ops = [node.op for node in self.program.nodes]
         return dict(
-            Counter(name for name, op in zip(names, ops, strict=True) if op not in SITES and op.startswith("aten."))
+            Counter(name for name, op in zip(names, ops, strict=True) if op not in PRODUCTS and op.startswith("aten."))
         )
 
     def summary(self) -> str:

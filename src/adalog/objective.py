@@ -99,13 +99,6 @@ class OwnError:
         self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
         self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
 
-    def quantile(self, fraction: float) -> Tensor:
-        """(G,), linear interpolation between the two nearest ranks."""
-        position = fraction * (self.sorted.shape[1] - 1)
-        below = int(position)
-        above = min(below + 1, self.sorted.shape[1] - 1)
-        return self.sorted[:, below] + (self.sorted[:, above] - self.sorted[:, below]) * (position - below)
-
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""
         count, groups, size = levels.shape
@@ -125,3 +118,15 @@ class OwnError:
         value = levels.permute(1, 0, 2)
         error = between(self.squares) - 2 * value * between(self.sums) + value.square() * ends.diff(dim=-1)
         return error.sum(-1).t()
+
+
+def quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:
+    """Per row, by linear interpolation; torch.quantile refuses large inputs, so by sorting."""
+    ordered = sample.sort(dim=1).values
+    result = []
+    for fraction in fractions:
+        position = fraction * (ordered.shape[1] - 1)
+        below = int(position)
+        above = min(below + 1, ordered.shape[1] - 1)
+        result.append(torch.lerp(ordered[:, below], ordered[:, above], position - below))
+    return result
