@@ -9,14 +9,17 @@ from torch import Tensor
 from adalog.config import Config, PowerLaw, Search
 from adalog.objective import Candidates, OwnError, ProductError, quantiles
 from adalog.quantizers import (
+    FLOAT_BITS,
     Beyond,
     LogQuantizer,
     Quantizer,
     Rounding,
+    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
     log_levels,
     log_thresholds,
+    symmetric_zero_point,
     uniform_fake_quantize,
 )
 from adalog.search import Loss, alternating, brute_force, fpcs
@@ -30,12 +33,15 @@ class Format:
     """The kind of quantizer an operand gets; its parameters are what the search finds.
 
     keep: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
-    log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in 1 ... q_max.
+    log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
+    twin: the negative values, down to -offset, have half of the codes to themselves.
     """
 
     bits: int
     keep: tuple[int, ...] = ()
     log2_base: tuple[int, int] | None = None
+    twin: bool = False
+    q_min: int = 1
     q_max: int = 137
     table: bool = True
     beyond: Beyond = "zero-coded"
@@ -45,12 +51,13 @@ class Format:
     @staticmethod
     def power_law(kind: PowerLaw, bits: int, config: Config, offset: float) -> "Format":
         """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
-        if kind == "uniform":
-            return Format(bits)
+        if kind in ("uniform", "twin") or bits == FLOAT_BITS:
+            return Format(bits, twin=kind == "twin", offset=offset)
         base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
         return Format(
             bits,
             log2_base=base,
+            q_min=config.q_min,
             q_max=config.q_max,
             table=kind == "adalog",
             beyond=config.beyond,
@@ -82,9 +89,17 @@ class Operand:
         shape = [size if dim in self.format.keep else 1 for dim, size in enumerate(self.values.shape)]
         return parameters.reshape(-1, *shape)
 
-    def quantizer(self, point: Tensor) -> Quantizer:
+    @property
+    def is_float(self) -> bool:
+        return self.format.bits == FLOAT_BITS
+
+    def quantizer(self, point: Tensor | None) -> Quantizer | None:
         """The quantizer of one point (P, *groups) of the search space, its parameters shaped against the values."""
         form = self.format
+        if point is None:
+            return None
+        if form.twin:
+            return self._twin(point[:1])
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.spread(scale)[0], self.spread(zero_point)[0], form.bits)
@@ -99,6 +114,8 @@ class Operand:
         another only by the exact loss.
         """
         form = self.format
+        if form.twin:
+            return lambda points: self._twin(points[:, 0]).fake_quantize(values[None])
         if form.log2_base is None:
 
             def uniform(points: Tensor) -> Tensor:
@@ -136,6 +153,12 @@ class Operand:
 
         return logarithmic
 
+    def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
+        """upper: (k, ), the largest value of each of k quantizers; the negative scale spans the offset."""
+        half = symmetric_zero_point(self.format.bits)
+        scale = self.spread((upper / (half - 1)).clamp(min=1e-12))
+        return TwinUniformQuantizer(scale, torch.full_like(scale, self.format.offset / half), self.format.bits)
+
     @property
     def radix(self) -> int:
         """r, the denominator of log2(base)."""
@@ -146,25 +169,28 @@ class Operand:
         """(low, high), each (P, *groups), and the sizes of the first grid.
 
         Uniform: (lower, upper) bounds between the percentiles 0 and 0.1, 0.9 and 1 (Algorithm 1, lines 1-2).
-        Logarithmic: log2 q over all of 1 ... q_max, and the scale from the 0.9 percentile to 1 of the lifted values.
+        Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1 of the lifted
+        values. Twin: the largest positive value, likewise.
         """
         form = self.format
         shape = [self.values.shape[dim] for dim in form.keep]
         sample = self.groups()
-        if form.log2_base is None:
+        if form.log2_base is None and not form.twin:
             own = quantiles(sample, (0.0, 0.1, 0.9, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
-        lifted = sample[sample + form.offset > 0] + form.offset
+        lift = 0.0 if form.twin else form.offset
+        lifted = sample[sample + lift > 0] + lift
         if not len(lifted):
             lifted = sample.new_ones(1)
         scale = quantiles(lifted[None], (0.9, 1.0))
         low, high = (value.to(self.values.dtype).reshape(shape) for value in scale)
         low = torch.minimum(low, high * 0.5)
-        if form.log2_base[0]:
+        if form.log2_base is None or form.log2_base[0]:
             return low[None], high[None], (128,)
         ones = torch.ones_like(low)
-        return torch.stack([ones * 0, low]), torch.stack([ones * math.log2(form.q_max), high]), (16, 8)
+        ends = (math.log2(form.q_min), math.log2(form.q_max))
+        return torch.stack([ones * ends[0], low]), torch.stack([ones * ends[1], high]), (16, 8)
 
 
 def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
@@ -172,7 +198,7 @@ def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
     if form.log2_base[0]:
         return form.log2_base[0], point[0].clamp(min=1e-12)
     q = round(2 ** float(point[0]))
-    return min(max(q, 1), form.q_max), point[1].clamp(min=1e-12)
+    return min(max(q, form.q_min), form.q_max), point[1].clamp(min=1e-12)
 
 
 def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | None, rough: Loss | None) -> Tensor:
@@ -200,11 +226,22 @@ def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | N
 
 @dataclass(frozen=True)
 class Found:
-    """The quantizers of a product's operands, and its output's signal-to-noise ratio [dB] on the calibration images."""
+    """The quantizers of a product's operands (None: float), and its output's SQNR [dB] on the calibration images."""
 
-    left: Quantizer
-    right: Quantizer
+    left: Quantizer | None
+    right: Quantizer | None
     sqnr: float
+
+    @staticmethod
+    def judged(left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None) -> "Found":
+        """These quantizers with the signal-to-noise ratio that they leave of left @ right^T."""
+        left_hat, right_hat = fake_quantize(left, first), fake_quantize(right, second)
+        output = left.values @ right.values.transpose(-1, -2)
+        noise = left_hat @ right_hat.transpose(-1, -2) - output
+        signal, lost = (float(value.double().square().sum()) for value in (output, noise))
+        return Found(
+            first, second, 10 * math.log10(signal / lost) if signal and lost else -math.inf if lost else math.inf
+        )
 
 
 def search_product(left: Operand, right: Operand, search: Search, start: Tensor | None = None) -> Found:
@@ -213,25 +250,22 @@ def search_product(left: Operand, right: Operand, search: Search, start: Tensor 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. It starts where
     `search_right` ends (give `start` to save that search). A round that changes nothing is the last.
     """
-    second = search_right(left, right, search) if start is None else start
+    second = search_right(left, right, search) if start is None and not right.is_float else start
     first: Tensor | None = None
     right_hat, left_hat = _apply(right, second), left.values
     for index in range(search.rounds):
-        if index > 0:
+        if index > 0 and not right.is_float:
             best = _search_operand(right, left.values, left_hat, search, second)
             if best is second:
                 break
             second, right_hat = best, _apply(right, best)
+        if left.is_float:
+            break
         best = _search_operand(left, right.values, right_hat, search, first)
         if best is first:
             break
         first, left_hat = best, _apply(left, best)
-    assert first is not None
-    output = left.values @ right.values.transpose(-1, -2)
-    noise = left_hat @ right_hat.transpose(-1, -2) - output
-    signal, lost = (float(value.double().square().sum()) for value in (output, noise))
-    sqnr = 10 * math.log10(signal / lost) if signal and lost else -math.inf if lost else math.inf
-    return Found(left.quantizer(first), right.quantizer(second), sqnr)
+    return Found.judged(left, right, *(part.quantizer(point) for part, point in ((left, first), (right, second))))
 
 
 def search_right(left: Operand, right: Operand, search: Search) -> Tensor:
@@ -270,9 +304,16 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
     return best
 
 
-def _apply(operand: Operand, point: Tensor) -> Tensor:
-    hat = operand.quantizer(point).fake_quantize(operand.values)
+def fake_quantize(operand: Operand, quantizer: Quantizer | None) -> Tensor:
+    """The operand's values after quantization, a convolution's padding left as it is."""
+    if quantizer is None:
+        return operand.values
+    hat = quantizer.fake_quantize(operand.values)
     return hat if operand.mask is None else torch.where(operand.mask.bool(), hat, operand.values)
+
+
+def _apply(operand: Operand, point: Tensor | None) -> Tensor:
+    return fake_quantize(operand, operand.quantizer(point))
 
 
 def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
@@ -282,11 +323,9 @@ def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, 
     """
     own = OwnError(values.t())
     operand = Operand(values, Format(bits, keep=(1,)))
-    code = torch.arange(2**bits, dtype=torch.float64, device=values.device)
 
     def loss(points: Tensor) -> Tensor:
-        scale, zero_point = (part.double()[..., None] for part in bounds_to_uniform(points[:, 0], points[:, 1], bits))
-        return own.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
+        return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], bits), bits)
 
     point = minimise(loss, operand, replace(search, strategy="fpcs"), None, None)
     return bounds_to_uniform(point[0], point[1], bits)

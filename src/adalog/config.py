@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from adalog.quantizers import MAX_BITS, MIN_BITS, Beyond, Rounding
+from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS, Beyond, Rounding
 
-PowerLaw = Literal["uniform", "log2", "log-sqrt2", "adalog"]
+PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 
 
@@ -41,15 +41,36 @@ class Search:
 
 
 @dataclass(frozen=True)
+class ReleasedSearch:
+    """The search of the authors' released code, quirk by quirk: see `released`.
+
+    progressive: refine the first grid's best scales (their FPCS); without it the grid alone decides.
+    """
+
+    progressive: bool = True
+    steps: int = 6  # the first grid counted (the paper: p = 4)
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rounds"):
+            _check_whole(name, getattr(self, name), 1)
+
+
+_SEARCHES = {"bounds": Search, "released": ReleasedSearch}  # as JSON names them
+
+
+@dataclass(frozen=True)
 class Config:
     """Bits, quantizers and search of one quantized model.
 
-    weight_bits, activation_bits, softmax_bits: 2 to 8. input_bits: of the first convolution's input (8 by the field's
-    convention, Sec. 4.1). post_softmax, post_gelu: the quantizer of what follows a power law; everything else is
-    asymmetric uniform. r: the denominator of log2(base) = q / r (37, Sec. 4.1); q is searched in 1 ... q_max (the
-    released code stops at 137; from 1 because small q win at 6 bits). beyond, rounding: see `quantizers.log_quantize`;
-    zero-coded and nearest because they store in `bits` bits at the least loss.
-    per_head: Q, K and V have a scale a head (as released) rather than one a tensor. images: how many calibrate (32).
+    weight_bits, activation_bits, softmax_bits: 2 to 8, or 32 for float. input_bits: of the first convolution's input (8
+    by the field's convention, Sec. 4.1). post_softmax, post_gelu: the quantizer of what follows a power law; everything
+    else is asymmetric uniform. r: the denominator of log2(base) = q / r (37, Sec. 4.1); q is searched in q_min ...
+    q_max (released: 10 ... 137; from 1 because small q win at 6 bits). offset: what lifts GELU's tail; None: minus the
+    minimum of the activation at hand (the paper: 0.17). beyond, rounding: see `quantizers.log_quantize`; zero-coded and
+    nearest because they store in `bits` bits at the least loss.
+    per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_head: the scale of the last
+    norm is folded into the head too (not as released). images: how many calibrate (32).
     """
 
     weight_bits: int = 4
@@ -59,31 +80,40 @@ class Config:
     post_softmax: PowerLaw = "adalog"
     post_gelu: PowerLaw = "adalog"
     r: int = 37
+    q_min: int = 1
     q_max: int = 137
+    offset: float | None = None
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
     per_head: bool = True
+    fold_head: bool = True
     images: int = 32
-    search: Search = field(default_factory=Search)
+    search: Search | ReleasedSearch = field(default_factory=Search)
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
             bits = getattr(self, name)
-            if not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-                raise ValueError(f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}")
-        if self.beyond == "zero":
-            raise ValueError('beyond = "zero" has 2**bits + 1 values, which a model cannot store; take "zero-coded"')
+            if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
+                raise ValueError(
+                    f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
+                )
         choices = {"post_softmax": PowerLaw, "post_gelu": PowerLaw, "beyond": Beyond, "rounding": Rounding}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(get_args(allowed))}")
-        for name in ("r", "q_max", "images"):
+        if self.post_softmax == "twin":
+            raise ValueError("post_softmax = 'twin': a twin quantizer is for values of both signs")
+        for name in ("r", "q_min", "q_max", "images"):
             _check_whole(name, getattr(self, name), 1)
+        if self.q_min > self.q_max:
+            raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
+        if self.offset is not None and not 0 < self.offset < math.inf:
+            raise ValueError(f"offset = {self.offset} is not positive and finite")
 
     @staticmethod
     def preset(bits: str, method: str = "adalog") -> "Config":
         """The choices of a method at bits like "w4a4" or "w4a4s3" (weights, activations, softmax)."""
-        match = re.fullmatch(r"w(\d)a(\d)(?:s(\d))?", bits)
+        match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", bits)
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
         if method not in METHODS:
@@ -98,25 +128,50 @@ class Config:
         return f"w{self.weight_bits}a{self.activation_bits}{softmax}"
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        kind = next(name for name, search in _SEARCHES.items() if isinstance(self.search, search))
+        fields = dataclasses.asdict(self)
+        return json.dumps({**fields, "search": {"kind": kind, **fields["search"]}}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Config":
         fields: dict[str, Any] = json.loads(text)
         search: dict[str, Any] = fields.pop("search", {})
-        for kind, given in ((Config, fields), (Search, search)):
+        kind_of_search = search.pop("kind", "bounds")
+        if kind_of_search not in _SEARCHES:
+            raise ValueError(f"search of the kind {kind_of_search!r} is none of {', '.join(_SEARCHES)}")
+        searcher = _SEARCHES[kind_of_search]
+        for kind, given in ((Config, fields), (searcher, search)):
             unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
             if unknown:
                 raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
         if "init" in search:
             search["init"] = tuple(search["init"])
-        return Config(search=Search(**search), **fields)
+        return Config(search=searcher(**search), **fields)
 
 
-# One row a method: the quantizer of each power-law activation, the rest of the recipe equal.
+# One row a method. The first three differ from adalog in the quantizer of each power-law activation alone.
 METHODS: dict[str, dict[str, Any]] = {
     "uniform": {"post_softmax": "uniform", "post_gelu": "uniform"},
     "log2": {"post_softmax": "log2", "post_gelu": "log2"},  # Eqs. 1-2
     "log-sqrt2": {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2"},  # Eqs. 3-4
-    "adalog": {"post_softmax": "adalog", "post_gelu": "adalog"},  # Eqs. 5-15
+    "adalog": {"post_softmax": "adalog", "post_gelu": "adalog"},  # Eqs. 5-15, our reading
+    # The text taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), one pass of
+    # Algorithm 1 on all data for each hyperparameter pair.
+    "adalog-paper": {
+        "beyond": "saturate",
+        "rounding": "log",
+        "offset": 0.17,
+        "per_head": False,
+        "search": Search(rough_stride=1),
+    },
+    # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
+    "adalog-released": {
+        "beyond": "zero",
+        "rounding": "log",
+        "offset": 0.16997124254703522,
+        "input_bits": FLOAT_BITS,
+        "q_min": 10,
+        "fold_head": False,
+        "search": ReleasedSearch(),
+    },
 }

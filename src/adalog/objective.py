@@ -99,6 +99,12 @@ class OwnError:
         self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
         self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
 
+    def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+        """scale, zero_point (K, G), of uniform quantizers -> (K, G)."""
+        scale, zero_point = (value.double()[..., None] for value in (scale, zero_point))
+        code = torch.arange(2**bits, dtype=torch.float64, device=scale.device)
+        return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
+
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""
         count, groups, size = levels.shape

@@ -3,20 +3,22 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adalog.calibrate import Format, Found, Operand, search_channels, search_product, search_right
+from adalog import released
+from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product, search_right
 from adalog.capture import capture
-from adalog.config import Config
+from adalog.config import Config, ReleasedSearch
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
-from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.quantizers import FLOAT_BITS, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
-from adalog.sites import POWER_LAW_ACTIVATIONS, Pair, Site, find_pairs, find_sites
+from adalog.sites import POWER_LAW_ACTIVATIONS, Pair, Site, find_blocks, find_pairs, find_sites
 
 Progress = Callable[[int, int, str], None]
 
@@ -64,6 +66,29 @@ class _Group:
         return self.sites[0]
 
 
+@dataclass(frozen=True)
+class Searched:
+    """What was found for the sites of one product.
+
+    left, right: the operands as they were searched, after the norm's fold (ratio, beta), the right one transposed.
+    """
+
+    sites: tuple[Site, ...]
+    left: Operand
+    right: Operand
+    found: Found
+    fold: tuple[Tensor, Tensor] | None
+
+    def mean_square_error(self) -> float:
+        """Of the product's output, over all its elements."""
+        left, right = self.left, self.right
+        left_hat, right_hat = fake_quantize(left, self.found.left), fake_quantize(right, self.found.right)
+        right_hat, exact = right_hat.transpose(-1, -2), right.values.transpose(-1, -2)
+        return (
+            ((left_hat - left.values) @ right_hat + left.values @ (right_hat - exact)).double().square().mean().item()
+        )
+
+
 class Calibration:
     """A captured model with everything its sites saw in one forward of the calibration images.
 
@@ -80,6 +105,7 @@ class Calibration:
         self.images = images
         self.seed = seed
         self._groups = _group(self.sites, self.pairs)
+        self._head = find_blocks(self.program)[-1].nodes
         self._seen = self._observe()
         self._found: dict[Any, Any] = {}
 
@@ -110,11 +136,11 @@ class Calibration:
                 for index, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
                     if progress is not None:
                         progress(index, len(self._groups), group.first.name)
-                    found, fold, weight = search.result()
-                    if fold is not None and group.pair is not None:
-                        build.fold_norm(group.pair.norm, *fold)
-                    build.place(group.sites, found, weight)
-                    ledger += [_ledger_row(site, found) for site in group.sites]
+                    searched = search.result()
+                    if searched.fold is not None and group.pair is not None:
+                        build.fold_norm(group.pair.norm, *searched.fold)
+                    build.place(group.sites, searched.found, searched.right.values)
+                    ledger += [_ledger_row(site, searched.found) for site in group.sites]
             finally:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
@@ -122,31 +148,54 @@ class Calibration:
         refusals = {pair.norm.scope: pair.refusal for pair in self.pairs if pair.refusal}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
+    def search(self, config: Config) -> list[Searched]:
+        """Every product's quantizers under these choices, one after the other, in order of execution."""
+        return [self._search(group, config) for group in self._groups]
+
+    @torch.no_grad()
+    def judge(self, searched: Searched, config: Config) -> Searched:
+        """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
+        group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
+        left, right = self._operands(group, config, searched.fold)
+        return replace(searched, left=left, right=right)
+
     @torch.no_grad()  # a thread's own setting
-    def _search(self, group: _Group, config: Config) -> tuple[Found, tuple[Tensor, Tensor] | None, Tensor]:
-        """A group's quantizers, its norm's fold, and its (folded) right operand."""
-        fold = self._fold(group.pair, config) if group.pair is not None else None
+    def _search(self, group: _Group, config: Config) -> Searched:
+        fold = self._fold(group.pair, config) if group.pair is not None and self._folds(group.pair, config) else None
         left, right = self._operands(group, config, fold)
-        problem = (group.first.name, right.format, config.search, config.activation_bits if fold else None)
+        search = config.search
+        problem = (group.first.name, right.format, search, config.activation_bits if fold else None)
         key = (*problem, left.format)
-        if key not in self._found:
-            if problem not in self._found:  # what methods that differ in the left quantizer share
-                self._found[problem] = search_right(left, right, config.search)
-            self._found[key] = search_product(left, right, config.search, self._found[problem])
-        return self._found[key], fold, right.values
+        if key in self._found:
+            pass
+        elif isinstance(search, ReleasedSearch):
+            self._found[key] = released.search_product(group.first.role, left, right, search)
+        else:
+            if problem not in self._found and not right.is_float:  # what methods that differ in the left one share
+                self._found[problem] = search_right(left, right, search)
+            self._found[key] = search_product(left, right, search, self._found.get(problem))
+        return Searched(group.sites, left, right, self._found[key], fold)
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
         return self._seen[name]
 
+    def _folds(self, pair: Pair, config: Config) -> bool:
+        if config.activation_bits == FLOAT_BITS:
+            return False
+        if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:
+            return False  # nor does the released code
+        return config.fold_head or pair.norm.name not in self._head
+
     def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
-        key = ("fold", pair.norm.name, config.activation_bits, config.search)
+        search, bits = config.search, config.activation_bits
+        key = ("fold", pair.norm.name, bits, search)
         if key not in self._found:
-            values = self._seen[pair.norm.name]
-            scale, zero_point = search_channels(
-                values.reshape(-1, values.shape[-1]), config.activation_bits, config.search
-            )
-            self._found[key] = shared_scale(scale, zero_point)
+            values = self._seen[pair.norm.name].flatten(0, -2)
+            if isinstance(search, ReleasedSearch):
+                self._found[key] = shared_scale(*released.search_channels(values, bits, search))
+            else:
+                self._found[key] = shared_scale(*search_channels(values, bits, search))
         fold: tuple[Tensor, Tensor] = self._found[key]
         return fold
 
@@ -158,12 +207,14 @@ class Calibration:
         if site.left_source.kind == "softmax":
             activation = Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)
         elif site.left_source.kind in POWER_LAW_ACTIVATIONS:
-            activation = Format.power_law(config.post_gelu, bits, config, -site.left_source.minimum)
+            own = -site.left_source.minimum
+            offset = config.offset if config.offset is not None and site.left_source.kind == "gelu" else own
+            activation = Format.power_law(config.post_gelu, bits, config, offset)
         x = self._seen[site.left]
         if site.role in ("qk", "av"):
             heads = (1,) if config.per_head and x.ndim == 4 else ()
             right = self._seen[site.right].transpose(-1, -2).contiguous()
-            if activation.log2_base is None and site.role == "qk":
+            if site.role == "qk":
                 activation = replace(activation, keep=heads)
             return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))
         weights = [self.program.tensors[member.right] for member in group.sites]
@@ -232,12 +283,18 @@ def _ledger_row(site: Site, found: Found) -> LedgerRow:
     )
 
 
-def describe(quantizer: Quantizer) -> str:
+def describe(quantizer: Quantizer | None) -> str:
     """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)"."""
+    if quantizer is None:
+        return "float"
+    count = quantizer.scale.numel()
+    several = f" x {count}" if count > 1 else ""
     if isinstance(quantizer, UniformQuantizer):
-        count = quantizer.scale.numel()
-        return f"{quantizer.bits}-bit uniform" + (f" x {count}" if count > 1 else "")
-    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r})"
+        return f"{quantizer.bits}-bit uniform{several}"
+    if isinstance(quantizer, TwinUniformQuantizer):
+        return f"{quantizer.bits}-bit twin uniform"
+    beyond = " and a zero beyond its codes" if quantizer.beyond == "zero" else ""
+    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){beyond}"
 
 
 class _Build:
@@ -272,7 +329,7 @@ class _Build:
         first = sites[0]
         if first.role in ("qk", "av"):
             left = self._fake(first, first.left, "left", found.left)
-            right = self._fake(first, first.right, "right", _transposed(found.right))
+            right = self._fake(first, first.right, "right", found.right and found.right.map(_transposed))
             self._nodes[first.node.name] = replace(first.node, args=(left, right, *first.node.args[2:]))
             return
         quantizer = found.left
@@ -283,25 +340,26 @@ class _Build:
         if isinstance(quantizer, UniformQuantizer) and first.role == "conv" and groups > 1:
             quantizer = quantizer.map(lambda value: _per_channel(value, self._program.tensors[first.right], groups))
         input_ref = self._fake(first, first.left, "input", quantizer)
-        assert isinstance(found.right, UniformQuantizer)
         start = 0
         for site in sites:
-            size = self._program.tensors[site.right].shape[0]
-            values = right_values.flatten(0, -2)[start : start + size]
-            scale, zero_point = (
-                value.reshape(-1, 1)[start : start + size] for value in (found.right.scale, found.right.zero_point)
-            )
-            self._place_weight(site, input_ref, values, UniformQuantizer(scale, zero_point, found.right.bits), offset)
-            start += size
+            end = start + self._program.tensors[site.right].shape[0]
+            part = partial(_rows, start, end)
+            weights = found.right and found.right.map(part)
+            self._place_weight(site, input_ref, part(right_values), weights, offset)
+            start = end
 
-    def _place_weight(self, site: Site, x: Ref, values: Tensor, quantizer: UniformQuantizer, offset: float) -> None:
+    def _place_weight(self, site: Site, x: Ref, values: Tensor, quantizer: Quantizer | None, offset: float) -> None:
         shape = self._program.tensors[site.right].shape
         lead = (-1, *(1 for _ in shape[1:]))
         weight_name = self._own(site.right, site.node)
-        codes = quantizer.quantize(values).to(torch.uint8).reshape(shape)
-        stored = QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead)))
-        self._weights[weight_name] = stored
-        self._tensors[weight_name] = stored.dequantize()
+        if quantizer is None:
+            self._tensors[weight_name] = values.reshape(shape)
+        else:
+            assert isinstance(quantizer, UniformQuantizer)
+            codes = quantizer.quantize(values).to(torch.uint8).reshape(shape)
+            stored = QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead)))
+            self._weights[weight_name] = stored
+            self._tensors[weight_name] = stored.dequantize()
         bias = None if site.bias is None else self._tensors[site.bias]
         new_bias = bias
         fold = self._folds.get(site.left_source.node)
@@ -316,7 +374,9 @@ class _Build:
             bias_ref = Ref(name)
         self._nodes[site.node.name] = replace(site.node, args=(x, Ref(weight_name), bias_ref, *site.node.args[3:]))
 
-    def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer) -> Ref:
+    def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer | None) -> Ref:
+        if quantizer is None:
+            return Ref(value)
         name = f"{site.name}.{operand}"
         self._quantizers[name] = quantizer
         self._before.setdefault(site.node.name, []).append(
@@ -339,10 +399,14 @@ class _Build:
         return whole.pruned()
 
 
-def _transposed(quantizer: Quantizer) -> Quantizer:
+def _rows(start: int, end: int, value: Tensor) -> Tensor:
+    """Some of the rows of (..., rows, columns), all groups counted through."""
+    return value.flatten(0, -2)[start:end]
+
+
+def _transposed(value: Tensor) -> Tensor:
     """For an operand that was searched transposed: one value a head, or one in all, is the same either way."""
-    assert isinstance(quantizer, UniformQuantizer)
-    return quantizer.map(lambda value: value.transpose(-1, -2))
+    return value.transpose(-1, -2)
 
 
 def _per_channel(value: Tensor, weight: Tensor, groups: int) -> Tensor:

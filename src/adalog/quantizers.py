@@ -17,6 +17,7 @@ Beyond = Literal["saturate", "zero", "zero-coded"]
 Rounding = Literal["log", "nearest"]
 
 MIN_BITS, MAX_BITS = 2, 8
+FLOAT_BITS = 32  # of an operand that is not quantized
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -282,4 +283,35 @@ class LogQuantizer:
         return LogQuantizer(**{**fields, "scale": function(self.scale)})
 
 
-Quantizer = UniformQuantizer | LogQuantizer
+@dataclass(frozen=True)
+class TwinUniformQuantizer:
+    """Two symmetric uniform quantizers, one a sign (PTQ4ViT), each with half of the codes.
+
+    With h = 2**(bits - 1): code = h + round(x / scale) up to 2 h - 1 for x >= 0, and h + round(x / negative_scale)
+    down to 0 below. scale, negative_scale: float32, broadcast against x.
+    """
+
+    scale: Tensor
+    negative_scale: Tensor
+    bits: int
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        half = symmetric_zero_point(self.bits)
+        upper = torch.div(_wide(x), self.scale).round_().clamp_(0, half - 1)
+        return upper.add_(torch.div(_wide(x), self.negative_scale).round_().clamp_(-half, 0)).add_(half)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
+        return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return self.dequantize(self.quantize(x)).to(x.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TwinUniformQuantizer":
+        return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
+
+
+Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer

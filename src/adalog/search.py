@@ -50,12 +50,12 @@ def fpcs(
     score = loss if rough is None else rough
     losses = score(points)
     for _ in range(steps):
-        parents, losses = _best(points, losses, keep)
+        parents, losses = best_points(points, losses, keep)
         spacing = spacing / (2 * z)
         born = (parents + offsets * spacing).flatten(0, 1)
         points, losses = torch.cat([parents, born]), torch.cat([losses, score(born)])
     if rough is not None:
-        points, _ = _best(points, losses, keep)
+        points, _ = best_points(points, losses, keep)
         losses = loss(points)
     return _winner(loss, points, losses, incumbent)
 
@@ -104,7 +104,7 @@ def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
     return low + (high - low) * part
 
 
-def _best(points: Tensor, losses: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def best_points(points: Tensor, losses: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The `keep` points of least loss in each group, best first."""
     losses, order = losses.sort(dim=0, stable=True)
     order = order[:keep].unsqueeze(1).expand(-1, points.shape[1], *points.shape[2:])
@@ -114,5 +114,5 @@ def _best(points: Tensor, losses: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 def _winner(loss: Loss, points: Tensor, losses: Tensor, incumbent: Tensor | None) -> tuple[Tensor, Tensor]:
     if incumbent is not None:  # first, so that an equal loss changes nothing
         points, losses = torch.cat([incumbent[None], points]), torch.cat([loss(incumbent[None]), losses])
-    best, least = _best(points, losses, 1)
+    best, least = best_points(points, losses, 1)
     return best[0], least[0]

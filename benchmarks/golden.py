@@ -1,0 +1,163 @@
+"""Whether `adalog-released` computes what the authors' released code does, and whether `adalog` does better.
+
+    python benchmarks/golden.py --golden DIR [--json FILE]
+
+DIR holds outputs of the released code on a small timm VisionTransformer: one *.safetensors with its weights, `state.*`,
+and calibration `images`, and a JSON file for each setting with `bits`, `fpcs`, `post_gelu`, the mean square error of
+every layer's output (`relative_output_mse`, its `mse`) and the `hyperparameters` by layer. The architecture is read
+from the shapes. Held-out images are Gaussian noise with the mean and deviation of the calibration images.
+
+Prints one JSON object and saves it as benchmarks/results/golden.json; exit code 1 where "ok" is false: a layer's error
+off by more than 1 % (3 % where the quantizer after GELU is not AdaLog), fewer than 90 % of layers within 0.1 %, another
+q or activation zero point, or a geometric mean of our errors over the released ones above 1 (above 0.85 at 6 bits).
+"""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import load_file
+from torch import nn
+
+from adalog import Calibration, Config
+from adalog.config import ReleasedSearch
+from adalog.quantize import Searched
+from adalog.quantizers import LogQuantizer, UniformQuantizer
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
+
+
+def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
+    """The timm VisionTransformer that these weights fit."""
+    from timm.models import VisionTransformer
+
+    state = {name.removeprefix("state."): value for name, value in tensors.items() if name.startswith("state.")}
+    width, channels, patch, _ = state["patch_embed.proj.weight"].shape
+    model = VisionTransformer(
+        img_size=tuple(tensors["images"].shape[2:]),
+        patch_size=patch,
+        in_chans=channels,
+        embed_dim=width,
+        depth=1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks.")),
+        num_heads=heads,
+        mlp_ratio=state["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        num_classes=state["head.weight"].shape[0],
+    )
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def layer_name(searched: Searched) -> str:
+    """As the released code calls it."""
+    name, role = searched.sites[0].name, searched.sites[0].role
+    return {"qk": name.removesuffix(".qk") + ".matmul1", "av": name.removesuffix(".av") + ".matmul2"}.get(role, name)
+
+
+def released_config(content: dict[str, Any]) -> Config:
+    bits = content["bits"]
+    if bits["head"] != bits["activation"]:
+        raise typer.BadParameter(f"the head has {bits['head']} bits, the other activations {bits['activation']}")
+    config = Config.preset(f"w{bits['weight']}a{bits['activation']}s{bits['softmax']}", "adalog-released")
+    search = ReleasedSearch(progressive=content["fpcs"], steps=content["steps"], rounds=content["rounds"])
+    return replace(config, post_gelu=POST_GELU[content["post_gelu"]], search=search)
+
+
+def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
+    """One setting of the released code against the same one of ours."""
+    ratios, q_equal, zero_points_equal = {}, True, True
+    for searched in found:
+        name = layer_name(searched)
+        ratios[name] = searched.mean_square_error() / content["relative_output_mse"][name]["mse"]
+        sides = {"A_quantizer": searched.found.left, "B_quantizer": searched.found.right}
+        if searched.sites[0].role not in ("qk", "av"):
+            sides = {"a_quantizer": searched.found.left}
+        for side, ours in sides.items():
+            theirs = content["hyperparameters"][f"{name}.{side}"]
+            if isinstance(ours, LogQuantizer) and "q" in theirs:
+                q_equal &= [ours.q] == theirs["q"]
+            if isinstance(ours, UniformQuantizer):
+                zero_points_equal &= ours.zero_point.flatten().tolist() == theirs["zero_point"]
+    off = [max(ratio, 1 / ratio) for ratio in ratios.values()]
+    return {
+        "max_mse_ratio": max(off),
+        "within_0.1_percent": sum(value <= 1.001 for value in off) / len(off),
+        "q_equal": q_equal,
+        "activation_zero_points_equal": zero_points_equal,
+        "sites": len(off),
+        "worst": max(ratios, key=lambda name: max(ratios[name], 1 / ratios[name])),
+    }
+
+
+def passes(content: dict[str, Any], row: dict[str, Any]) -> bool:
+    if content["post_gelu"] != "adalog":
+        return row["max_mse_ratio"] <= 1.03
+    close = row["max_mse_ratio"] <= 1.01 and row["within_0.1_percent"] >= 0.9
+    return close and row["q_equal"] and row["activation_zero_points_equal"]
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main(
+    golden: Annotated[Path, typer.Option()], json_out: Annotated[Path | None, typer.Option("--json")] = None
+) -> None:
+    torch.set_num_threads(1)
+    (weights,) = sorted(golden.glob("*.safetensors"))
+    tensors = load_file(weights)
+    settings = {path.stem: json.loads(path.read_text()) for path in sorted(golden.glob("*.json"))}
+    some = next(iter(settings.values()))["hyperparameters"]
+    model = load_vit(tensors, heads=len(some["blocks.0.attn.matmul1.A_quantizer"]["scale"]))
+    images = tensors["images"]
+    mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
+    other = mean + std * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    calibration, held_out = Calibration(model, images), Calibration(model, other)
+
+    files, gains, sites = {}, {}, {}
+    ok = True
+    for name, content in settings.items():
+        config = released_config(content)
+        theirs = calibration.search(config)
+        files[name] = compare(content, theirs)
+        ok &= passes(content, files[name])
+        if content["post_gelu"] != "adalog" or not content["fpcs"]:
+            continue
+        ours_config = Config.preset(config.bits, "adalog")
+        ours = calibration.search(ours_config)
+        ratios = {
+            layer_name(site): site.mean_square_error() / content["relative_output_mse"][layer_name(site)]["mse"]
+            for site in ours
+        }
+        unseen = [
+            held_out.judge(site, ours_config).mean_square_error() / held_out.judge(other, config).mean_square_error()
+            for site, other in zip(ours, theirs, strict=True)
+        ]
+        gains[config.bits] = {
+            "calibration": geometric_mean(list(ratios.values())),
+            "held_out": geometric_mean(unseen),
+        }
+        sites[config.bits] = ratios
+        ok &= gains[config.bits]["calibration"] <= (0.85 if content["bits"]["activation"] == 6 else 1.0)
+    result = {
+        "ok": ok,
+        "files": files,
+        "adalog_over_released": gains,
+        "adalog_over_released_by_site": sites,
+        "images": len(images),
+        "machine": machine(),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    (json_out or RESULTS / "golden.json").write_text(text)
+    print(text, end="")
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,252 @@
+"""The search of the authors' released code, with its quirks, so that its numbers can be had in this frame.
+
+It differs from Algorithm 1 as the paper prints it, which `search` and `calibrate` follow:
+
+- Uniform quantizers are searched as (scale, zero point): the scale between (Q_0.9 - Q_0.1) / L and (Q_1 - Q_0) / L with
+  L = 2**bits - 1 and Q_p a quantile, the zero point among whole numbers around 2**(bits - 1) that no data moves.
+- Only scales are refined; q and zero points stay as the first grid found them. Parents are not candidates again, and
+  the spacing is divided by m - 1/2 where the children's true spacing is divided by m - 1.
+- Linears start from each operand's own error, products of activations from an arbitrary point of the grid; then three
+  rounds, each from the first grid again, and the last round stands even if an earlier one was better.
+- After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from adalog.calibrate import Format, Found, Operand, fake_quantize
+from adalog.config import ReleasedSearch
+from adalog.objective import OwnError, ProductError
+from adalog.quantizers import (
+    LogQuantizer,
+    Quantizer,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+    symmetric_zero_point,
+    uniform_fake_quantize,
+)
+from adalog.search import Loss, best_points
+
+POINTS = 128  # n, of every step
+_RADIX = 37
+_LEAST_SCALE = 1e-4  # of an activation
+_QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+
+
+def search_product(role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
+    """Quantizers of left @ right^T (see `calibrate.search_product`). role: as `sites.Site.role`."""
+    half = symmetric_zero_point(right.format.bits)
+    of_activations = role in ("qk", "av")
+    zero_points = min(half, POINTS // 2) if role == "conv" else min(half, 16)
+    seconds = _UniformSpace(right, zero_points, search, _LEAST_SCALE if of_activations else 0.0)
+    firsts: _UniformSpace | _LogSpace | _TwinSpace
+    if left.format.twin:
+        firsts = _TwinSpace(left)
+    elif left.format.log2_base is not None:
+        firsts = _LogSpace(left, search, scale_is_one=role == "av")
+    else:
+        count = zero_points if of_activations else min(2**left.format.bits, 16)
+        firsts = _UniformSpace(left, count, search, _LEAST_SCALE)
+    weights_first = isinstance(firsts, _UniformSpace) and not of_activations
+
+    first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
+    second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
+    for _ in range(1 if left.is_float or right.is_float else search.rounds):
+        for on_left in (not weights_first, weights_first):
+            if on_left and first is not None:
+                first = firsts.search(_error(left, right, second), first)
+            elif not on_left and second is not None:
+                second = seconds.search(_error(right, left, first))
+    if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
+        first = firsts.final(first)
+    return Found.judged(left, right, first, second)
+
+
+def search_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point), each (C,), of a uniform quantizer a channel, by its own error. values: (T, C)."""
+    operand = Operand(values, Format(bits, keep=(1,)))
+    quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
+    return quantizer.scale.flatten(), quantizer.zero_point.flatten()
+
+
+def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
+    """The product's error as a function of one operand, the other one as its quantizer leaves it."""
+    exact, hat = (value.transpose(-1, -2) for value in (other.values, fake_quantize(other, quantizer)))
+    return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask)
+
+
+def _refined(loss: Loss, points: Tensor, spacing: Tensor, steps: int, *, keep: int, least: float) -> Tensor:
+    """The released FPCS: the first of the hyperparameters of `points` (K, P, *groups), the scale, is refined."""
+    losses = loss(points)
+    fan = POINTS // keep
+    part = torch.linspace(-0.5, 0.5, fan, dtype=points.dtype, device=points.device)
+    for _ in range(steps):
+        parents, _ = best_points(points, losses, keep)
+        points = parents.repeat_interleave(fan, dim=0)
+        offsets = part.repeat(len(parents)).view(-1, *(1 for _ in spacing.shape)) * spacing
+        points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
+        spacing = spacing / (fan - 0.5)
+        losses = loss(points)
+    return best_points(points, losses, 1)[0][0]
+
+
+@dataclass(frozen=True)
+class _UniformSpace:
+    """Points (scale, zero point): `zero_points` whole numbers around the middle, POINTS / zero_points scales."""
+
+    operand: Operand
+    zero_points: int
+    search_choices: ReleasedSearch
+    least: float
+
+    def _grid(self) -> tuple[Tensor, Tensor]:
+        """The POINTS points, scales running fastest, (POINTS, 2, *groups), and the spacing of scales (*groups)."""
+        values, form = self.operand.values, self.operand.format
+        shape = [values.shape[dim] for dim in form.keep]
+        top, count = 2**form.bits - 1, POINTS // self.zero_points
+        lowest, low, high, highest = (part.reshape(shape) for part in _quantiles(self.operand.groups()))
+        start, stop = high - low, highest - lowest
+        part = torch.arange(count, device=values.device).view(-1, *(1 for _ in shape))
+        scales = ((start + part / (count - 1) * (stop - start)) / top).clamp(min=self.least)
+        first = symmetric_zero_point(form.bits) - self.zero_points // 2
+        zero_point = torch.arange(first, first + self.zero_points, device=values.device).to(values)
+        zero_point = zero_point.repeat_interleave(count).view(-1, *(1 for _ in shape)).expand(POINTS, *shape)
+        return torch.stack([scales.repeat(self.zero_points, *(1 for _ in shape)), zero_point], dim=1), (
+            scales[1] - scales[0]
+        )
+
+    def _found(self, loss: Loss) -> UniformQuantizer:
+        grid, spacing = self._grid()
+        steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
+        return self._quantizer(_refined(loss, grid, spacing, steps, keep=16, least=self.least))
+
+    def _quantizer(self, point: Tensor) -> UniformQuantizer:
+        scale, zero_point = (self.operand.spread(part)[0] for part in point)
+        return UniformQuantizer(scale, zero_point, self.operand.format.bits)
+
+    def start(self, *, own_error: bool) -> UniformQuantizer:
+        """By the operand's own error, or the last zero point with the last scale but one."""
+        if not own_error:
+            return self._quantizer(self._grid()[0][POINTS - 2])
+        own, bits = OwnError(self.operand.groups()), self.operand.format.bits
+
+        def loss(points: Tensor) -> Tensor:
+            scale, zero_point = points.reshape(len(points), 2, -1).unbind(1)
+            return own.uniform_loss(scale, zero_point, bits).view(len(points), *points.shape[2:])
+
+        return self._found(loss)
+
+    def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
+        """By the product's error. current: not looked at."""
+
+        def candidates(points: Tensor) -> Tensor:
+            scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
+            return uniform_fake_quantize(error.left, scale, zero_point, self.operand.format.bits)
+
+        return self._found(lambda points: error.loss(candidates, points))
+
+
+@dataclass(frozen=True)
+class _LogSpace:
+    """Points (scale, q) of an AdaLog quantizer, whatever its format's base: `final` puts that in."""
+
+    operand: Operand
+    search_choices: ReleasedSearch
+    scale_is_one: bool
+
+    def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
+        form = self.operand.format
+        return LogQuantizer(scale, q, _RADIX, form.bits, form.beyond, form.rounding, table=True, offset=form.offset)
+
+    def final(self, quantizer: LogQuantizer) -> LogQuantizer:
+        """With the base of the format, where it is a fixed one."""
+        form = self.operand.format
+        assert form.log2_base is not None
+        q, r = form.log2_base
+        return replace(quantizer, q=q, r=r, table=form.table) if q else quantizer
+
+    def _span(self) -> tuple[Tensor, Tensor]:
+        """The 0.9 quantile and the largest of the positive values, lifted."""
+        values = self.operand.values
+        positive = values[values > 0].sort().values
+        if not len(positive):
+            positive = values.new_ones(1)
+        low, high = (positive[math.ceil(p * len(positive)) - 1] for p in (0.9, 1.0))
+        return low + self.operand.format.offset, high + self.operand.format.offset
+
+    def start(self, *, own_error: bool) -> LogQuantizer:
+        """q = 37 and the last scale but one of POINTS. own_error: not looked at."""
+        if self.scale_is_one:
+            return self._quantizer(self.operand.values.new_ones(()), _RADIX)
+        low, high = self._span()
+        return self._quantizer(low + (high - low) * (POINTS - 2) / (POINTS - 1), _RADIX)
+
+    def search(self, error: ProductError, current: Quantizer) -> LogQuantizer:
+        """All q at the current scale, then scales for the 8 best (or, without refinement, for the best)."""
+        assert isinstance(current, LogQuantizer)
+        form = self.operand.format
+        if self.scale_is_one and form.log2_base is not None and form.log2_base[0]:
+            return self.final(current)
+
+        def candidates(points: Tensor) -> Tensor:
+            quantizers = [self._quantizer(scale, round(float(q))) for scale, q in points]
+            return torch.stack([quantizer.fake_quantize(error.left) for quantizer in quantizers])
+
+        def loss(points: Tensor) -> Tensor:
+            return error.loss(candidates, points)
+
+        def best(points: Tensor, keep: int = 1) -> Tensor:
+            return best_points(points, loss(points), keep)[0]
+
+        q = torch.arange(form.q_min, form.q_max + 1).to(error.left)
+        bases = best(torch.stack([current.scale.expand(len(q)), q], dim=1), 8)
+        if self.scale_is_one:
+            return self._quantizer(current.scale, round(float(bases[0, 1])))
+        low, high = self._span()
+        count = 16 if self.search_choices.progressive else POINTS
+        bases = bases if self.search_choices.progressive else bases[:1]
+        scales = low + (high - low) * torch.linspace(0, 1, count).to(error.left)
+        points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
+        steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
+        point = _refined(loss, points, (high - low) / (count - 1), steps, keep=32, least=_LEAST_SCALE)
+        return self._quantizer(point[0], round(float(point[1])))
+
+
+@dataclass(frozen=True)
+class _TwinSpace:
+    """The positive scale is the negative one, which spans the offset, times a power of two."""
+
+    operand: Operand
+
+    def _quantizer(self, scale: Tensor) -> TwinUniformQuantizer:
+        half = symmetric_zero_point(self.operand.format.bits)
+        negative = scale.new_tensor(self.operand.format.offset / half)
+        return TwinUniformQuantizer(scale, negative, self.operand.format.bits)
+
+    def start(self, *, own_error: bool) -> TwinUniformQuantizer:
+        """The largest magnitude over half of the codes. own_error: not looked at."""
+        half = symmetric_zero_point(self.operand.format.bits)
+        return self._quantizer(self.operand.values.abs().max() / (half - 0.5))
+
+    def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
+        """29 powers of two. current: not looked at."""
+        negative = self.operand.format.offset / symmetric_zero_point(self.operand.format.bits)
+        points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
+
+        def candidates(part: Tensor) -> Tensor:
+            return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in part[:, 0]])
+
+        losses = error.loss(candidates, points)
+        return self._quantizer(best_points(points, losses, 1)[0][0, 0])
+
+
+def _quantiles(groups: Tensor) -> list[Tensor]:
+    """Q_0, Q_0.1, Q_0.9 and Q_1 of each row of (G, T), long rows in 2, 4, ... parts whose quantiles are averaged."""
+    parts = 1
+    while groups.numel() // parts > _QUANTILE_LIMIT and groups.shape[1] % (2 * parts) == 0:
+        parts *= 2
+    fractions = groups.new_tensor([0.0, 0.1, 0.9, 1.0])
+    return list(groups.reshape(len(groups), parts, -1).quantile(fractions, dim=2).mean(dim=2))
