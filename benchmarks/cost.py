@@ -5,7 +5,7 @@ shapes and bits alone (the size of the file also on how many decimals a few numb
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import timm
@@ -36,8 +36,7 @@ def main() -> None:
             found = cost(calibration.program, [SHAPE])
             row |= {"file_bytes": None}
         else:
-            choices = json.loads(Config.preset(bits).to_json()) | {"images": 2, "search": asdict(search)}
-            quantized = calibration.quantize(Config.from_json(json.dumps(choices)))
+            quantized = calibration.quantize(replace(Config.preset(bits), images=2, search=search))
             found = cost(quantized.program, [SHAPE])
             row |= {"file_bytes": artifact.sizes(artifact.serialise(quantized))}
         rows.append({**row, **summary(found)})
