@@ -43,7 +43,8 @@ class CostRow:
     role: "linear", "conv", "qk" or "av", a product of two operands; "quantize" and "dequantize", between numbers and
     codes; "look-up" and "shift", of logarithmic codes; or a float operation's own name. count: MACs of a product,
     multiplications, look-ups or shifts of the others. left_bits, right_bits: the widths of what is multiplied, 0 where
-    nothing is. weight_bytes: of the weight, unless an earlier row has it, as codes with scales and zero points, or as floats.
+    nothing is. weight_bytes: of the weight, unless an earlier row has it, as codes with scales and zero points, or as
+    floats.
     """
 
     name: str
