@@ -1,4 +1,4 @@
-"""Write the README's tables from benchmarks/results: `python benchmarks/tables.py` (`--check` only compares)."""
+"""Write the tables of README and docs from benchmarks/results: `python benchmarks/tables.py` (`--check` compares)."""
 
 import json
 import re
@@ -35,18 +35,57 @@ def demo_table() -> str:
     return "\n".join(lines)
 
 
+def cost_table() -> str:
+    """FixOPs and bytes of DeiT-T at each of the bits of cost.json, beside the paper's."""
+    result = json.loads((RESULTS / "cost.json").read_text())
+    columns = result["rows"]
+    lines = ["| | " + " | ".join(row["bits"] for row in columns) + " |", "|---|" + "---|" * len(columns)]
+
+    def line(name: str, values: list[float | None], form: str, unit: float) -> None:
+        cells = ["" if value is None else format(value / unit, form) for value in values]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+
+    def fixops(role: str) -> list[float | None]:
+        return [row["roles"][role]["fixops"] if role in row["roles"] else None for row in columns]
+
+    products = [row["fixops"] for row in columns]
+    for role in ("linear", "conv", "qk", "av"):
+        line(role, fixops(role), ",.1f", 1e6)
+    line("**products**", products, ",.1f", 1e6)
+    line("of them the mantissas' extra bit", [row["mantissa_fixops"] or None for row in columns], ",.1f", 1e6)
+    moves = ("quantize", "dequantize")
+    for role in moves:
+        line(role, fixops(role), ",.1f", 1e6)
+    whole = [sum(value or 0 for value in cells) for cells in zip(products, *map(fixops, moves), strict=True)]
+    line("**products, quantize, dequantize**", whole, ",.1f", 1e6)
+    line("**the paper's Table 3**", [row["paper"] and row["paper"]["fixops"] for row in columns], ",.0f", 1e6)
+    for role in ("layer_norm", "gelu", "softmax", "mul"):
+        line(role, fixops(role), ",.1f", 1e6)
+    for role in ("look-up", "shift"):
+        counts = [row["roles"][role]["count"] if role in row["roles"] else None for row in columns]
+        line(f"{role}s [millions]", counts, ",.1f", 1e6)
+    files = [row["file_bytes"] for row in columns]
+    for part in ("header", "codes", "scale", "zero_point", "float"):
+        line(f"file: {part} [bytes]", [parts and parts[part] for parts in files], ",.0f", 1)
+    line("**file [MB]**", [parts and sum(parts.values()) for parts in files], ".3f", 1e6)
+    line("**the paper's Table 3 [MB]**", [row["paper"] and row["paper"]["size_bytes"] for row in columns], ".1f", 1e6)
+    return "\n".join(lines)
+
+
 def spread(value: dict[str, float]) -> str:
     return f"{100 * value['mean']:.2f} ± {100 * value['std']:.2f} %"
 
 
 def main(check: Annotated[bool, typer.Option("--check")] = False) -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    block = f"<!-- demo table -->\n{demo_table()}\n<!-- end -->"
-    fresh = re.sub(r"<!-- demo table -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
-    if check:
-        sys.exit(fresh != text)
-    readme.write_text(fresh)
+    stale = False
+    for place, name, table in (("README.md", "demo table", demo_table), ("docs/cost.md", "cost table", cost_table)):
+        text = (ROOT / place).read_text()
+        block = f"<!-- {name} -->\n{table()}\n<!-- end -->"
+        fresh = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
+        stale |= fresh != text
+        if not check:
+            (ROOT / place).write_text(fresh)
+    sys.exit(check and stale)
 
 
 if __name__ == "__main__":

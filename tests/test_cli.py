@@ -38,7 +38,7 @@ def call(monkeypatch, capsys, *arguments):
 )
 def test_help(start):
     result = subprocess.run([*start, "--help"], capture_output=True, text=True, check=True)
-    for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect"):
+    for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost"):
         assert word in result.stdout
 
 
@@ -72,6 +72,8 @@ def damaged(folder):
         (["evaluate", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["evaluate", damaged], "damaged.safetensors is not an adalog artifact"),
+        (["cost", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
+        (["cost", "demo", "--size", "48", "32"], "does not run on inputs of the shape (3, 48, 32)"),
         (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
         (["inspect", "."], "cannot be read: Is a directory"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
@@ -136,6 +138,18 @@ def test_inspect(made):
     text = run("inspect", file)
     assert adalog.load(file).summary() in text
     assert f"{file.stat().st_size:,} bytes in all" in text
+
+
+@pytest.mark.slow
+def test_cost(made):
+    """The artifact has the MACs of the float model, of other bits."""
+    file, _ = made
+    told, of_float = (json.loads(run("cost", target, "--json", "-")) for target in (file, "demo"))
+    assert told["macs"] == of_float["macs"] == of_float["fixops"] / 16
+    assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {3}
+    assert told["size_bytes"]["codes"] == artifact.sizes(file.read_bytes())["codes"]
+    text = run("cost", file)
+    assert f"products: {told['macs']:,} MACs, {told['fixops']:,.0f} FixOPs" in text
 
 
 @pytest.mark.slow

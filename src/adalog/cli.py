@@ -19,6 +19,8 @@ from rich.table import Table
 
 import adalog
 from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo
+from adalog.capture import capture
+from adalog.cost import PRODUCT_ROLES, cost
 from adalog.evaluate import Score, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
@@ -252,3 +254,30 @@ def inspect(
         parts = artifact.sizes(content)
         print(", ".join(f"{name} {count:,}" for name, count in parts.items()) + f"; {len(content):,} bytes in all")
     emit_json(artifact.inspect(content, str(file)), json_out)
+
+
+@app.command(name="cost")
+def cost_command(
+    target: Annotated[str, typer.Argument(help="An artifact, or demo: the bundled model in full precision.")],
+    size: Annotated[tuple[int, int], typer.Option(help="Height and width of an image.")] = (32, 32),
+    json_out: JsonOption = None,
+) -> None:
+    """Count what one image costs: multiplications, FixOPs, BOPs and bytes, by operation."""
+    program = capture(*load_calibration(target)) if target == "demo" else adalog.load(target).program
+    result = cost(program, [(3, *size)])
+    if json_out != "-":
+        table = Table(title=f"{target}, one image of {size[0]} x {size[1]}")
+        table.add_column("role")
+        for column in ("count", "FixOPs", "BOPs", "weight bytes"):
+            table.add_column(column, justify="right")
+        for role, row in result.by_role().items():
+            kind = "" if role in PRODUCT_ROLES else "dim"
+            table.add_row(
+                role, f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}", style=kind
+            )
+        Console().print(table)
+        print(f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs")
+        print(f"the rest: {result.elementwise_fixops:,.0f} FixOPs")
+        parts = ", ".join(f"{part} {count:,}" for part, count in result.size_bytes.items())
+        print(f"bytes: {parts}; {sum(result.size_bytes.values()):,} in all")
+    emit_json({"target": target, "size": list(size), **result.to_json()}, json_out)

@@ -1,0 +1,59 @@
+"""What DeiT-T costs at the paper's bits, beside its Table 3: `python benchmarks/cost.py`.
+
+Prints one JSON object and saves it as benchmarks/results/cost.json. The weights are random, since a cost depends on
+shapes and bits alone (the size of the file also on how many decimals a few numbers have); so is the search cut short.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import timm
+import torch
+import typer
+
+from adalog import Calibration, Config, Search, artifact
+from adalog.cost import Cost, cost
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+MODEL = "deit_tiny_patch16_224"
+SHAPE = (3, 224, 224)
+# Table 3: FixOPs in billions and the model's size in MB, AdaLog's.
+PAPER = {"fp32": (20.1, 21.9), "w6a6": None, "w4a4": (0.539, 3.4), "w3a3": (0.391, 2.7)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = timm.create_model(MODEL).eval()
+    calibration = Calibration(model, torch.randn(2, *SHAPE))
+    search = Search(init=(4, 2), keep=1, steps=0, rough_stride=1)
+    rows = []
+    for bits, paper in PAPER.items():
+        row = {"bits": bits, "paper": paper and {"fixops": paper[0] * 1e9, "size_bytes": paper[1] * 1e6}}
+        if bits == "fp32":
+            found = cost(calibration.program, [SHAPE])
+            row |= {"file_bytes": None}
+        else:
+            quantized = calibration.quantize(replace(Config.preset(bits), images=2, search=search))
+            found = cost(quantized.program, [SHAPE])
+            row |= {"file_bytes": artifact.sizes(artifact.serialise(quantized))}
+        rows.append({**row, **summary(found)})
+    text = json.dumps({"model": f"timm:{MODEL}", "shape": SHAPE, "rows": rows, "machine": machine()}, indent=1) + "\n"
+    (RESULTS / "cost.json").write_text(text)
+    print(text, end="")
+
+
+def summary(found: Cost) -> dict[str, object]:
+    """All but the rows, and what the products would cost without the bit that a mantissa has more than its code."""
+    told = found.to_json()
+    del told["rows"]
+    widened = [row for row in found.rows if row.role == "shift"]
+    products = {row.name: row for row in found.products}
+    extra = sum(row.count * products[row.name].right_bits for row in widened) / 64
+    return {**told, "mantissa_fixops": extra}
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,267 @@
+"""What a model costs: multiplications, FixOPs, BOPs and bytes, by operation, for one image.
+
+A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so one of b1 by b2 bits is b1 b2 / 64 of them and one
+of two float32 numbers 16; a BOP is a product of 1 by 1 bit, so there are 64 to a FixOP. Both count multiplications
+alone: BOPs here have no term for the accumulator. docs/cost.md says what is counted and what is not.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.program import FAKE_QUANTIZE, Node, Program, aten
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.sites import Site, find_sites
+
+FLOAT_BITS = 32
+BOPS_PER_FIXOP = 64
+PRODUCT_ROLES = ("linear", "conv", "qk", "av")
+
+# Float multiplications and divisions an element of the result. Roots, exponentials and erf count as none.
+_MULTIPLICATIONS = {
+    **dict.fromkeys(aten("mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode reciprocal.default"), 1),
+    **dict.fromkeys(aten("layer_norm.default group_norm.default"), 3),  # the square, 1 / deviation, the weight
+    **dict.fromkeys(aten("batch_norm.default softmax.int pow.Tensor_Scalar"), 1),
+    "aten.gelu.default": 3,  # x / sqrt(2), x times it, 1 / 2
+    **dict.fromkeys(aten("silu.default mish.default leaky_relu.default hardsigmoid.default"), 1),
+    "aten.hardswish.default": 2,
+    **dict.fromkeys(aten("mean.dim mean.default avg_pool2d.default"), 1),
+    **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
+}
+# The same, an element of what is reduced.
+_REDUCING = aten("var.correction linalg_vector_norm.default")
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One operation, on one image.
+
+    role: "linear", "conv", "qk" or "av", a product of two operands; "quantize" and "dequantize", between numbers and
+    codes; "look-up" and "shift", of logarithmic codes; or a float operation's own name. count: MACs of a product,
+    multiplications, look-ups or shifts of the others. left_bits, right_bits: the widths of what is multiplied, 0 where
+    nothing is. weight_bytes: of the weight, unless an earlier row has it, as codes with scales and zero points, or as
+    floats.
+    """
+
+    name: str
+    role: str
+    count: int
+    left_bits: int = 0
+    right_bits: int = 0
+    weight_bytes: int = 0
+
+    @property
+    def bops(self) -> int:
+        return self.count * self.left_bits * self.right_bits
+
+    @property
+    def fixops(self) -> float:
+        return self.bops / BOPS_PER_FIXOP
+
+
+@dataclass(frozen=True)
+class RoleCost:
+    """The sums over the rows of one role."""
+
+    count: int
+    fixops: float
+    bops: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """rows: in order of execution. size_bytes: of what is stored, by part, without names and program: "codes", "scale"
+    and "zero_point" of the weights, "activation" (scales and zero points of activations), "float" (all else)."""
+
+    rows: tuple[CostRow, ...]
+    size_bytes: Mapping[str, int]
+
+    @property
+    def products(self) -> tuple[CostRow, ...]:
+        """The rows whose MACs are usually meant: all but what is elementwise."""
+        return tuple(row for row in self.rows if row.role in PRODUCT_ROLES)
+
+    @property
+    def macs(self) -> int:
+        return sum(row.count for row in self.products)
+
+    @property
+    def fixops(self) -> float:
+        """Of the products."""
+        return self.bops / BOPS_PER_FIXOP
+
+    @property
+    def bops(self) -> int:
+        """Of the products."""
+        return sum(row.bops for row in self.products)
+
+    @property
+    def elementwise_fixops(self) -> float:
+        """Of everything else: quantizing, dequantizing and the float operations."""
+        return sum(row.bops for row in self.rows) / BOPS_PER_FIXOP - self.fixops
+
+    def by_role(self) -> dict[str, RoleCost]:
+        """The sums of the rows of each role, products first."""
+        roles = dict.fromkeys((*PRODUCT_ROLES, *(row.role for row in self.rows)))
+        grouped = {role: [row for row in self.rows if row.role == role] for role in roles}
+        return {
+            role: RoleCost(*(sum(getattr(row, name) for row in rows) for name in RoleCost.__dataclass_fields__))
+            for role, rows in grouped.items()
+            if rows
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        totals = {"macs": self.macs, "fixops": self.fixops, "bops": self.bops}
+        return {
+            **totals,
+            "elementwise_fixops": self.elementwise_fixops,
+            "size_bytes": dict(self.size_bytes),
+            "roles": {role: asdict(total) for role, total in self.by_role().items()},
+            "rows": [{**asdict(row), "fixops": row.fixops, "bops": row.bops} for row in self.rows],
+        }
+
+
+def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
+    """What a program costs on one image; what has no quantizer counts as float32.
+
+    input_shapes: of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes come from
+    a run without data. Raises ValueError where the program does not run on such inputs.
+    """
+    plain, sources = _without_quantizers(program)
+    values = _values(plain, input_shapes)
+    sites = {site.node.name: site for site in find_sites(plain)}
+    quantizers = _quantizers(program)
+    weights = {name: sum(_tensor_bytes(program, name).values()) for name in program.tensors}
+    rows: list[CostRow] = []
+    for node in program.nodes:
+        if node.op == FAKE_QUANTIZE:
+            rows += _quantize_rows(node.name, values[sources[node.name]].numel(), quantizers[node.name])
+        elif node.name in sites:
+            site = sites[node.name]
+            rows += _product_rows(site, node, values, quantizers, weights.pop(site.right, 0))
+        elif (count := _multiplications(node, values)) > 0:
+            role = node.op.removeprefix("aten.").split(".")[0]
+            rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
+    return Cost(tuple(rows), _size_bytes(program))
+
+
+def _without_quantizers(program: Program) -> tuple[Program, dict[str, str]]:
+    """The program with every operand read where it is made, and what each fake-quantize node reads."""
+    sources: dict[str, str] = {}
+    nodes = []
+    for node in program.nodes:
+        if node.op == FAKE_QUANTIZE:
+            name = node.args[0].name
+            sources[node.name] = sources.get(name, name)
+        else:
+            nodes.append(node.renamed(sources))
+    return replace(program, nodes=tuple(nodes), quantizers={}, weights={}), sources
+
+
+def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Every tensor of a run on one image, by name: shapes and types without data."""
+    program = program.map_tensors(lambda value: value.to("meta"))
+    dtype = next((value.dtype for value in program.tensors.values() if value.is_floating_point()), torch.float32)
+    inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in input_shapes]
+    values = {**program.tensors, **dict(zip(program.inputs, inputs, strict=False))}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, Tensor):
+            values[node.name] = result
+
+    try:
+        program.run(inputs, watch)
+    except (RuntimeError, TypeError, IndexError) as cause:
+        sizes = ", ".join(str(tuple(shape)) for shape in input_shapes)
+        raise ValueError(
+            f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape it was made for"
+        ) from cause
+    return values
+
+
+def _product_rows(
+    site: Site, node: Node, values: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], weight_bytes: int
+) -> Iterator[CostRow]:
+    """A product; where its operands are codes, the way back to floats; where one is logarithmic, the shifts (Eq. 10).
+
+    site: as it is without quantizers, which names it; node: as it is in the program.
+    """
+    count = _macs(site, values)
+    operands = [quantizers.get(ref.name) for ref in node.args[:2]]
+    left, right = (_bits(quantizer) for quantizer in operands)
+    yield CostRow(site.name, site.role, count, left, right, weight_bytes)
+    if any(isinstance(quantizer, LogQuantizer) for quantizer in operands):
+        yield CostRow(site.name, "shift", count)
+    if None not in operands:
+        yield CostRow(site.name, "dequantize", values[node.name].numel(), FLOAT_BITS, FLOAT_BITS)
+
+
+def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
+    """x / scale for every element; of a logarithmic code its mantissa and its shift are looked up (Eqs. 8-9)."""
+    yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
+    if isinstance(quantizer, LogQuantizer) and _bits(quantizer):
+        yield CostRow(name, "look-up", 2 * count)
+
+
+def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
+    """Products with padding count, as they are in a plain implementation."""
+    right = values[site.right]
+    depth = right[0].numel() if site.role == "conv" else values[site.left].shape[-1]
+    return values[site.node.name].numel() * depth
+
+
+def _quantizers(program: Program) -> dict[str, Quantizer]:
+    """Those of operands, by the operand's name."""
+    weights = {name: weight.quantizer for name, weight in program.weights.items()}
+    fakes = [node for node in program.nodes if node.op == FAKE_QUANTIZE]
+    return {**weights, **{node.name: program.quantizers[node.args[1]] for node in fakes}}
+
+
+def _bits(quantizer: Quantizer | None) -> int:
+    """The width of what is multiplied: a code, a mantissa, or a float.
+
+    Mantissas are bits + 1 wide. Where the base is a power of two there is one only, and a shift is all: 0.
+    """
+    if quantizer is None:
+        return FLOAT_BITS
+    if isinstance(quantizer, UniformQuantizer):
+        return quantizer.bits
+    if quantizer.q % quantizer.r == 0:
+        return 0
+    return quantizer.bits + 1 if quantizer.table else FLOAT_BITS
+
+
+def _multiplications(node: Node, values: Mapping[str, Tensor]) -> int:
+    """Of a float operation."""
+    result = values.get(node.name)
+    if result is None or not result.is_floating_point():
+        return 0
+    if node.op in _REDUCING:
+        return values[node.args[0].name].numel()
+    return _MULTIPLICATIONS.get(node.op, 0) * result.numel()
+
+
+def _size_bytes(program: Program) -> dict[str, int]:
+    sizes = {"codes": 0, "scale": 0, "zero_point": 0, "activation": 0, "float": 0}
+    for name in program.tensors:
+        for part, size in _tensor_bytes(program, name).items():
+            sizes[part] += size
+    for quantizer in program.quantizers.values():
+        sizes["activation"] += quantizer.scale.nbytes
+        if isinstance(quantizer, UniformQuantizer):
+            sizes["activation"] += quantizer.zero_point.numel()
+    return sizes
+
+
+def _tensor_bytes(program: Program, name: str) -> dict[str, int]:
+    """A tensor's bytes by part: a zero point takes one, codes lie side by side."""
+    if name not in program.weights:
+        return {"float": program.tensors[name].nbytes}
+    weight = program.weights[name]
+    codes = math.ceil(weight.codes.numel() * weight.quantizer.bits / 8)
+    return {"codes": codes, "scale": weight.quantizer.scale.nbytes, "zero_point": weight.quantizer.zero_point.numel()}

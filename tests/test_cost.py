@@ -1,0 +1,274 @@
+"""Costs against counts made by hand from the architectures, and against what a model really multiplies."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from adalog import Calibration, Config
+from adalog.capture import capture
+from adalog.cost import PRODUCT_ROLES, Cost, CostRow, cost
+from adalog.quantizers import LogQuantizer
+from zoo import IMAGES, NAMES, captured
+
+TINY = [(3, 32, 32)]  # the input of DemoViT
+
+
+def counts(found, role):
+    return [row.count for row in found.rows if row.role == role]
+
+
+def vit_macs(size, patch, width, depth, heads, classes, tokens_more=1, mlp=4):
+    """Role -> MACs of a plain ViT, from its description."""
+    patches = (size // patch) ** 2
+    tokens = patches + tokens_more
+    block = tokens * width * (3 * width) + tokens * width * width + 2 * tokens * width * (mlp * width)
+    attention = heads * tokens * tokens * (width // heads)
+    head = width * classes
+    return {
+        "conv": patches * (3 * patch * patch) * width,
+        "linear": depth * block + head,
+        "qk": depth * attention,
+        "av": depth * attention,
+    }
+
+
+@pytest.mark.slow
+def test_deit_tiny_is_20_1_billion():
+    """The float figure of the paper's Table 3, and DeiT-T's parameters in bytes."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("deit_tiny_patch16_224").eval()
+    found = cost(capture(model, torch.zeros(2, 3, 224, 224)), [(3, 224, 224)])
+    expected = vit_macs(224, 16, 192, 12, 3, 1000)
+    assert {role: row.count for role, row in found.by_role().items() if role in PRODUCT_ROLES} == expected
+    assert found.macs == sum(expected.values()) == 1_253_683_200
+    assert round(found.fixops / 1e9, 1) == 20.1
+    parameters = sum(value.numel() for value in model.parameters())
+    assert sum(found.size_bytes.values()) == pytest.approx(4 * parameters, abs=16)  # and the attention's scale
+    assert counts(found, "softmax") == [3 * 197 * 197] * 12
+    assert counts(found, "layer_norm") == [3 * 197 * 192] * 25
+
+
+def test_a_small_vit_by_hand():
+    pytest.importorskip("timm")
+    found = cost(captured("timm_vit")[1], TINY)
+    expected = vit_macs(32, 8, 48, 2, 3, 10)
+    assert {role: sum(counts(found, role)) for role in PRODUCT_ROLES} == expected
+    assert {(row.left_bits, row.right_bits) for row in found.products} == {(32, 32)}
+    assert found.fixops == 16 * found.macs
+    assert found.bops == 1024 * found.macs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_macs_are_those_torch_counts(name):
+    """PyTorch's own counter, on a batch of three: cost is for one image."""
+    _, program = captured(name)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        program.run((IMAGES[:3],))
+    assert 2 * 3 * cost(program, TINY).macs == counter.get_total_flops()
+
+
+# --- quantized models ------------------------------------------------------------------------------------------------
+
+WIDTH, HIDDEN, HEADS = 32, 128, 2  # of the tiny DemoViT, which has two blocks
+
+
+@pytest.fixture(scope="module")
+def mixed(calibration, fast):
+    """Five-bit weights, four-bit activations, three-bit softmax."""
+    return calibration.quantize(replace(fast, weight_bits=5, activation_bits=4, softmax_bits=3))
+
+
+def by_name(found, *roles):
+    return {row.name: row for row in found.rows if row.role in roles}
+
+
+def test_bits_and_counts_of_every_product(mixed):
+    found = cost(mixed.program, TINY)
+    rows = by_name(found, *PRODUCT_ROLES)
+    assert [row.name for row in found.products] == [entry.site for entry in mixed.ledger]
+    for entry in mixed.ledger:
+        row = rows[entry.site]
+        assert row.role == entry.role
+        if row.role == "qk":
+            bits = (4, 4)
+        elif row.role == "av":
+            bits = (3 + 1, 4)  # a mantissa of the softmax's table times a code of V
+        elif row.role == "conv":
+            bits = (8 if entry.source == "input" else 4, 5)
+        else:
+            bits = (4 + 1 if entry.source == "gelu" else 4, 5)
+        assert (row.left_bits, row.right_bits) == bits
+        assert row.bops == row.count * bits[0] * bits[1]
+    assert found.macs == cost(captured_float(mixed), TINY).macs
+
+
+def captured_float(model):
+    """The same operations without quantizers."""
+    tiny = replace(model.program, quantizers={}, weights={})
+    sources = {node.name: node.args[0].name for node in tiny.nodes if node.op == "adalog.fake_quantize"}
+    return replace(tiny, nodes=tuple(node.renamed(sources) for node in tiny.nodes if node.name not in sources))
+
+
+def test_logarithmic_operands_are_looked_up_and_shifted(mixed):
+    found = cost(mixed.program, TINY)
+    products = by_name(found, *PRODUCT_ROLES)
+    shifts = by_name(found, "shift")
+    assert shifts.keys() == {row.site for row in mixed.ledger if row.source in ("softmax", "gelu")}
+    assert all(row.count == products[name].count and row.bops == 0 for name, row in shifts.items())
+    elements = by_name(found, "quantize")
+    look_ups = by_name(found, "look-up")
+    logs = {name for name, quantizer in mixed.program.quantizers.items() if isinstance(quantizer, LogQuantizer)}
+    assert look_ups.keys() == logs
+    assert all(row.count == 2 * elements[name].count for name, row in look_ups.items())
+
+
+def test_requantization_is_one_multiplication_an_element(mixed, images):
+    """Every value that a quantizer sees, and every value that a product puts out."""
+    seen = {"quantize": {}, "dequantize": {}}
+
+    def watch(node, args, result):
+        if node.op == "adalog.fake_quantize":
+            seen["quantize"][node.name] = args[0][0].numel()
+        elif node.op.removeprefix("aten.").split(".")[0] in ("linear", "conv2d", "matmul", "bmm"):
+            seen["dequantize"][node.name] = result[0].numel()
+
+    mixed.program.run((images,), watch)
+    found = cost(mixed.program, TINY)
+    assert {row.name: row.count for row in found.rows if row.role == "quantize"} == seen["quantize"]
+    assert counts(found, "dequantize") == list(seen["dequantize"].values())
+    assert {(row.left_bits, row.right_bits) for row in found.rows if row.role.endswith("quantize")} == {(32, 32)}
+
+
+@pytest.mark.parametrize(("method", "bits"), [("log2", 0), ("log-sqrt2", 32), ("uniform", 4), ("adalog", 5)])
+def test_what_multiplies_after_the_softmax(calibration, fast, method, bits):
+    """log2 has one mantissa, so nothing is multiplied; log-sqrt2 has exact powers, floats; AdaLog bits + 1 of them."""
+    config = replace(Config.preset("w4a4", method), images=4, search=fast.search)
+    found = cost(calibration.quantize(config).program, TINY)
+    assert {row.left_bits for row in found.rows if row.role == "av"} == {bits}
+    assert bool(counts(found, "look-up")) == (method in ("adalog", "log-sqrt2"))
+    assert bool(counts(found, "shift")) == (method != "uniform")
+
+
+def test_bytes(mixed):
+    found = cost(mixed.program, TINY)
+    weights = mixed.program.weights
+    assert found.size_bytes["codes"] == sum(math.ceil(weight.codes.numel() * 5 / 8) for weight in weights.values())
+    channels = sum(len(weight.codes) for weight in weights.values())
+    assert (found.size_bytes["scale"], found.size_bytes["zero_point"]) == (4 * channels, channels)
+    floats = [value for name, value in mixed.program.tensors.items() if name not in weights]
+    assert found.size_bytes["float"] == sum(4 * value.numel() for value in floats)
+    stored = sum(found.size_bytes[part] for part in ("codes", "scale", "zero_point"))
+    assert sum(row.weight_bytes for row in found.rows) == stored
+
+
+def test_the_parts_of_the_file(mixed):
+    """Codes, scales and zero points are those of the artifact; it may store floats in half the bytes."""
+    from adalog import artifact
+
+    parts = artifact.sizes(artifact.serialise(mixed))
+    found = cost(mixed.program, TINY).size_bytes
+    for part in ("codes", "scale", "zero_point"):
+        assert parts[part] == found[part]
+    assert found["float"] / 2 <= parts["float"] <= found["float"]
+
+
+# --- convolutions, shapes, totals ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from([(1, 4, 6), (2, 4, 6), (3, 6, 9), (6, 6, 6)]),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.integers(1, 2),
+    st.integers(0, 1),
+    st.tuples(st.integers(5, 11), st.integers(5, 11)),
+)
+def test_convolutions_grouped_and_odd(channels, kernel, stride, padding, size):
+    """Each output sees kernel height x kernel width x (inputs / groups) values; padding counts."""
+    groups, inputs, outputs = channels
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, groups=groups)
+    found = cost(capture(conv, torch.randn(2, inputs, *size)), [(inputs, *size)])
+    height, width = ((size[i] + 2 * padding - kernel[i]) // stride + 1 for i in (0, 1))
+    assert found.macs == height * width * outputs * kernel[0] * kernel[1] * (inputs // groups)
+    assert [row.role for row in found.rows] == ["conv"]
+
+
+def test_a_depthwise_convolution_quantized(fast):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.GELU(), nn.Conv2d(6, 5, 1))
+    quantized = Calibration(model, torch.randn(4, 6, 7, 9)).quantize(fast)
+    found = cost(quantized.program, [(6, 7, 9)])
+    first, second = found.products
+    assert (first.count, first.left_bits, first.right_bits) == (7 * 9 * 6 * 9, 8, 4)
+    assert (second.count, second.left_bits, second.right_bits) == (7 * 9 * 5 * 6, 4 + 1, 4)
+    assert counts(found, "quantize") == [6 * 7 * 9, 6 * 7 * 9]
+    assert counts(found, "dequantize") == [6 * 7 * 9, 5 * 7 * 9]
+    assert counts(found, "gelu") == [3 * 6 * 7 * 9]
+
+
+def test_a_weight_that_serves_twice_is_stored_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.layer(torch.relu(self.layer(x)))
+
+    found = cost(capture(Twice(), torch.randn(2, 5, 6)), [(5, 6)])
+    assert counts(found, "linear") == [5 * 36, 5 * 36]
+    assert [row.weight_bytes for row in found.products] == [4 * 36, 0]
+    assert found.size_bytes["float"] == 4 * (36 + 6)
+
+
+@given(
+    st.lists(
+        st.builds(
+            CostRow,
+            st.text("ab", max_size=2),
+            st.sampled_from([*PRODUCT_ROLES, "gelu", "shift", "quantize"]),
+            st.integers(0, 10**12),
+            st.integers(0, 32),
+            st.integers(0, 32),
+            st.integers(0, 10**6),
+        )
+    )
+)
+def test_totals_are_sums(rows):
+    found = Cost(tuple(rows), {})
+    roles = found.by_role()
+    assert roles.keys() == {row.role for row in rows}
+    for name in ("count", "bops", "weight_bytes"):
+        assert sum(getattr(role, name) for role in roles.values()) == sum(getattr(row, name) for row in rows)
+    for each in (*rows, *roles.values()):
+        assert each.fixops == pytest.approx(each.bops / 64)
+    products = [row for row in rows if row.role in PRODUCT_ROLES]
+    assert found.macs == sum(row.count for row in products)
+    assert found.bops == sum(row.count * row.left_bits * row.right_bits for row in products)
+    everything = sum(row.count * row.left_bits * row.right_bits for row in rows) / 64
+    assert found.fixops + found.elementwise_fixops == pytest.approx(everything)
+
+
+def test_nothing_is_computed_and_nothing_changed(mixed, images):
+    before = mixed(images)
+    cost(mixed.program, TINY)
+    assert torch.equal(mixed(images), before)
+
+
+@pytest.mark.parametrize("shapes", [[(3, 48, 32)], [(1, 32, 32)], [(3, 32)], [], [(3, 32, 32)] * 2])
+def test_wrong_inputs_are_refused(mixed, shapes):
+    with pytest.raises(ValueError, match="does not run on inputs of"):
+        cost(mixed.program, shapes)
+
+
+def test_json(mixed):
+    told = json.loads(json.dumps(cost(mixed.program, TINY).to_json()))
+    assert told["fixops"] == told["bops"] / 64 == sum(told["roles"][role]["fixops"] for role in PRODUCT_ROLES)
+    assert {row["role"] for row in told["rows"]} == told["roles"].keys()
