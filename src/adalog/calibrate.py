@@ -137,21 +137,27 @@ class Operand:
         def logarithmic(points: Tensor) -> Tensor:
             results = []
             for point in points:
-                q, scale = _base_and_scale(point, form)
-                factor = scale.double().cpu()
-                levels = (
-                    log_levels(q, self.radix, form.bits, beyond=form.beyond, table=form.table) * factor - form.offset
-                )
-                cuts = log_thresholds(
-                    q, self.radix, form.bits, beyond=form.beyond, rounding=form.rounding, table=form.table
-                )
-                cuts = cuts * factor
-                codes = len(cuts) - torch.searchsorted(cuts.flip(0).contiguous(), middles)
-                table = levels.to(values.dtype)[codes].to(values.device)
+                levels, cuts = self.steps(point)
+                table = levels.to(values.dtype)[torch.searchsorted(cuts + form.offset, middles)].to(values.device)
                 results.append(table.index_select(0, bins).view(values.shape))
             return torch.stack(results) if len(results) > 1 else results[0][None]
 
         return logarithmic
+
+    def steps(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """The levels of one logarithmic or twin point, and the thresholds between them, ascending: float64, CPU."""
+        form = self.format
+        if form.twin:
+            half = symmetric_zero_point(form.bits)
+            signed = torch.arange(-half, half, dtype=torch.float64)
+            upper = float(point[0]) / (half - 1)
+            levels = signed.clamp(min=0) * upper + signed.clamp(max=0) * (form.offset / half)
+            return levels, (levels[1:] + levels[:-1]) / 2
+        q, scale = _base_and_scale(point, form)
+        factor, beyond, table = float(scale), form.beyond, form.table
+        levels = log_levels(q, self.radix, form.bits, beyond=beyond, table=table)
+        cuts = log_thresholds(q, self.radix, form.bits, beyond=beyond, rounding=form.rounding, table=table)
+        return levels.flip(0) * factor - form.offset, cuts.flip(0) * factor - form.offset
 
     def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
         """upper: (k, ), the largest value of each of k quantizers; the negative scale spans the offset."""
@@ -244,33 +250,46 @@ class Found:
         )
 
 
-def search_product(left: Operand, right: Operand, search: Search, start: Tensor | None = None) -> Found:
+def search_product(left: Operand, right: Operand, search: Search) -> Found:
     """Quantizers of both operands of left @ right^T, found in turn on the output's error, never exchanged for worse.
 
-    right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. It starts where
-    `search_right` ends (give `start` to save that search). A round that changes nothing is the last.
+    right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
+    from its own error; the right one is found first. A round that changes nothing is the last.
     """
-    second = search_right(left, right, search) if start is None and not right.is_float else start
-    first: Tensor | None = None
-    right_hat, left_hat = _apply(right, second), left.values
-    for index in range(search.rounds):
-        if index > 0 and not right.is_float:
-            best = _search_operand(right, left.values, left_hat, search, second)
-            if best is second:
-                break
-            second, right_hat = best, _apply(right, best)
-        if left.is_float:
+    first = None if left.is_float else search_own(left, search)
+    second: Tensor | None = None
+    left_hat, right_hat = _apply(left, first), right.values
+    if not right.is_float:
+        second = _search_operand(right, left.values, left_hat, search, None)
+        right_hat = _apply(right, second)
+    for _ in range(search.rounds):
+        before = first, second
+        if not left.is_float:
+            first = _search_operand(left, right.values, right_hat, search, first)
+            left_hat = _apply(left, first)
+        if not right.is_float and first is not before[0]:
+            second = _search_operand(right, left.values, left_hat, search, second)
+            right_hat = _apply(right, second)
+        if first is before[0] and second is before[1]:
             break
-        best = _search_operand(left, right.values, right_hat, search, first)
-        if best is first:
-            break
-        first, left_hat = best, _apply(left, best)
-    return Found.judged(left, right, *(part.quantizer(point) for part, point in ((left, first), (right, second))))
+    return Found.judged(left, right, left.quantizer(first), right.quantizer(second))
 
 
-def search_right(left: Operand, right: Operand, search: Search) -> Tensor:
-    """The right operand's best point while the left one is not quantized: the same for every quantizer of the left."""
-    return _search_operand(right, left.values, left.values, search, None)
+def search_own(operand: Operand, search: Search) -> Tensor:
+    """The operand's best point by its own error, the output not looked at."""
+    own = OwnError(operand.groups())
+    form = operand.format
+
+    def uniform(points: Tensor) -> Tensor:
+        return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], form.bits), form.bits)
+
+    def stepwise(points: Tensor) -> Tensor:
+        device = own.sorted.device
+        steps = ((part.to(device)[None, None] for part in operand.steps(point)) for point in points)
+        return torch.stack([own.loss(*pair)[0, 0] for pair in steps])
+
+    is_uniform = form.log2_base is None and not form.twin
+    return minimise(uniform if is_uniform else stepwise, operand, replace(search, strategy="fpcs"), None, None)
 
 
 def _search_operand(
@@ -321,11 +340,5 @@ def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, 
 
     values: (T, C).
     """
-    own = OwnError(values.t())
-    operand = Operand(values, Format(bits, keep=(1,)))
-
-    def loss(points: Tensor) -> Tensor:
-        return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], bits), bits)
-
-    point = minimise(loss, operand, replace(search, strategy="fpcs"), None, None)
+    point = search_own(Operand(values, Format(bits, keep=(1,))), search)
     return bounds_to_uniform(point[0], point[1], bits)

@@ -69,8 +69,10 @@ class Config:
     q_max (released: 10 ... 137; from 1 because small q win at 6 bits). offset: what lifts GELU's tail; None: minus the
     minimum of the activation at hand (the paper: 0.17). beyond, rounding: see `quantizers.log_quantize`; zero-coded and
     nearest because they store in `bits` bits at the least loss.
-    per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_head: the scale of the last
-    norm is folded into the head too (not as released). images: how many calibrate (32).
+    per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_rows: a norm is folded where
+    at least so many rows of calibration give its channels their scales (a head on one token an image has 32, and is the
+    worse for it: benchmarks/results/folds.json). fold_head: whether the last norm is one to fold (released: not).
+    images: how many calibrate (32).
     """
 
     weight_bits: int = 4
@@ -86,6 +88,7 @@ class Config:
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
     per_head: bool = True
+    fold_rows: int = 128
     fold_head: bool = True
     images: int = 32
     search: Search | ReleasedSearch = field(default_factory=Search)
@@ -103,7 +106,7 @@ class Config:
                 raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(get_args(allowed))}")
         if self.post_softmax == "twin":
             raise ValueError("post_softmax = 'twin': a twin quantizer is for values of both signs")
-        for name in ("r", "q_min", "q_max", "images"):
+        for name in ("r", "q_min", "q_max", "fold_rows", "images"):
             _check_whole(name, getattr(self, name), 1)
         if self.q_min > self.q_max:
             raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
@@ -171,6 +174,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "offset": 0.16997124254703522,
         "input_bits": FLOAT_BITS,
         "q_min": 10,
+        "fold_rows": 1,
         "fold_head": False,
         "search": ReleasedSearch(),
     },

@@ -229,7 +229,7 @@ def _bits(quantizer: Quantizer | None) -> int:
     """
     if quantizer is None:
         return FLOAT_BITS
-    if isinstance(quantizer, UniformQuantizer):
+    if not isinstance(quantizer, LogQuantizer):
         return quantizer.bits
     if quantizer.q % quantizer.r == 0:
         return 0

@@ -8,6 +8,7 @@ Q K^T and A V. With the other operand already quantized, and D = Q(left) - left,
 so nothing large cancels, and biases and offsets drop out. Swapping and transposing the operands gives the other search.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 # Candidates are scored in chunks of about this many elements, so that the temporaries stay in the cache.
 CHUNK_ELEMENTS = 1 << 19
+OWN_ELEMENTS = 1 << 22
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 
@@ -52,14 +54,16 @@ class ProductError:
             base, factor = base @ transposed, right_hat @ transposed
         return ProductError(left, factor, base, constant, gram, kept, mask)
 
-    def sample(self, stride: int, least: int = 32) -> "ProductError | None":
+    def sample(self, stride: int, least: int = 1024) -> "ProductError | None":
         """The same error on every `stride`-th image or row, to tell hopeless candidates from good ones.
 
-        Strides over the first dimension that is summed over; None where that is the last one or shorter than `least`.
+        Strides over the first dimension that is summed over; None where that is the last one, is shorter than 32, or
+        where a loss sums over fewer than `least` rows in all.
         """
-        dim = next(dim for dim in range(self.left.ndim) if dim not in self.keep)
-        if dim == self.left.ndim - 1 or self.left.shape[dim] < least:
+        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
+        if not summed or self.left.shape[summed[0]] < 32 or math.prod(self.left.shape[dim] for dim in summed) < least:
             return None
+        dim = summed[0]
         take = (slice(None),) * dim + (slice(None, None, stride),)
         mask = None if self.mask is None else self.mask[take]
         factor = self.factor[take] if dim < self.factor.ndim - 2 else self.factor
@@ -90,20 +94,23 @@ def _total(values: Tensor, keep: tuple[int, ...]) -> Tensor:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) a candidate.
 
-    sample: (G, T), one row a group.
+    sample: (G, T), one row a group, of which about OWN_ELEMENTS values are looked at, evenly spread.
     """
 
     def __init__(self, sample: Tensor):
+        stride = sample.numel() // OWN_ELEMENTS
+        sample = sample[:, :: stride + 1 - stride % 2]  # odd, so that it meets every column of a grid
         self.sorted = sample.double().sort(dim=1).values.contiguous()
         zero = self.sorted.new_zeros(len(sample), 1)
         self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
         self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
 
     def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-        """scale, zero_point (K, G), of uniform quantizers -> (K, G)."""
-        scale, zero_point = (value.double()[..., None] for value in (scale, zero_point))
+        """scale, zero_point (K, *groups), of uniform quantizers -> (K, *groups)."""
+        shape = scale.shape
+        scale, zero_point = (value.double().reshape(shape[0], -1, 1) for value in (scale, zero_point))
         code = torch.arange(2**bits, dtype=torch.float64, device=scale.device)
-        return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point))
+        return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point)).view(shape)
 
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog import released
-from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product, search_right
+from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product
 from adalog.capture import capture
 from adalog.config import Config, ReleasedSearch
 from adalog.errors import CalibrationError
@@ -164,16 +164,12 @@ class Calibration:
         fold = self._fold(group.pair, config) if group.pair is not None and self._folds(group.pair, config) else None
         left, right = self._operands(group, config, fold)
         search = config.search
-        problem = (group.first.name, right.format, search, config.activation_bits if fold else None)
-        key = (*problem, left.format)
-        if key in self._found:
-            pass
-        elif isinstance(search, ReleasedSearch):
-            self._found[key] = released.search_product(group.first.role, left, right, search)
-        else:
-            if problem not in self._found and not right.is_float:  # what methods that differ in the left one share
-                self._found[problem] = search_right(left, right, search)
-            self._found[key] = search_product(left, right, search, self._found.get(problem))
+        key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
+        if key not in self._found:
+            if isinstance(search, ReleasedSearch):
+                self._found[key] = released.search_product(group.first.role, left, right, search)
+            else:
+                self._found[key] = search_product(left, right, search)
         return Searched(group.sites, left, right, self._found[key], fold)
 
     def operand(self, name: str) -> Tensor:

@@ -132,12 +132,7 @@ class _UniformSpace:
         if not own_error:
             return self._quantizer(self._grid()[0][POINTS - 2])
         own, bits = OwnError(self.operand.groups()), self.operand.format.bits
-
-        def loss(points: Tensor) -> Tensor:
-            scale, zero_point = points.reshape(len(points), 2, -1).unbind(1)
-            return own.uniform_loss(scale, zero_point, bits).view(len(points), *points.shape[2:])
-
-        return self._found(loss)
+        return self._found(lambda points: own.uniform_loss(points[:, 0], points[:, 1], bits))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """By the product's error. current: not looked at."""
