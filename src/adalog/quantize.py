@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adalog.calibrate import Format, Found, Operand, search_channels, search_product, search_right
 from adalog.capture import capture
 from adalog.config import Config
+from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
@@ -48,8 +49,7 @@ def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
         raise CalibrationError(
             f"calibration takes {count} images, got {len(images)}: give more, or set Config(images={len(images)})"
         )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return images[order[:count].to(images.device)]
+    return images[draw_indices(len(images), count, seed).to(images.device)]
 
 
 @dataclass(frozen=True)
