@@ -18,8 +18,10 @@ from adalog.errors import DataError
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
 
-SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm")
-SUFFIXES += (".tga", ".tif", ".tiff", ".webp")
+SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
+    *(".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 # Pixels that resizing may make, so that an image of one row of pixels does not fill the memory.
@@ -54,7 +56,8 @@ def read_image(path: str | Path) -> Image.Image:
     without a range (float, 32 bits).
     """
     try:
-        with Image.open(path) as image:
+        # Given a path, Pillow maps the file, and scrambles uncompressed TIFFs that are to be turned.
+        with Path(path).open("rb") as file, Image.open(file) as image:
             # Pillow only warns up to twice its limit.
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise Image.DecompressionBombError
