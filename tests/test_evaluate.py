@@ -279,7 +279,7 @@ def test_what_does_not_fit_together_is_refused(arguments, told):
 
 
 def test_nearest_by_hand():
-    """Without the mean's being taken off, or with distances instead of angles, each of these differs."""
+    """Without the mean's being taken off they would be 8, 7, 6, 5; by distance the last would be 5."""
     support = torch.tensor([[11.0, 10.0], [10.0, 12.0], [8.0, 9.0], [11.0, 9.0]])  # mean (10, 10)
     query = torch.tensor([[40.0, 10.0], [10.1, 11.0], [-90.0, -40.0], [10.001, 9.999]])
     found = classify_by_nearest(support, [5, 6, 7, 8], query)
