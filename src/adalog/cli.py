@@ -21,7 +21,7 @@ import adalog
 from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo
 from adalog.capture import capture
 from adalog.cost import PRODUCT_ROLES, cost
-from adalog.evaluate import Score, predict, score
+from adalog.evaluate import Score, Share, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
 
@@ -90,8 +90,13 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
+def share(value: Share | None) -> float | None:
+    return None if value is None else value.value
+
+
 def interval(result: Score) -> str:
-    return f"{100 * result.top1:.1f} % ({100 * result.low:.1f}-{100 * result.high:.1f})"
+    top1 = result.top1
+    return "" if top1 is None else f"{100 * top1.value:.1f} % ({100 * top1.low:.1f}-{100 * top1.high:.1f})"
 
 
 @app.command(name="demo")
@@ -138,7 +143,7 @@ def demo_command(
                 count = quantized.save(out / f"demo-{config.bits}.safetensors")
             else:
                 count = len(artifact.serialise(quantized))
-            row = {"bits": config.bits, "method": method, "top1": result.top1, "agreement": result.agreement}
+            row = {"bits": config.bits, "method": method, "top1": share(result.top1), "agreement": result.agreement}
             rows.append({**row, "bytes": count, "seconds": round(seconds, 3)})
             table.add_row(
                 config.bits,
@@ -158,7 +163,7 @@ def demo_command(
         console.print(
             f"wrote {', '.join(str(path) for path in sorted(out.iterdir()))}", soft_wrap=True, highlight=False
         )
-    emit_json({"fp32": {"top1": fp32.top1}, "rows": rows, "seed": seed}, json_out)
+    emit_json({"fp32": {"top1": share(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
 
 
 def _site_progress(progress: Progress, task: TaskID, name: str) -> Any:
@@ -226,13 +231,11 @@ def evaluate(
     with progress_bar() as progress:
         task = progress.add_task("images", total=2 * len(images))
         reference = predict(
-            demo.load_model(), images, jobs=jobs, progress=lambda done, _: progress.update(task, completed=done)
+            demo.load_model(), images, jobs=jobs, progress=lambda done: progress.update(task, completed=done)
         )
         shift = len(images)
-        classes = predict(
-            model, images, jobs=jobs, progress=lambda done, _: progress.update(task, completed=shift + done)
-        )
-    result = score(classes, labels, reference)
+        logits = predict(model, images, jobs=jobs, progress=lambda done: progress.update(task, completed=shift + done))
+    result = score(logits, labels, reference)
     if json_out != "-":
         print(
             f"{file}: top-1 {interval(result)} on {result.images} images, "

@@ -18,4 +18,4 @@ class ArtifactError(AdalogError):
 
 
 class DataError(AdalogError):
-    """Images or labels that cannot be read."""
+    """Images or labels that cannot be read, or outputs of a model that cannot be judged by them."""

@@ -13,6 +13,7 @@ from adalog import released
 from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product
 from adalog.capture import capture
 from adalog.config import Config, ReleasedSearch
+from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
@@ -50,8 +51,7 @@ def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
         raise CalibrationError(
             f"calibration takes {count} images, got {len(images)}: give more, or set Config(images={len(images)})"
         )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return images[order[:count].to(images.device)]
+    return images[draw_indices(len(images), count, seed).to(images.device)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class Calibration:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        refusals = {pair.norm.scope: pair.refusal for pair in self.pairs if pair.refusal}
+        reasons = ((pair.norm.scope, pair.refusal or self._unfolded(pair, config)) for pair in self.pairs)
+        refusals = {scope: reason for scope, reason in reasons if reason}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
     def search(self, config: Config) -> list[Searched]:
@@ -161,7 +162,9 @@ class Calibration:
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
-        fold = self._fold(group.pair, config) if group.pair is not None and self._folds(group.pair, config) else None
+        fold = None
+        if group.pair is not None and not self._unfolded(group.pair, config):
+            fold = self._fold(group.pair, config)
         left, right = self._operands(group, config, fold)
         search = config.search
         key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
@@ -176,12 +179,18 @@ class Calibration:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
         return self._seen[name]
 
-    def _folds(self, pair: Pair, config: Config) -> bool:
+    def _unfolded(self, pair: Pair, config: Config) -> str:
+        """Why these choices leave a foldable norm as it is; empty where they fold it."""
+        rows = self._seen[pair.norm.name][..., 0].numel()
         if config.activation_bits == FLOAT_BITS:
-            return False
+            return "its linears take float activations"
         if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:
-            return False  # nor does the released code
-        return config.fold_head or pair.norm.name not in self._head
+            return "the released code does not where weights and activations have unequal bits"
+        if not config.fold_head and pair.norm.name in self._head:
+            return "it is the head's"
+        if rows < config.fold_rows:
+            return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
+        return ""
 
     def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
         search, bits = config.search, config.activation_bits

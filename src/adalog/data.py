@@ -1,0 +1,308 @@
+"""Images from disk: folders and their labels, reading a file rightly, what a model wants done to it, seeded draws."""
+
+import csv
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, UnidentifiedImageError
+from torch import Tensor
+
+from adalog.errors import DataError
+
+Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
+
+SUFFIXES = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm"),
+    *(".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+# Pixels that resizing may make, so that an image of one row of pixels does not fill the memory.
+_MOST_RESIZED = 2**27
+_TURNS = {  # EXIF orientation: what undoes it
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def draw_indices(total: int, count: int, seed: int) -> Tensor:
+    """`count` of the numbers below `total`, drawn without replacement from a generator of its own: int64, (count,)."""
+    if not 0 <= count <= total:
+        raise ValueError(f"count = {count} is not a whole number from 0 to {total}, of which it would be drawn")
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
+
+
+# --- one image -------------------------------------------------------------------------------------------------------
+
+
+def read_image(path: str | Path) -> Image.Image:
+    """An image file in RGB, 8 bits a channel, the right way up.
+
+    Its EXIF orientation is applied; what is transparent shows white; 16 bits become the upper 8, in grey as Pillow does
+    it in colour; CMYK is converted without its profile; of an animation it is the first image.
+    Raises DataError for what is no image, is damaged, has more pixels than PIL.Image.MAX_IMAGE_PIXELS, or holds numbers
+    without a range (float, 32 bits).
+    """
+    try:
+        # Given a path, Pillow maps the file, and scrambles uncompressed TIFFs that are to be turned.
+        with Path(path).open("rb") as file, Image.open(file) as image:
+            # Pillow only warns up to twice its limit.
+            if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
+                raise Image.DecompressionBombError
+            image.load()
+            turn = _TURNS.get(_orientation(image))
+            upright = image if turn is None else image.transpose(turn)
+            return _to_rgb(upright)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as cause:
+        raise DataError(
+            f"{path} has more pixels than PIL.Image.MAX_IMAGE_PIXELS = {Image.MAX_IMAGE_PIXELS} allows: "
+            "make it smaller, or leave it out"
+        ) from cause
+    except UnidentifiedImageError as cause:
+        raise DataError(
+            f"{path} is not an image that Pillow can read: leave it out, or convert it to PNG or JPEG"
+        ) from cause
+    except Exception as cause:  # on damaged files Pillow's readers raise whatever their parsing runs into
+        reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+        raise DataError(f"{path} cannot be read as an image: {reason}; replace it, or leave it out") from cause
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation of a loaded image; 1 where there is none, or where the EXIF is damaged and the image not."""
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # as in read_image
+        return 1
+    return found if isinstance(found, int) else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits, in 16 or 32, which converting would clip to 8
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError(
+                f"its values go from {values.min()} to {values.max()}, beyond 16 bits: make it one of 8 bits"
+            )
+        codes = (values >> 8).astype(np.uint8)
+        codes[values == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(codes).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("it holds floating-point numbers, whose range is not known: make it one of 8 bits")
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        if image.mode == "La":  # multiplied by its alpha, and converts to nothing but LA
+            image = image.convert("LA")
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """What is done to an image before a model sees it: resized, cropped at its centre, scaled and normalised.
+
+    size: (H, W) that the model takes. resize: the image's shorter side before the crop, its shape kept, or its exact
+    (H, W), its shape squashed; never smaller than the crop, so that nothing need be padded.
+    mean, std: of a channel after its codes 0-255 were multiplied by `rescale`.
+    """
+
+    size: tuple[int, int] = (224, 224)
+    resize: int | tuple[int, int] = 256
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    interpolation: Interpolation = "bicubic"
+    rescale: float = 1 / 255
+
+    def __post_init__(self) -> None:
+        if len(self.size) != 2 or min(self.size) < 1:
+            raise ValueError(f"size = {self.size} is not (height, width) in pixels")
+        sides = (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
+        if len(sides) != 2 or any(side < crop for side, crop in zip(sides, self.size, strict=True)):
+            raise ValueError(
+                f"resize = {self.resize} is smaller than the crop size = {self.size}: give at least {max(self.size)}, "
+                f"or {self.size} for no crop"
+            )
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, std positive")
+        if self.interpolation not in get_args(Interpolation):
+            raise ValueError(f"interpolation = {self.interpolation!r} is none of {', '.join(get_args(Interpolation))}")
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """An RGB image as float32, (3, H, W). Raises DataError for one too long and thin to be resized."""
+        width, height = self._resized(*image.size)
+        if width * height > _MOST_RESIZED:
+            raise DataError(
+                f"an image of {image.width} x {image.height} pixels would become one of {width} x {height}: "
+                "crop it, or leave it out"
+            )
+        image = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
+        top, left = round((height - self.size[0]) / 2), round((width - self.size[1]) / 2)
+        image = image.crop((left, top, left + self.size[1], top + self.size[0]))
+        pixels = (
+            torch.from_numpy(np.array(image)).permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        )
+        mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
+        return (pixels * self.rescale - mean) / std
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height) after resizing; the longer side is rounded down, as torchvision does."""
+        if not isinstance(self.resize, int):
+            return self.resize[1], self.resize[0]
+        longer = int(self.resize * max(width, height) / min(width, height))
+        return (self.resize, longer) if width <= height else (longer, self.resize)
+
+
+def side_before_crop(side: int, crop_share: float) -> int:
+    """`resize` for a crop of `side` pixels that is `crop_share` of the image's shorter side, timm's crop_pct."""
+    return math.floor(side / crop_share)
+
+
+# --- many images -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Image files, in an order that is the same on every machine, with their classes where these are known."""
+
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and len(self.labels) != len(self.paths):
+            raise ValueError(f"{len(self.paths)} paths have {len(self.labels)} labels: give one for each, or None")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def select(self, indices: Iterable[int]) -> "ImageSet":
+        """These images only, in this order."""
+        chosen = list(indices)
+        labels = None if self.labels is None else tuple(self.labels[index] for index in chosen)
+        return ImageSet(tuple(self.paths[index] for index in chosen), labels)
+
+    def sample(self, count: int, seed: int) -> "ImageSet":
+        """`count` of the images, drawn without replacement with `seed`. Raises DataError where there are fewer."""
+        if count > len(self):
+            raise DataError(f"{count} images are wanted, {len(self)} are there: give more images, or ask for fewer")
+        return self.select(draw_indices(len(self), count, seed).tolist())
+
+    def load(self, preprocessing: Preprocessing, *, jobs: int = 1) -> Tensor:
+        """All images, read in `jobs` threads: float32, (N, 3, H, W). Raises DataError."""
+        images = torch.empty(len(self), 3, *preprocessing.size)
+
+        def read(index: int) -> None:
+            image = read_image(self.paths[index])
+            try:
+                images[index] = preprocessing(image)
+            except DataError as cause:
+                raise DataError(f"{self.paths[index]}: {cause}") from cause
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for _ in pool.map(read, range(len(self))):
+                pass
+        return images
+
+    def batches(
+        self,
+        preprocessing: Preprocessing,
+        *,
+        batch: int = 20,
+        jobs: int = 1,
+        progress: Callable[[int], None] | None = None,
+    ) -> Iterator[Tensor]:
+        """The images in batches, (B, 3, H, W), each read when it is asked for. progress(done): images read so far."""
+        for start in range(0, len(self), batch):
+            part = self.select(range(start, min(start + batch, len(self))))
+            images = part.load(preprocessing, jobs=jobs)
+            if progress is not None:
+                progress(start + len(part))
+            yield images
+
+
+def find_images(folder: str | Path) -> ImageSet:
+    """The images of a folder, known by their suffix; other files and hidden ones are passed over.
+
+    With one CSV file in the folder, the files it names, with their labels: columns `file` (relative to the folder, with
+    forward slashes) and `label`. Without, if there are subfolders, one subfolder a class, as ImageNet is laid out: the
+    label is the rank of the folder's name. Otherwise the images of the folder itself, without labels.
+    Sorted by folder and name. Raises DataError for a folder of no such layout, without images, or with a wrong CSV.
+    """
+    folder = Path(folder)
+    try:
+        files, folders = _list(folder)
+        tables = [name for name in files if Path(name).suffix.lower() == ".csv"]
+        if len(tables) > 1:
+            raise DataError(f"{folder} has {len(tables)} CSV files, {', '.join(tables)}: keep the one with the labels")
+        if tables:
+            return _read_table(folder, folder / tables[0])
+        flat = _images(files)
+        classes = {name: _images(_list(folder / name)[0]) for name in folders}
+    except OSError as cause:
+        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
+    empty = [name for name, images in classes.items() if not images]
+    if flat and len(empty) == len(classes):
+        return ImageSet(tuple(folder / name for name in flat))
+    if flat:
+        raise DataError(
+            f"{folder} has images both in itself and in subfolders: keep one kind, or list them in a CSV file of "
+            "file,label"
+        )
+    if len(empty) == len(classes):
+        raise DataError(
+            f"{folder} has no images: give a folder of images, or of one subfolder a class, or with a CSV file of "
+            "file,label"
+        )
+    if empty:  # dropping it might shift the labels of those behind it, and so might keeping it
+        raise DataError(f"{folder / empty[0]} has no images, so it is not clear what the classes are: remove it")
+    pairs = [(folder / name / image, label) for label, name in enumerate(classes) for image in classes[name]]
+    return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs))
+
+
+def _list(folder: Path) -> tuple[list[str], list[str]]:
+    """The names of a folder's files and of its subfolders, sorted, hidden ones left out, links followed."""
+    with os.scandir(folder) as found:
+        entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith("."))
+    return [name for name, is_folder in entries if not is_folder], [name for name, is_folder in entries if is_folder]
+
+
+def _images(names: Sequence[str]) -> list[str]:
+    return [name for name in names if Path(name).suffix.lower() in SUFFIXES]
+
+
+def _read_table(folder: Path, table: Path) -> ImageSet:
+    """The images and labels that a CSV file names."""
+    try:
+        with table.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines)
+            if not {"file", "label"} <= set(reader.fieldnames or ()):
+                raise DataError(f"{table} does not begin with the columns file,label: add this line")
+            rows = [(reader.line_num, row["file"] or "", (row["label"] or "").strip()) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as cause:
+        raise DataError(f"{table} is not a CSV file in UTF-8: {cause}") from cause
+    labels: dict[str, int] = {}
+    for line, name, label in rows:
+        where = f"{table}, line {line}"
+        if not name or PureWindowsPath(name).anchor or ".." in Path(name).parts:
+            raise DataError(f"{where}: {name!r} is not a path below {folder}: name files relative to the folder")
+        if not (folder / name).is_file():
+            raise DataError(f"{where}: {folder / name} is not there: remove the line, or add the file")
+        if name in labels:
+            raise DataError(f"{where}: {name} is named a second time: keep one line")
+        if not (label.isascii() and label.isdecimal() and len(label) < 10):
+            raise DataError(f"{where}: label {label!r} is not a class index: give a whole number, from 0")
+        labels[name] = int(label)
+    if not labels:
+        raise DataError(f"{table} names no images: add lines of file,label, or remove it")
+    names = sorted(labels, key=lambda name: PurePosixPath(name).parts)
+    return ImageSet(tuple(folder / name for name in names), tuple(labels[name] for name in names))
