@@ -149,6 +149,11 @@ def _timm(name: str, pretrained: bool) -> _Built:
     channels, height, width = given["input_size"]
     _only_rgb(f"timm:{name}", channels)
     resize: int | tuple[int, int] = side_before_crop(max(height, width), given["crop_pct"])
+    if given["crop_mode"] not in ("center", "squash"):
+        raise DataError(
+            f"timm:{name} prepares images by crop_mode {given['crop_mode']!r}, which Preprocessing cannot say: return "
+            "(module, Preprocessing) from a path.py:function of yours"
+        )
     if given["crop_mode"] == "squash":
         resize = (side_before_crop(height, given["crop_pct"]), side_before_crop(width, given["crop_pct"]))
     mean, std = _three(given["mean"]), _three(given["std"])
@@ -191,16 +196,17 @@ def _hf(name: str, pretrained: bool) -> _Built:
 
     with _refusal(f"the config of hf:{name} cannot be loaded", "give hf:DIR, a folder that save_pretrained wrote"):
         config = fetch(transformers.AutoConfig.from_pretrained)
+        config.dtype = torch.float32  # whatever type the weights are stored in
         _only_rgb(f"hf:{name}", getattr(config, "num_channels", 3))
-        architectures = config.architectures or ()
-        classifies = any("ForImageClassification" in architecture for architecture in architectures)
-        if not architectures:
+        config.architectures = config.architectures or []  # transformers goes through them
+        classifies = any("ForImageClassification" in architecture for architecture in config.architectures)
+        if not config.architectures:
             classifies = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
         maker = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
     absent: list[str] = []
     with _refusal(f"{_WEIGHTS * pretrained}hf:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained:
-            module, told = fetch(maker.from_pretrained, output_loading_info=True, weights_only=True)
+            module, told = fetch(maker.from_pretrained, config=config, output_loading_info=True, weights_only=True)
             absent = sorted(told["missing_keys"])
         else:
             module = maker.from_config(config, trust_remote_code=False)
@@ -299,16 +305,29 @@ def _call(path: Path, function: str) -> _Built:
 def _load_weights(module: nn.Module, path: Path, spec: str) -> None:
     """Put a file's weights into a module, all of them and no others."""
     own, given = module.state_dict(), _read_weights(path)
+    if _misfit(own, given):
+        with _refusal(f"{path} does not fit {spec}: {_misfit(own, given)}", "use the weights of this model"):
+            given = _renamed(module, given)
     misfit = _misfit(own, given)
-    # timm renames the weights of other releases of its models by a function beside each architecture.
-    convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
-    if misfit and convert is not None and spec.startswith("timm:"):
-        with _refusal(f"{path} does not fit {spec}: {misfit}", "use the weights of this model"):
-            given = convert(dict(given), module)
-        misfit = _misfit(own, given)
     if misfit:
         raise DataError(f"{path} does not fit {spec}: {misfit}; use the weights of this model")
     module.load_state_dict(given)
+
+
+def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as timm and transformers name them today, who read those of their own older releases and of others."""
+    maker: Any = type(module)
+    home = sys.modules[maker.__module__]
+    if home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn"):
+        return dict(home.checkpoint_filter_fn(dict(given), module))
+    if home.__name__.startswith("transformers."):
+        other, told = maker.from_pretrained(
+            None, config=module.config, state_dict=given, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        renamed = {name: value for name, value in other.state_dict().items() if name not in told["missing_keys"]}
+        renamed |= {name: torch.empty(shape) for name, shape, _ in told["mismatched_keys"]}
+        return renamed | {name: given[name] for name in told["unexpected_keys"]}
+    return given
 
 
 def _misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
