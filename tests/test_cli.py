@@ -127,31 +127,33 @@ def run_quietly(*arguments, **environment):
 
 def test_inspect_a_model(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    target = f"{tmp_path / 'own.py'}:model"
-    code, out, err = run_quietly("inspect", target, "--json", "-")
+    target, file = f"{tmp_path / 'own.py'}:model", tmp_path / "w.safetensors"
+    save_file(models.load_model(target).module.state_dict(), file)
+    code, out, err = run_quietly("inspect", target, "--checkpoint", file, "--json", "-")
     assert (code, err) == (0, "")
     told = json.loads(out)
     assert told == models.inspect(models.load_model(target)) | {"preprocessing": told["preprocessing"]}
     assert (told["linears"], told["post_gelu"], told["images"]) == (2, 1, [3, 8, 8])
     assert told["preprocessing"]["size"] == [8, 8]
-    code, out, err = run_quietly("inspect", target)
-    assert (code, err) == (0, "")
-    assert "2 linears, 0 convolutions, 0 Q K^T, 0 A V, 0 other products; 1 sites after a GELU, 0 norms fold" in out
-    assert "word of its own" not in out
-    assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"own.py", "w.safetensors"}
 
 
-def test_inspect_with_a_checkpoint(tmp_path):
-    state = models.load_model("demo", pretrained=False).module.state_dict()
-    save_file(state, tmp_path / "w.safetensors")
-    told = json.loads(run("inspect", "demo", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"))
-    assert (told["linears"], told["convs"], told["pairs"]) == (25, 3, 13)
-    message = run("inspect", "demo", "--checkpoint", tmp_path / "none.safetensors", code=2)
-    assert message.startswith("error: ")
-    assert message.endswith("none.safetensors cannot be read: No such file or directory; give a file of weights\n")
+def test_inspect_a_model_as_a_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "argv", ["adalog", "inspect", f"{tmp_path / 'own.py'}:model"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    told = capsys.readouterr()
+    assert not stopped.value.code
+    assert "2 linears, 0 convolutions, 0 Q K^T, 0 A V, 0 other products; 1 sites after a GELU, 0 norms fold" in told.out
+    assert "word of its own" not in told.out
+    assert told.err == ""
 
 
-@pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)],
+)
 def test_weights_that_cannot_be_downloaded(tmp_path, environment):
     pytest.importorskip("timm")
     code, out, err = run_quietly("inspect", "timm:deit_tiny_patch16_224", HF_HOME=str(tmp_path), **environment)
@@ -177,6 +179,7 @@ def test_weights_that_cannot_be_downloaded(tmp_path, environment):
         (["inspect", "x.safetensors", "--checkpoint", "y"], "take a model, x.safetensors is none of timm:NAME"),
         (["inspect", "tim:vit"], "model 'tim:vit' is none of timm:NAME"),
         (["inspect", "hf:."], ". has no config.json"),
+        (["inspect", "demo", "--checkpoint", "none.pt"], "none.pt cannot be read: No such file or directory"),
         (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or holds other things than tensors"),
     ],
 )
