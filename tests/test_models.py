@@ -677,6 +677,30 @@ def test_checkpoints_that_are_refused(tmp_path, weights, make, told):
     assert told in message
 
 
+def test_the_cache_of_torchvision_runs_no_code(tmp_path, monkeypatch):
+    from torchvision.models import Swin_T_Weights
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file, marker = tmp_path / "hub" / "checkpoints" / Swin_T_Weights.DEFAULT.url.rpartition("/")[2], tmp_path / "ran"
+    file.parent.mkdir(parents=True)
+    torch.save({"state_dict": Evil(marker)}, file)
+    assert "the pretrained weights of torchvision:swin_t cannot be loaded" in refused("torchvision:swin_t")
+    assert not marker.exists()
+
+
+@slow
+def test_torchvision_weights_of_the_cache(tmp_path, monkeypatch):
+    from torchvision.models import Swin_T_Weights
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    module = load_model("torchvision:swin_t", pretrained=False, seed=3).module
+    file = tmp_path / "hub" / "checkpoints" / Swin_T_Weights.DEFAULT.url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(module.state_dict(), file)
+    found = load_model("torchvision:swin_t").module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in module.state_dict().items())
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickle_runs_no_code(tmp_path, zipped):
     file, marker = tmp_path / "w.pt", tmp_path / "ran"

@@ -319,11 +319,10 @@ def print_bytes(content: bytes) -> None:
     table.add_column("tensor", overflow="fold")
     for column in (*columns, "all"):
         table.add_column(column, justify="right")
-    rows = artifact.tensor_sizes(content) | {"header": {}}
-    for name, counts in rows.items():
-        whole = parts["header"] if name == "header" else sum(counts.values())
+    for name, counts in artifact.tensor_sizes(content).items():
         cells = [f"{counts[part]:,}" if part in counts else "" for part in columns]
-        table.add_row(escape(name), *cells, f"{whole:,}")
+        table.add_row(escape(name), *cells, f"{sum(counts.values()):,}")
     table.add_section()
+    table.add_row("header", *("" for _ in columns), f"{parts['header']:,}")
     table.add_row("all", *(f"{parts[part]:,}" for part in columns), f"{len(content):,}", style="bold")
     Console().print(table)

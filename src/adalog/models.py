@@ -166,12 +166,16 @@ def _torchvision(name: str, pretrained: bool) -> _Built:
     if name not in names:
         raise _unknown("torchvision", name, names)
     weights = models.get_model_weights(name).DEFAULT
+    given = weights.transforms()
+    size, mean, std = _pair(given.crop_size), _three(given.mean), _three(given.std)
     with _refusal(f"{_WEIGHTS * pretrained}torchvision:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained and not Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2]).exists():
             urllib.request.urlopen(urllib.request.Request(weights.url, method="HEAD"), timeout=PATIENCE).close()
+        if pretrained:  # torchvision itself would unpickle whatever its cache holds
+            weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
         module = models.get_model(name, weights=weights if pretrained else None, progress=False)
-    given = weights.transforms()
-    size, mean, std = _pair(given.crop_size), _three(given.mean), _three(given.std)
+        if getattr(module, "image_size", size[0]) != size[0]:  # as its weights want it, not as it is without them
+            module = models.get_model(name, weights=None, image_size=size[0])
     resize = given.resize_size[0] if len(given.resize_size) == 1 else _pair(given.resize_size)
     return module, Preprocessing(size, resize, mean, std, given.interpolation.value)
 
