@@ -1,14 +1,16 @@
 """The command line as a user runs it: in a process of its own, judged by its exit code, its output and its files."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 import adalog
-from adalog import artifact
+from adalog import artifact, models
 from adalog.cli import main
 
 
@@ -98,6 +100,103 @@ def test_bad_usage_is_code_2(monkeypatch, capsys, arguments):
     assert "Usage" in message
 
 
+# --- models by name --------------------------------------------------------------------------------------------------
+
+OWN = """
+import sys, warnings
+from torch import nn
+from adalog.data import Preprocessing
+
+def model():
+    print("a word of its own")
+    print("and another", file=sys.stderr)
+    warnings.warn("a warning")
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.GELU(), nn.Linear(4, 2)), Preprocessing((8, 8), (8, 8))
+
+def broken():
+    raise ValueError("no [luck] today")
+"""
+
+
+def run_quietly(*arguments, **environment):
+    """The exit code, standard output and standard error of the same in an environment with these variables."""
+    command = [sys.executable, "-m", "adalog", *map(str, arguments)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment, timeout=60
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_inspect_a_model(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    target, file = f"{tmp_path / 'own.py'}:model", tmp_path / "w.safetensors"
+    save_file(models.load_model(target).module.state_dict(), file)
+    code, out, err = run_quietly("inspect", target, "--checkpoint", file, "--json", "-")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert told == models.inspect(models.load_model(target)) | {"preprocessing": told["preprocessing"]}
+    assert (told["linears"], told["post_gelu"], told["images"]) == (2, 1, [3, 8, 8])
+    assert told["preprocessing"]["size"] == [8, 8]
+    assert {path.name for path in tmp_path.iterdir()} == {"own.py", "w.safetensors"}
+
+
+def test_inspect_a_model_as_a_table(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.setattr(sys, "argv", ["adalog", "inspect", f"{tmp_path / 'own.py'}:model"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    told = capsys.readouterr()
+    assert not stopped.value.code
+    assert "2 linears, 0 convolutions, 0 Q K^T, 0 A V, 0 other products; 1 sites after a GELU, 0 norms fold" in told.out
+    assert "word of its own" not in told.out
+    assert told.err == ""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)],
+)
+def test_weights_that_cannot_be_downloaded(tmp_path, environment):
+    pytest.importorskip("timm")
+    code, out, err = run_quietly("inspect", "timm:deit_tiny_patch16_224", HF_HOME=str(tmp_path), **environment)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: the pretrained weights of timm:deit_tiny_patch16_224 cannot be loaded: ")
+    assert err.endswith("; give --checkpoint FILE, or --no-pretrained for random weights\n")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["inspect", "own.py:broken"], "own.py:broken failed: no [luck] today; mend it"),
+        (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, broken"),
+        (["inspect", "own.py"], "own.py is not an adalog artifact"),
+        (["inspect", "none.py:model"], "none.py cannot be read: No such file or directory"),
+        (["inspect", "own.py:model", "--no-pretrained"], "whose function makes its own weights"),
+        (
+            ["inspect", "own.py:model", "--bytes"],
+            "--bytes takes an artifact, own.py:model is a model: quantize it first",
+        ),
+        (["inspect", "x.safetensors", "--no-pretrained"], "take a model, x.safetensors is none of timm:NAME"),
+        (["inspect", "x.safetensors", "--checkpoint", "y"], "take a model, x.safetensors is none of timm:NAME"),
+        (["inspect", "tim:vit"], "model 'tim:vit' is none of timm:NAME"),
+        (["inspect", "hf:."], ". has no config.json"),
+        (["inspect", "demo", "--checkpoint", "none.pt"], "none.pt cannot be read: No such file or directory"),
+        (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or holds other things than tensors"),
+    ],
+)
+def test_models_that_are_refused(tmp_path, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    if arguments[1].startswith("hf:"):
+        pytest.importorskip("transformers")
+    code, message = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert message.startswith("error: ")
+    assert told in message
+    assert message.count("\n") == 1
+
+
 # --- a whole run -----------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +237,23 @@ def test_inspect(made):
     text = run("inspect", file)
     assert adalog.load(file).summary() in text
     assert f"{file.stat().st_size:,} bytes in all" in text
+
+
+def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
+    file = tmp_path / "small.safetensors"
+    size = quantized.save(file)
+    text = run("inspect", file, "--bytes", "--json", tmp_path / "told.json")
+    told = json.loads((tmp_path / "told.json").read_text())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    cells = {name: [int(count.replace(",", "") or 0) for count in counts] for name, *counts in rows}
+    parts = ["codes", "scale", "zero_point", "float"]
+    assert cells.pop("all") == [*(told["bytes"][part] for part in parts), size]
+    assert cells["header"] == [0, 0, 0, 0, told["bytes"]["header"]]
+    assert sum(counts[-1] for counts in cells.values()) == size == told["total_bytes"]
+    weight = quantized.program.weights["head.weight"]
+    outputs = len(weight.codes)
+    assert cells["head.weight"][:3] == [-(-weight.codes.numel() * weight.quantizer.bits // 8), 4 * outputs, outputs]
+    assert f"{size:,} bytes in all" in text
 
 
 @pytest.mark.slow

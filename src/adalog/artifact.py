@@ -218,13 +218,24 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
 def sizes(content: bytes) -> dict[str, int]:
     """Bytes of the file by part; they sum to its size."""
     (length,) = struct.unpack("<Q", content[:8])
-    entries = json.loads(content[8 : 8 + length])
     parts = {"header": 8 + length, "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
-    for name, entry in entries.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            parts[name.split("/")[0]] += end - begin
+    for tensor in tensor_sizes(content).values():
+        for part, count in tensor.items():
+            parts[part] += count
     return parts
+
+
+def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
+    """Bytes of each tensor by part, in the order of the program's tensors."""
+    (length,) = struct.unpack("<Q", content[:8])
+    entries = json.loads(content[8 : 8 + length])
+    counts: dict[str, dict[str, int]] = {name: {} for name in read_header(content)["dtypes"]}
+    for key, entry in entries.items():
+        if key != "__metadata__":
+            part, _, name = key.partition("/")
+            begin, end = entry["data_offsets"]
+            counts[name][part] = end - begin
+    return counts
 
 
 def _check(holds: bool, message: str) -> None:

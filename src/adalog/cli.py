@@ -5,8 +5,10 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 import adalog
-from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo
+from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo, models
 from adalog.capture import capture
 from adalog.cost import PRODUCT_ROLES, cost
 from adalog.evaluate import Score, Share, predict, score
@@ -36,6 +38,10 @@ console = Console(stderr=True)
 DEMO_BITS = ("w6a6", "w4a4", "w3a3")
 JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
 SeedOption = Annotated[int, typer.Option(help="Which images calibrate: the same seed gives the same file.")]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(help="Weights for the model: a safetensors file, or a state dict of torch.save.")
+]
+NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Random weights: nothing is downloaded.")]
 ThreadsOption = Annotated[int, typer.Option(help="CPU threads; 0: one a core.")]
 
 
@@ -54,6 +60,19 @@ def main() -> None:
             f"[bold red]failed:[/] {type(error).__name__}: {escape(str(error))}", soft_wrap=True, highlight=False
         )
         sys.exit(1)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on the terminal, while nothing that other packages print or warn of gets there."""
+    with (
+        Console(file=sys.stderr).status(what),
+        warnings.catch_warnings(),
+        redirect_stderr(StringIO()),
+        redirect_stdout(StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
@@ -246,17 +265,36 @@ def evaluate(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="An artifact.")],
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    by_bytes: Annotated[bool, typer.Option("--bytes", help="An artifact's bytes by part and tensor.")] = False,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
-    """Say what an artifact holds: its sites, their bits, its bytes by part."""
-    content = artifact.read(file)
+    """Say what an artifact holds: its sites, their bits, its bytes by part; or what a model would have of them."""
+    if models.is_model(target):
+        if by_bytes:
+            raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
+        with waiting(f"load {target}"):
+            loaded = models.load_model(target, pretrained=not no_pretrained, checkpoint=checkpoint)
+        with waiting(f"capture {target}"):
+            told = models.inspect(loaded)
+        if json_out != "-":
+            print_census(told)
+        emit_json(told, json_out)
+        return
+    if checkpoint is not None or no_pretrained:
+        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {models.KINDS}")
+    content = artifact.read(Path(target))
     if json_out != "-":
-        model: QuantizedModel = artifact.deserialise(content, str(file))
-        print(model.summary())
+        model: QuantizedModel = artifact.deserialise(content, target)
+        if by_bytes:
+            print_bytes(content)
+        else:
+            print(model.summary())
         parts = artifact.sizes(content)
         print(", ".join(f"{name} {count:,}" for name, count in parts.items()) + f"; {len(content):,} bytes in all")
-    emit_json(artifact.inspect(content, str(file)), json_out)
+    emit_json(artifact.inspect(content, target), json_out)
 
 
 @app.command(name="cost")
@@ -284,3 +322,39 @@ def cost_command(
         parts = ", ".join(f"{part} {count:,}" for part, count in result.size_bytes.items())
         print(f"bytes: {parts}; {sum(result.size_bytes.values()):,} in all")
     emit_json({"target": target, "size": list(size), **result.to_json()}, json_out)
+
+
+def print_census(told: dict[str, Any]) -> None:
+    """What `models.inspect` found: the sites, what folds and what does not."""
+    table = Table(title=f"{told['model']}: {told['parameters']:,} parameters, images {told['images']}")
+    for column in ("site", "role", "left", "right", "weight"):
+        table.add_column(column, overflow="fold")
+    for row in told["sites"]:
+        shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"]))
+        table.add_row(escape(row["site"]), row["role"], row["left"], row["right"], shape)
+    Console().print(table)
+    print(
+        f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
+        f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
+    )
+    for norm, why in told["refusals"].items():
+        print(f"not folded: {norm}: {why}")
+    kept = ", ".join(f"{name} x {count}" for name, count in sorted(told["float_ops"].items()))
+    print(f"in float32, since they multiply no two stored or computed tensors: {kept}")
+
+
+def print_bytes(content: bytes) -> None:
+    """An artifact's bytes, one row a tensor."""
+    parts = artifact.sizes(content)
+    columns = [part for part in parts if part != "header"]
+    table = Table(title="Bytes")
+    table.add_column("tensor", overflow="fold")
+    for column in (*columns, "all"):
+        table.add_column(column, justify="right")
+    for name, counts in artifact.tensor_sizes(content).items():
+        cells = [f"{counts[part]:,}" if part in counts else "" for part in columns]
+        table.add_row(escape(name), *cells, f"{sum(counts.values()):,}")
+    table.add_section()
+    table.add_row("header", *("" for _ in columns), f"{parts['header']:,}")
+    table.add_row("all", *(f"{parts[part]:,}" for part in columns), f"{len(content):,}", style="bold")
+    Console().print(table)

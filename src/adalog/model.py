@@ -1,7 +1,6 @@
 """The quantized model: it runs, tells what it is, and is saved."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,11 +72,7 @@ class QuantizedModel(nn.Module):
 
     def float_operations(self) -> dict[str, int]:
         """How many of each operation run in float32: what is not a multiplication."""
-        names = [node.op.removeprefix("aten.").split(".")[0] for node in self.program.nodes]
-        ops = [node.op for node in self.program.nodes]
-        return dict(
-            Counter(name for name, op in zip(names, ops, strict=True) if op not in PRODUCTS and op.startswith("aten."))
-        )
+        return self.program.float_operations()
 
     def summary(self) -> str:
         """The ledger as text: one row a site, then what stays float and why."""

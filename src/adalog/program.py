@@ -5,6 +5,7 @@ Only the operations in `OPERATIONS` can be in a program; nothing else can be nam
 """
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -177,6 +178,11 @@ class Program:
             for name in dict.fromkeys(node.refs()):
                 readers.setdefault(name, []).append(node)
         return readers
+
+    def float_operations(self) -> dict[str, int]:
+        """How many of each operation multiply no two tensors, by ATen's name without overload."""
+        ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op.startswith("aten."))
+        return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops))
 
     def pruned(self) -> "Program":
         """Without the nodes and tensors that no output needs."""

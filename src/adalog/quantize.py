@@ -181,7 +181,8 @@ class Calibration:
 
     def _unfolded(self, pair: Pair, config: Config) -> str:
         """Why these choices leave a foldable norm as it is; empty where they fold it."""
-        rows = self._seen[pair.norm.name][..., 0].numel()
+        read = (self._seen[site.left] for site in self.sites if site.name in pair.sites)
+        rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
         if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:

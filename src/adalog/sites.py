@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -203,6 +204,53 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
         if reading:
             pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else ""))
     return pairs
+
+
+def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """How much of what there is, as JSON.
+
+    post_gelu: sites whose left operand a GELU made. pairs: those that fold; refusals: why another does not, by norm.
+    other_sites: products of two values that belong to no attention. float_ops: what multiplies no two tensors.
+    """
+    readers = program.consumers()
+    roles = {site.name: site.role for site in sites}
+    roles |= {site.name: "other" for site in sites if site.role == "qk" and not _reaches_softmax(readers, site.node)}
+    count = Counter(roles.values())
+    folds = {name: pair.norm.name for pair in pairs if not pair.refusal for name in pair.sites}
+    return {
+        "linears": count["linear"],
+        "convs": count["conv"],
+        "qk": count["qk"],
+        "av": count["av"],
+        "post_gelu": sum(site.left_source.kind in ("gelu", "quick_gelu") for site in sites),
+        "pairs": sum(not pair.refusal for pair in pairs),
+        "refusals": {pair.norm.scope or pair.norm.name: pair.refusal for pair in pairs if pair.refusal},
+        "float_ops": program.float_operations(),
+        "other_sites": [name for name, role in roles.items() if role == "other"],
+        "sites": [
+            {
+                "site": site.name,
+                "role": roles[site.name],
+                "left": site.left_source.kind,
+                "right": site.right_source.kind,
+                "shape": list(program.tensors[site.right].shape) if site.right in program.tensors else None,
+                "folds_with": folds.get(site.name),
+            }
+            for site in sites
+        ],
+    }
+
+
+def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bool:
+    """Whether a softmax reads what a product makes, without another product between."""
+    front = [product.name]
+    for name in front:  # which grows
+        for reader in readers.get(name, []):
+            if reader.op == "aten.softmax.int":
+                return True
+            if reader.op not in PRODUCTS and reader.name not in front:
+                front.append(reader.name)
+    return False
 
 
 def find_blocks(program: Program) -> list[Block]:
