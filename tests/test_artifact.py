@@ -251,7 +251,7 @@ def test_arbitrary_bytes(content):
 )
 def test_arbitrary_json(value):
     start = json.dumps({"__metadata__": {KEY: json.dumps(value)}}).encode()
-    refused(struct.pack("<Q", len(start)) + start, "not an adalog artifact")
+    refused(struct.pack("<Q", len(start)) + start, "is damaged")
 
 
 FIELDS = ("config", "provenance", "refusals", "ledger", "inputs", "output", "nodes", "quantizers", "weights", "dtypes")
@@ -266,10 +266,8 @@ def test_fields_of_another_type(content, field, value):
         else:
             header[field] = value
 
-    if (field, value) in [("output", None), ("output", 3), ("output", "text"), ("provenance", {"a": 1})]:
-        deserialise(rebuilt(content, change))  # a constant output and any provenance are no harm
-    elif field == "output" and value in ([[1]], [None]):
-        deserialise(rebuilt(content, change))
+    if (field, value) == ("provenance", {"a": 1}):
+        deserialise(rebuilt(content, change))  # any provenance is no harm
     else:
         refused(rebuilt(content, change), "some.file")
 
@@ -308,7 +306,7 @@ def shadowing(header):
 
 
 def shadowed_input(header):
-    header["inputs"] = [next(iter(header["dtypes"]))]
+    header["inputs"][0][0] = next(iter(header["dtypes"]))
 
 
 def dangling_output(header):
@@ -371,7 +369,7 @@ def unknown_tensor(header):
         (unknown_kind, "of the unknown kind 'code'"),
         (name_of_a_reference, "a value has the name"),
         (two_keys, "ValueError"),
-        (unknown_dtype, "KeyError"),
+        (unknown_dtype, "the type 'object' is not one of"),
         (weight_without_type, "a weight is not among the tensors"),
         (unknown_tensor, "tensors and header do not name the same: float/nothing"),
     ],
@@ -409,17 +407,16 @@ def weight_of(content):
         ("scale", lambda value: value * torch.nan, "scale that is not positive and finite"),
         ("scale", lambda value: value * torch.inf, "scale that is not positive and finite"),
         ("scale", lambda value: value * 0, "scale that is not positive and finite"),
-        ("scale", lambda value: value.int(), "has scales of the type torch.int32"),
-        ("scale", lambda value: value[1:], "10 channels and"),
-        ("scale", lambda value: value[:, None], "10 channels and"),
-        ("scale", lambda value: value[0], "10 channels and"),
+        ("scale", lambda value: value.int(), "of the types torch.uint8, torch.int32, torch.uint8"),
+        ("scale", lambda value: value[1:], r"the shape \[10, 32\] and \[9\] parameters"),
+        ("scale", lambda value: value[:, None], r"the shape \[10, 32\] and \[10, 1\] parameters"),
+        ("scale", lambda value: value[0], r"the shape \[10, 32\] and \[\] parameters"),
         ("zero_point", lambda value: value * 0 + 16, "zero point that is not a whole number from 0 to 15"),
-        ("zero_point", lambda value: value.float() - 100, "zero point that is not a whole number"),
-        ("zero_point", lambda value: value.float() * 0 + 0.5, "zero point that is not a whole number"),
-        ("zero_point", lambda value: value[1:], "10 channels and"),
+        ("zero_point", lambda value: value.float(), "of the types torch.uint8, torch.float32, torch.float32"),
+        ("zero_point", lambda value: value[1:], r"the shape \[10, 32\] and \[9\] parameters"),
         ("codes", lambda value: value[1:], "codes of 4 bits take 160 bytes, the file has 159"),
         ("codes", lambda value: torch.cat([value, value]), "the file has 320"),
-        ("codes", lambda value: value.float(), "TypeError"),
+        ("codes", lambda value: value.float(), "of the types torch.float32"),
         ("codes", lambda value: None, "do not name the same: codes/head.weight"),
         ("float", lambda value: None, "do not name the same: float/head.bias"),
         ("float", lambda value: value * torch.nan, "tensor head.bias holds NaN"),
@@ -438,7 +435,7 @@ def test_tensors_that_nothing_names(content):
     ("bits", "shape", "match"),
     [
         (4, [10, 33], "320 bytes|take 165 bytes"),
-        (4, [32, 10], "32 channels and"),
+        (4, [32, 10], r"the shape \[32, 10\] and \[10\] parameters"),
         (4, [2**20, 2**30], "codes of 4 bits take"),
         (4, [-10, -32], "has the shape"),
         (4, [0], "has the shape"),
@@ -449,7 +446,7 @@ def test_tensors_that_nothing_names(content):
         (0, [10, 32], "has 0 bits"),
         (9, [10, 32], "has 9 bits"),
         (True, [10, 32], "has True bits"),
-        ("4", [10, 32], "has 4 bits"),
+        ("4", [10, 32], "has '4' bits"),
         (None, [10, 32], "has None bits"),
     ],
 )
