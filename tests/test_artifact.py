@@ -1,5 +1,6 @@
 """The file: it round-trips bit by bit, is as small as it says, and nothing hostile in it passes."""
 
+import errno
 import json
 import math
 import os
@@ -16,8 +17,8 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as to_bytes
 
 import adalog
-from adalog import ArtifactError, Calibration, Config
-from adalog.artifact import FORMAT, KEY, deserialise, inspect, pack, serialise, sizes, unpack
+from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
+from adalog.artifact import FORMAT, KEY, deserialise, inspect, pack, serialise, sizes, unpack, write_whole
 from strategies import bits, quick
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -183,6 +184,105 @@ def test_an_interrupted_write_leaves_the_old_file(quantized, tmp_path, monkeypat
         quantized.save(file)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert file.read_bytes() == b"old"
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from adalog import artifact
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
+try:
+    artifact.write_whole(Path(sys.argv[1]), bytes(200_000))
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"old")
+    run = subprocess.run([sys.executable, "-c", FULL, file], capture_output=True, text=True, check=False)
+    told = f"{file} cannot be written: File too large; free some space, or choose another folder"
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"[Errno {errno.EFBIG}] {told}\n", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert file.read_bytes() == b"old"
+
+
+def read_only(folder):
+    folder.chmod(0o500)
+    return folder / "model.safetensors"
+
+
+def a_folder(folder):
+    (folder / "some").mkdir()
+    return folder / "some"
+
+
+def below_a_file(folder):
+    (folder / "some").write_bytes(b"old")
+    return folder / "some" / "model.safetensors"
+
+
+def far_below_a_file(folder):
+    return below_a_file(folder) / "deeper" / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        pytest.param(
+            read_only,
+            "Permission denied",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere"),
+        ),
+        (a_folder, "Is a directory"),
+        (below_a_file, "File exists|Not a directory"),
+        (far_below_a_file, "Not a directory"),
+        (lambda folder: folder / ("x" * 300), "File name too long"),
+        (lambda folder: Path("/proc/nothing/model.safetensors"), "No such file or directory|Permission denied"),
+    ],
+)
+def test_paths_that_cannot_be_written(tmp_path, make, why):
+    path = make(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=f"cannot be written: ({why}); choose a file in a folder that") as error:
+        write_whole(path, b"new")
+    assert str(error.value).startswith(str(path))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_the_command_line_says_that_a_path_cannot_be_written(content, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "some").mkdir()
+    command = [sys.executable, "-m", "adalog", "inspect", "model.safetensors", "--json", "some"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    told = "some cannot be written: Is a directory; choose a file in a folder that you may write to"
+    assert (run.returncode, run.stderr) == (2, f"error: {told}\n")
+
+
+# --- what `load` would refuse is not written -------------------------------------------------------------------------
+
+
+def test_a_model_without_inputs_is_not_written(quantized):
+    model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {})
+    with pytest.raises(ArtifactError, match="made without images has no inputs to tell"):
+        serialise(model)
+
+
+def test_names_that_do_not_print_are_not_written(quantized, images):
+    model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {"a\nb": ""}, images=images)
+    with pytest.raises(ArtifactError, match=r"the text 'a\\nb' does not print"):
+        serialise(model)
+
+
+def test_other_precisions_keep_their_inputs_type(quantized, images):
+    double = deserialise(serialise(quantized)).double()
+    loaded = deserialise(serialise(double))
+    assert torch.equal(loaded(images.double()), double(images.double()))
+    with pytest.raises(ValueError, match=r"of torch\.float64; got"):
+        loaded(images)
 
 
 # --- hostile files ---------------------------------------------------------------------------------------------------
@@ -480,11 +580,13 @@ def test_damaged_quantizers(content, kind, field, value):
     refused(rebuilt(content, change), "some.file is damaged")
 
 
-@pytest.mark.parametrize("make", ["directory", "missing", "text", "empty"])
+@pytest.mark.parametrize("make", ["directory", "missing", "text", "empty", "pipe"])
 def test_paths_that_hold_no_artifact(tmp_path, make):
     path = tmp_path / "some.safetensors"
     if make == "directory":
         path.mkdir()
+    elif make == "pipe":
+        os.mkfifo(path)
     elif make != "missing":
         path.write_text("hello" if make == "text" else "")
     with pytest.raises(ArtifactError) as error:

@@ -202,8 +202,10 @@ class Program:
 
     def _apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if node.op == FAKE_QUANTIZE:
-            x, name = args
-            return self.quantizers[name].fake_quantize(x)
+            x, quantizer = args[0], self.quantizers[args[1]]
+            if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:
+                raise ValueError(f"scales {tuple(quantizer.scale.shape)} are not for a value {tuple(x.shape)}")
+            return x if x.is_meta else quantizer.fake_quantize(x)
         if node.op in _PIECES:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
@@ -222,8 +224,6 @@ class Program:
         held: dict[str, int] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.op == FAKE_QUANTIZE and result.shape != args[0].shape:
-                raise ProgramError(f"{_where(node)} gives its value the shape {tuple(result.shape)}")
             held[node.name] = _elements(result)
             count = sum(held.values()) + _scratch(node.op, args, result)
             if count > limit:
@@ -232,7 +232,8 @@ class Program:
                 held.pop(name, None)
 
         shapes = [torch.empty_like(value, device="meta") for value in inputs]
-        self.map_tensors(lambda value: value.to("meta")).run(shapes, watch)
+        tensors = {name: value.to("meta") for name, value in self.tensors.items()}
+        replace(self, tensors=tensors).run(shapes, watch)
 
     def _last_uses(self) -> list[list[str]]:
         """For each node the names whose value nothing reads afterwards."""
