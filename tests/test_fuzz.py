@@ -134,7 +134,7 @@ def json_changed(content, chance):
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         kind = chance.randrange(8)
         if kind < 4:  # the program, which is most of what can do harm
-            where = header["nodes"]
+            where = header.get("nodes", [])
         elif kind == 4:
             where = table
         else:
