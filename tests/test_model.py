@@ -231,10 +231,24 @@ def test_outputs_keep_their_structure(images):
     assert output.logits.shape == (4, 10)
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_refuses_another_number_of_inputs(quantized, images, count):
-    with pytest.raises(TypeError, match=f"takes 1 inputs, got {count}"):
-        quantized(*[images] * count)
+SHAPE = r"\(4, 3, 32, 32\) of torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda images: [], "nothing"),
+        (lambda images: [images, images], f"{SHAPE} and {SHAPE}"),
+        (lambda images: [images[..., :16]], r"\(4, 3, 32, 16\) of torch.float32"),
+        (lambda images: [images[:, :1]], r"\(4, 1, 32, 32\) of torch.float32"),
+        (lambda images: [images[0]], r"\(3, 32, 32\) of torch.float32"),
+        (lambda images: [images.double()], r"\(4, 3, 32, 32\) of torch.float64"),
+        (lambda images: [images.numpy()], "ndarray"),
+    ],
+)
+def test_refuses_other_inputs(quantized, images, change, got):
+    with pytest.raises(ValueError, match=rf"^the model takes \(B, 3, 32, 32\) of torch.float32; got {got}$"):
+        quantized(*change(images))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 9])

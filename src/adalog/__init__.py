@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 from adalog.artifact import load
 from adalog.config import METHODS, Config, Search
-from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError
+from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
 from adalog.model import QuantizedModel
 from adalog.quantize import Calibration, quantize
 
@@ -17,6 +17,7 @@ __all__ = [
     "CaptureError",
     "Config",
     "DataError",
+    "ProgramError",
     "QuantizedModel",
     "Search",
     "load",

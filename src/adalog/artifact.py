@@ -5,10 +5,10 @@ provenance. Tensors: "codes/W" packed b-bit codes, "scale/W" and "zero_point/W" 
 Reading runs no code: the program may name only the operations of `program.OPERATIONS`.
 """
 
+import errno
 import json
 import math
 import os
-import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,31 +17,57 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 import adalog
 from adalog.config import Config
-from adalog.errors import ArtifactError
+from adalog.errors import ArtifactError, DataError, one_line
 from adalog.model import LedgerRow, QuantizedModel
-from adalog.program import FAKE_QUANTIZE, OPERATIONS, Arg, Node, Output, Program, QuantizedTensor, Ref, refs_of
-from adalog.quantizers import MAX_BITS, MIN_BITS, Beyond, LogQuantizer, Quantizer, Rounding, UniformQuantizer
-
-FORMAT = 1
-KEY = "adalog"
-# What decoding raises for contents that no artifact has.
-_DAMAGE = (
-    SafetensorError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    MemoryError,
+from adalog.program import (
+    FAKE_QUANTIZE,
+    OPERATIONS,
+    PLACEMENT,
+    Arg,
+    Node,
+    Output,
+    Program,
+    QuantizedTensor,
+    Ref,
+    refs_of,
 )
+from adalog.quantizers import (
+    MAX_BITS,
+    MIN_BITS,
+    Beyond,
+    LogQuantizer,
+    Quantizer,
+    Rounding,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+)
+
+FORMAT = 2
+KEY = "adalog"
+# Bytes of JSON. Python objects take some forty times their JSON; the header of a model of 40 blocks takes 1 % of this.
+MAX_HEADER = 2**23
+# What the header holds, in the order of writing.
+_FIELDS: dict[str, type] = {
+    "format": int,
+    "version": str,
+    "config": dict,
+    "provenance": dict,
+    "refusals": dict,
+    "ledger": list,
+    "inputs": list,
+    "output": object,
+    "nodes": list,
+    "quantizers": dict,
+    "weights": dict,
+    "dtypes": dict,
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
     "float64": torch.float64,
@@ -88,21 +114,36 @@ def write(model: QuantizedModel, path: Path) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a temporary one beside it, then a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Write a file whole or not at all: a temporary one beside it, then a rename.
+
+    Raises DataError for a path that cannot be written, and OSError where the disk is full or fails.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".adalog.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as cause:
+        if cause.errno in _FULL:
+            told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
+            raise OSError(cause.errno, told) from cause
+        told = f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to"
+        raise DataError(told) from cause
 
 
 def serialise(model: QuantizedModel) -> bytes:
-    """The artifact's bytes: the same model gives the same bytes."""
+    """The artifact's bytes: the same model gives the same bytes.
+
+    Raises ArtifactError or ProgramError for a model that `load` would refuse.
+    """
+    _check(bool(model.example), "a model that was made without images has no inputs to tell: give it `example`")
+    model.check([value.new_empty((1, *value.shape[1:]), device="meta") for value in model.example])
     program = model.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
@@ -121,15 +162,25 @@ def serialise(model: QuantizedModel) -> bytes:
         "provenance": model.provenance,
         "refusals": model.refusals,
         "ledger": [[_encode(value) for value in row.values()] for row in model.ledger_json()],
-        "inputs": list(program.inputs),
+        "inputs": [
+            [name, _dtype_name(value), list(value.shape[1:])]
+            for name, value in zip(program.inputs, model.example, strict=True)
+        ],
         "output": _encode(program.output),
         "nodes": [_encode_node(node) for node in program.nodes],
         "quantizers": {name: _encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
         "weights": shapes,
-        "dtypes": {name: str(value.dtype).removeprefix("torch.") for name, value in program.tensors.items()},
+        "dtypes": {name: _dtype_name(value) for name, value in program.tensors.items()},
     }
+    _check_text(header)
     # One metadata key only: the order of several is not fixed, and the bytes must be.
-    return to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
+    content = to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
+    _table(content)
+    return content
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _smallest(value: Tensor) -> Tensor:
@@ -169,6 +220,8 @@ def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
     fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
     if isinstance(quantizer, UniformQuantizer):
         return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
+    if isinstance(quantizer, TwinUniformQuantizer):
+        return {"kind": "twin", **fields, "negative_scale": [float(str(quantizer.negative_scale.numpy()))]}
     names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
     return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
 
@@ -184,51 +237,90 @@ def load(path: str | Path) -> QuantizedModel:
 def read(path: str | Path) -> bytes:
     """A file's bytes."""
     try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as cause:  # ValueError: a path that no file can have
-        raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
+        path = Path(path)
+        # A pipe or a device may never end.
+        odd = path.exists() and not (path.is_file() or path.is_dir())
+        _check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
+        return path.read_bytes()
+    except (OSError, ValueError, MemoryError) as cause:  # ValueError: a path that no file can have
+        raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
 
 
 def deserialise(content: bytes, name: str = "the artifact") -> QuantizedModel:
+    """The model that an artifact's bytes hold, every part of it checked, its program once without data.
+
+    Takes memory of at most some 60 times the bytes. Raises ArtifactError, which calls the bytes by `name`.
+    """
     header = read_header(content, name)
     try:
         return _decode_model(header, parse_safetensors(content))
-    except ArtifactError as cause:
-        raise ArtifactError(f"{name} is damaged: {cause}") from cause
-    except _DAMAGE as cause:
-        raise ArtifactError(f"{name} is damaged: {type(cause).__name__}: {cause}") from cause
+    except Exception as cause:  # whatever contents that no artifact has make the decoding raise
+        raise _damaged(name, cause) from cause
+
+
+def _damaged(name: str, cause: Exception) -> ArtifactError:
+    return ArtifactError(f"{name} is damaged: {one_line(cause)}; make it anew with `adalog quantize`")
 
 
 def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """The JSON of an artifact, checked to be of this format."""
     try:
-        (length,) = struct.unpack("<Q", content[:8])
-        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-        header: dict[str, Any] = json.loads(metadata[KEY])
-        found = header["format"]
-    except (struct.error, *_DAMAGE) as cause:
+        metadata = _table(content)["__metadata__"]
+        text = metadata[KEY]
+        _check(set(metadata) == {KEY}, "the metadata has other keys too")
+    except Exception as cause:  # whatever bytes that are no artifact make the parsing raise
         raise ArtifactError(
-            f"{name} is not an adalog artifact (or its start is damaged); make one with `adalog quantize`"
+            f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
+            "`adalog quantize`"
         ) from cause
-    if found != FORMAT:
-        raise ArtifactError(f"{name} has format version {found}, this package reads {FORMAT}: quantize the model again")
+    try:
+        header: dict[str, Any] = _parse_json(text)
+        found = header["format"]
+    except Exception as cause:
+        raise _damaged(name, cause) from cause
+    if type(found) is not int or found != FORMAT:
+        told = one_line(ArtifactError(str(found)))[:20]
+        raise ArtifactError(f"{name} has format version {told}, this package reads {FORMAT}: quantize the model again")
     return header
 
 
+def _table(content: bytes) -> dict[str, Any]:
+    """The JSON that a safetensors file starts with."""
+    length = int.from_bytes(content[:8], "little")
+    _check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
+    _check(length <= MAX_HEADER, f"its JSON takes {length} bytes, more than {MAX_HEADER}")
+    table: dict[str, Any] = _parse_json(content[8 : 8 + length].decode())
+    return table
+
+
+def _parse_json(text: str) -> Any:
+    """JSON in which each key is there once and each number finite."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        _check(len(values) == len(pairs), "a JSON object has a key twice")
+        return values
+
+    def finite(number: str) -> float:
+        _check(math.isfinite(float(number)), f"{number} is no number of JSON")
+        return float(number)
+
+    return json.loads(text, object_pairs_hook=once, parse_float=finite, parse_constant=finite)
+
+
 def sizes(content: bytes) -> dict[str, int]:
-    """Bytes of the file by part; they sum to its size."""
-    (length,) = struct.unpack("<Q", content[:8])
-    parts = {"header": 8 + length, "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
+    """Bytes of an artifact by part; they sum to its size."""
+    parts = {"header": len(content), "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
     for tensor in tensor_sizes(content).values():
         for part, count in tensor.items():
             parts[part] += count
+            parts["header"] -= count
     return parts
 
 
 def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
     """Bytes of each tensor by part, in the order of the program's tensors."""
-    (length,) = struct.unpack("<Q", content[:8])
-    entries = json.loads(content[8 : 8 + length])
+    entries = _table(content)
     counts: dict[str, dict[str, int]] = {name: {} for name in read_header(content)["dtypes"]}
     for key, entry in entries.items():
         if key != "__metadata__":
@@ -243,44 +335,95 @@ def _check(holds: bool, message: str) -> None:
         raise ArtifactError(message)
 
 
+def _check_text(value: Any) -> None:
+    """A terminal obeys control characters, so a name has none."""
+    if isinstance(value, str):
+        _check(value.isprintable(), f"the text {value!r} does not print")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key)
+            _check_text(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_text(item)
+
+
 def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedModel:
+    odd = sorted(_FIELDS.keys() ^ header.keys())
+    _check(not odd, f"the header lacks the fields, or has fields of its own: {', '.join(odd)}")
+    for name, kind in _FIELDS.items():
+        _check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
+    _check_text(dict(header))
     named = {f"{part}/{name}" for name in header["weights"] for part in ("codes", "scale", "zero_point")}
     named |= {f"float/{name}" for name in header["dtypes"] if name not in header["weights"]}
     odd = sorted(named ^ set(stored))
     _check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
-    weights = {name: _decode_weight(name, bits, shape, stored) for name, (bits, shape) in header["weights"].items()}
-    tensors: dict[str, Tensor] = {}
-    for name, dtype in header["dtypes"].items():
-        weight = weights.get(name)
-        tensors[name] = stored[f"float/{name}"].to(DTYPES[dtype]) if weight is None else weight.dequantize()
-        _check(not bool(tensors[name].isnan().any()), f"tensor {name} holds NaN")
+    weights = {name: _decode_weight(name, entry, stored) for name, entry in header["weights"].items()}
+    tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     _check(weights.keys() <= tensors.keys(), "a weight is not among the tensors")
     quantizers = {name: _decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
-    inputs = tuple(header["inputs"])
+    inputs, example = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode(header["output"])
     known = {*inputs, *tensors, *(node.name for node in nodes)}
+    _check(any(True for _ in refs_of(output)), "the output holds no value")
     missing = [ref for ref in refs_of(output) if ref not in known]
     _check(not missing, f"the output reads {missing}, which nothing makes")
     program = Program(inputs, nodes, output, tensors, quantizers, weights)
     config = Config.from_json(json.dumps(header["config"]))
     ledger = [_decode_ledger_row(*row) for row in header["ledger"]]
     refusals, provenance = header["refusals"], header["provenance"]
-    _check(isinstance(provenance, dict), "the provenance is not an object")
     _check(all(isinstance(why, str) for why in refusals.values()), "a refusal is not text")
-    return QuantizedModel(program, config, ledger, refusals, provenance=provenance)
+    model = QuantizedModel(program, config, ledger, refusals, provenance=provenance, example=example)
+    model.check([value.new_empty((1, *value.shape[1:]), device="meta") for value in example])
+    return model
 
 
-def _decode_weight(name: str, bits: int, shape: Sequence[int], stored: Mapping[str, Tensor]) -> QuantizedTensor:
-    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits} bits")
-    _check(all(_is_whole(size, 1) for size in shape), f"weight {name} has the shape {shape}")
-    codes = unpack(stored[f"codes/{name}"], bits, math.prod(shape)).reshape(shape)
-    scale, zero_point = (stored[f"{part}/{name}"] for part in ("scale", "zero_point"))
-    _check(scale.is_floating_point(), f"weight {name} has scales of the type {scale.dtype}")
+def _decode_input(entry: Any) -> tuple[str, Tensor]:
+    """The name of an input, and what it is with no images in it."""
+    _check(isinstance(entry, list) and len(entry) == 3, "an input is no [name, type, shape]")
+    name, dtype, shape = entry
+    _check(isinstance(name, str), f"an input has the name {name!r}")
+    _check_shape(f"input {name}", shape)
+    return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype))
+
+
+def _check_shape(name: str, shape: Any) -> None:
+    good = isinstance(shape, list) and len(shape) <= 8 and all(_is_whole(size, 1) for size in shape)
+    _check(good, f"{name} has the shape {shape}")
+
+
+def _decode_dtype(name: Any) -> torch.dtype:
+    _check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _decode_tensor(
+    name: str, dtype: Any, weights: Mapping[str, QuantizedTensor], stored: Mapping[str, Tensor]
+) -> Tensor:
+    wanted = _decode_dtype(dtype)
+    value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
+    same = value.dtype == wanted or (value.dtype, wanted) == (torch.float16, torch.float32)
+    _check(same, f"tensor {name} is stored as {value.dtype} for {wanted}")
+    _check(not bool(value.isnan().any()), f"tensor {name} holds NaN")
+    return value.to(wanted)
+
+
+def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+    _check(isinstance(entry, list) and len(entry) == 2, f"weight {name} is no [bits, shape]")
+    bits, shape = entry
+    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
+    _check_shape(f"weight {name}", shape)
+    packed, scale, zero_point = (stored[f"{part}/{name}"] for part in ("codes", "scale", "zero_point"))
+    types = packed.dtype == zero_point.dtype == torch.uint8 and scale.dtype in DTYPES.values()
+    types = types and scale.is_floating_point() and packed.ndim == 1
+    found = [str(value.dtype) for value in (packed, scale, zero_point)]
+    _check(types, f"weight {name} has codes, scales and zero points of the types {', '.join(found)}")
+    codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
     zero_point = zero_point.to(scale.dtype)
     for value in (scale, zero_point):
-        found = list(value.shape)
-        _check(found == shape[:1], f"weight {name} has {shape[0]} channels and {found} parameters")
+        sizes_found = list(value.shape)
+        _check(sizes_found == shape[:1], f"weight {name} has the shape {shape} and {sizes_found} parameters")
     _check_parameters(name, scale, zero_point, bits)
     lead = (-1, *(1 for _ in shape[1:]))
     return QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
@@ -292,13 +435,20 @@ def _decode_nodes(
     """The operations, each of which may read only what was there before it."""
     known = set(before)
     _check(len(known) == len(before), "an input and a tensor have the same name")
+    _check(bool(entries), "the program has no operations")
     nodes = []
-    for name, op, args, kwargs, scope in entries:
-        _check(op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
-        _check(isinstance(args, list) and isinstance(scope, str), f"node {name} has no list of arguments")
+    for entry in entries:
+        _check(isinstance(entry, list) and len(entry) == 5, "a node is no [name, operation, arguments, ..., scope]")
+        name, op, args, kwargs, scope = entry
+        _check(isinstance(name, str) and isinstance(scope, str), f"a node has the name {name!r} and scope {scope!r}")
+        _check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
+        good = isinstance(args, list) and isinstance(kwargs, dict)
+        _check(good, f"node {name} has no list of arguments and object of keyword arguments")
+        _check(not kwargs.keys() & set(PLACEMENT), f"node {name} says where its value lies")
         node = Node(name, op, _decode(args), {key: _decode(value) for key, value in kwargs.items()}, scope)
         if op == FAKE_QUANTIZE:
-            _check(len(node.args) == 2 and isinstance(node.args[0], Ref), f"node {name} quantizes no value")
+            good = len(node.args) == 2 and isinstance(node.args[0], Ref) and isinstance(node.args[1], str)
+            _check(good and not kwargs, f"node {name} quantizes no value")
             _check(node.args[1] in quantizers, f"node {name} names no quantizer of the file")
         missing = [ref for ref in node.refs() if ref not in known]
         _check(not missing, f"node {name} reads {missing}, which is not there before it")
@@ -310,8 +460,10 @@ def _decode_nodes(
 
 def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: Any) -> LedgerRow:
     words = (site, role, source, left, right)
-    _check(all(isinstance(word, str) for word in words), f"the ledger's row of {site} is not text")
-    return LedgerRow(*words, float(_decode(sqnr)))
+    _check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
+    value = _decode(sqnr)
+    _check(isinstance(value, (int, float)), f"the ledger's row of {site} has the SQNR {value!r}")
+    return LedgerRow(*words, float(value))
 
 
 def _is_whole(value: Any, low: int, high: int = 2**31) -> bool:
@@ -327,7 +479,8 @@ def _check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -
 
 def _decode_quantizer(name: str, fields: Mapping[str, Any]) -> Quantizer:
     bits = fields["bits"]
-    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"quantizer {name} has {bits} bits")
+    _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"quantizer {name} has {bits!r} bits")
+    _check_shape(f"quantizer {name}", fields["shape"])
     scale = torch.tensor(fields["scale"], dtype=torch.float32).reshape(fields["shape"])
     if fields["kind"] == "uniform":
         zero_point = torch.tensor(fields["zero_point"], dtype=torch.float32).reshape(fields["shape"])
@@ -354,14 +507,18 @@ def _decode(value: Any) -> Arg:
         _check(isinstance(content, str), f"a value has the name {content!r}")
         return Ref(content)
     if kind == "dtype":
-        return DTYPES[content]
+        return _decode_dtype(content)
     if kind == "float":
+        _check(content in ("inf", "-inf", "nan"), f"a number is {content!r}")
         return float(content)
+    _check(kind in ("list", "dict", "output"), f"an argument is of the unknown kind {kind!r}")
+    _check(isinstance(content, list), f"the items of a {kind} are no list")
     if kind == "list":
         return [_decode(item) for item in content]
-    _check(kind in ("dict", "output"), f"an argument is of the unknown kind {kind!r}")
-    pairs = ((key, _decode(item)) for key, item in content)
-    return Output(pairs) if kind == "output" else dict(pairs)
+    pairs = {key: _decode(item) for key, item in content}
+    good = len(pairs) == len(content) and all(isinstance(key, str) for key in pairs)
+    _check(good, f"the keys of a {kind} are not different texts")
+    return Output(pairs) if kind == "output" else pairs
 
 
 def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:

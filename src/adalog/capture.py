@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
-from adalog.program import OPERATIONS, PRODUCTS, Arg, Node, Output, Program, Ref, aten, map_refs
+from adalog.program import OPERATIONS, PLACEMENT, PRODUCTS, Arg, Node, Output, Program, Ref, aten, map_refs
 
 TOLERANCE = 1e-4  # of the largest output, between graph and model in float32
 BATCHES = (1, 2, 7)
@@ -47,7 +47,6 @@ _CASTS = aten("to.dtype to.dtype_layout to.device to.other type_as.default")
 _PADS = aten("pad.default constant_pad_nd.default")
 _NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros", "ones", "full")}
 _CHECKS = ("aten._assert", "aten.sym_constrain")
-_DROPPED_KWARGS = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
 # Views that can be written through: what puts the written part back into the whole.
 _SCATTERS = {"aten.slice.Tensor": "aten.slice_scatter.default", "aten.select.int": "aten.select_scatter.default"}
 _RESHAPES = aten("reshape.default reshape_as.default flatten.using_ints unflatten.int squeeze.dim unsqueeze.default")
@@ -170,7 +169,7 @@ class _Importer:
         if op in _REGIONS:
             return self._inline(node, op)
         args = self._convert(node.args)
-        kwargs = {key: self._convert(value) for key, value in node.kwargs.items() if key not in _DROPPED_KWARGS}
+        kwargs = {key: self._convert(value) for key, value in node.kwargs.items() if key not in PLACEMENT}
         if op in _IDENTITIES or (op in _PADS and not any(args[1])):
             return args[0]
         if op in _CASTS:

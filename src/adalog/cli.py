@@ -247,6 +247,10 @@ def evaluate(
     jobs = cores(threads)
     model = adalog.load(file)
     images, labels = demo.test_images()
+    with torch.no_grad():
+        scores = model(images[:1])  # before the long part, whether it is a model of these images at all
+    if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
+        raise DataError(f"{file} puts out no row of scores an image; adalog.load(...) in Python gives what it does")
     with progress_bar() as progress:
         task = progress.add_task("images", total=2 * len(images))
         reference = predict(

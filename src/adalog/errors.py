@@ -13,9 +13,21 @@ class CalibrationError(AdalogError):
     """Images, or values inside the model, that cannot calibrate it."""
 
 
+class ProgramError(AdalogError):
+    """An operation of a program that fails, or values of it that are too large."""
+
+
 class ArtifactError(AdalogError):
     """A file that is not a whole and valid artifact."""
 
 
 class DataError(AdalogError):
-    """Images or labels that cannot be read, or outputs of a model that cannot be judged by them."""
+    """Images or labels that cannot be read, outputs they cannot judge, or a path that cannot be written."""
+
+
+def one_line(cause: Exception) -> str:
+    """What an exception says, on one line of at most 300 printable characters; with its kind if it is not ours."""
+    first = (str(cause).strip().splitlines() or [""])[0]
+    text = first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": ")
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -29,8 +29,9 @@ class QuantizedModel(nn.Module):
     """A model whose every multiplication has quantized operands. Same inputs and outputs as the original.
 
     program: the operations, codes and quantizers. config: the choices. ledger: one row a site. refusals: LayerNorms
-    that were not folded, and why. provenance: seed, number and digest of the calibration images. The tensors live in
-    the program: `parameters()` and `state_dict()` are empty, and `.to` and `.double` work.
+    that were not folded, and why. provenance: seed, number and digest of the calibration images. example: the inputs
+    with no images in them, (0, ...) each, which tell shapes and types; none if it is not known. The tensors live in the
+    program: `parameters()` and `state_dict()` are empty, and `.to` and `.double` work.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class QuantizedModel(nn.Module):
         seed: int = 0,
         images: Tensor | None = None,
         provenance: Mapping[str, Any] | None = None,
+        example: Sequence[Tensor] = (),
     ):
         super().__init__()
         self.program = program
@@ -52,15 +54,44 @@ class QuantizedModel(nn.Module):
         if provenance is None:
             provenance = {"seed": seed, "calibration": digest(images), "images": 0 if images is None else len(images)}
         self.provenance = dict(provenance)
+        self.example = tuple(example) if images is None else (images[:0],)
+        self._checked: set[tuple[int, ...]] = set()  # the batch sizes that the program is known to take
         self.eval()
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The original model's positional inputs, (B, ...) each, and its outputs in its structure."""
+        """The original model's positional inputs, (B, ...) each, and its outputs in its structure.
+
+        Raises ValueError for inputs of another number, shape or type, and ProgramError where the program cannot run.
+        """
+        if self.example:
+            self.check(inputs)
         return self.program.run(inputs)
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Raises as `forward` does for inputs, which may be on the meta device, that the model does not take."""
+        wanted = [f"(B, {', '.join(map(str, value.shape[1:]))}) of {value.dtype}" for value in self.example]
+        fits = len(inputs) == len(self.example) and all(
+            isinstance(value, Tensor)
+            and value.ndim == example.ndim
+            and value.shape[1:] == example.shape[1:]
+            and value.dtype == example.dtype
+            for value, example in zip(inputs, self.example, strict=True)
+        )
+        if not fits:
+            got = [
+                f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                for value in inputs
+            ]
+            raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
+        batches = tuple(len(value) for value in inputs)
+        if batches not in self._checked:
+            self.program.check(inputs)
+            self._checked.add(batches)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """What `.to`, `.double` and the like do: to every tensor of the program; codes stay uint8."""
         self.program = self.program.map_tensors(fn)
+        self.example = tuple(fn(value) if value.is_floating_point() else value for value in self.example)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

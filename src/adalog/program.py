@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.errors import ProgramError, one_line
 from adalog.quantizers import Quantizer, UniformQuantizer
 
 FAKE_QUANTIZE = "adalog.fake_quantize"
@@ -53,14 +54,33 @@ _ATEN = aten(
     """
 )
 
+
+def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
+    """Arithmetic on sizes: whole numbers within 64 bits, and nothing else that Python's operators know."""
+
+    def checked(*sizes: int) -> int:
+        if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
+            raise TypeError("takes whole numbers of 64 bits")
+        return function(*sizes)
+
+    return checked
+
+
+def _item(values: Sequence[Any], index: int) -> Any:
+    """One of the tensors that an operation has made several of."""
+    if not isinstance(values, (tuple, list)) or type(index) is not int:
+        raise TypeError("takes one of several values by its number")
+    return values[index]
+
+
 _PYTHON: dict[str, Callable[..., Any]] = {
-    "sym.add": operator.add,
-    "sym.sub": operator.sub,
-    "sym.mul": operator.mul,
-    "sym.floordiv": operator.floordiv,
-    "sym.mod": operator.mod,
-    "sym.neg": operator.neg,
-    "getitem": operator.getitem,
+    "sym.add": _on_sizes(operator.add),
+    "sym.sub": _on_sizes(operator.sub),
+    "sym.mul": _on_sizes(operator.mul),
+    "sym.floordiv": _on_sizes(operator.floordiv),
+    "sym.mod": _on_sizes(operator.mod),
+    "sym.neg": _on_sizes(operator.neg),
+    "getitem": _item,
 }
 
 OPERATIONS: frozenset[str] = _ATEN | set(_PYTHON) | {FAKE_QUANTIZE}
@@ -70,6 +90,21 @@ PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default",
 
 # Operations that make a tensor from numbers alone, and so must be told on which device.
 FACTORIES = aten("zeros.default ones.default full.default arange.default arange.start arange.start_step")
+
+# Keyword arguments that say where and how a value lies; a program runs where its inputs are.
+PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
+
+# What a program may hold at once for each image, counted in elements (2**28 in float32: 1 GiB). For comparison: 24
+# heads over 1,370 tokens, as in the largest DINOv2 at 518 pixels, make scores of 45 million.
+MAX_ELEMENTS = 2**28
+# A tensor's own bookkeeping, in elements: what keeps a program from holding millions of tiny ones.
+_PER_TENSOR = 2**8
+# How many tensors an operation makes of one.
+_PIECES: dict[str, Callable[..., int]] = {
+    "aten.unbind.int": lambda x, dim=0: x.shape[dim],
+    "aten.split.Tensor": lambda x, size, dim=0: x.shape[dim] // size,
+    "aten.chunk.default": lambda x, count, dim=0: min(x.shape[dim], count),
+}
 
 
 @dataclass(frozen=True)
@@ -140,26 +175,66 @@ class Program:
     weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
-        """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments."""
+        """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments.
+
+        Raises ProgramError where an operation fails.
+        """
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
         values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
         for node, dead in zip(self.nodes, self._last_uses(), strict=True):
             args = evaluate(node.args, values)
-            if node.op == FAKE_QUANTIZE:
-                result = self.quantizers[args[1]].fake_quantize(args[0])
-            else:
-                kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
-                if node.op in FACTORIES:
-                    kwargs["device"] = device
-                result = resolve(node.op)(*args, **kwargs)
+            kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
+            if node.op in FACTORIES:
+                kwargs["device"] = device
+            try:
+                result = self._apply(node, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise  # of a batch that is too large, which the caller may halve
+            except Exception as cause:  # whatever an operation says of its arguments
+                raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
             if watch is not None:
                 watch(node, args, result)
             values[node.name] = result
             for name in dead:
                 del values[name]
         return evaluate(self.output, values)
+
+    def _apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if node.op == FAKE_QUANTIZE:
+            x, quantizer = args[0], self.quantizers[args[1]]
+            if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:
+                raise ValueError(f"scales {tuple(quantizer.scale.shape)} are not for a value {tuple(x.shape)}")
+            return x if x.is_meta else quantizer.fake_quantize(x)
+        if node.op in _PIECES:
+            count = _PIECES[node.op](*args, **kwargs)
+            if count > MAX_ELEMENTS // _PER_TENSOR:
+                raise ValueError(f"makes {count} tensors of one")
+        return resolve(node.op)(*args, **kwargs)
+
+    @torch.no_grad()
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        """Run on the shapes and types of the inputs alone, without data: takes a millisecond for about seven nodes.
+
+        Raises ProgramError where an operation cannot take its arguments, a quantizer does not have the shape for its
+        value, or the values held at once are more than `MAX_ELEMENTS` an image.
+        """
+        limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))
+        last_uses = iter(self._last_uses())
+        held: dict[str, int] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            held[node.name] = _elements(result)
+            count = sum(held.values()) + _scratch(node.op, args, result)
+            if count > limit:
+                raise ProgramError(f"{_where(node)} takes {count:,} elements; a batch like this may take {limit:,}")
+            for name in next(last_uses):
+                held.pop(name, None)
+
+        shapes = [torch.empty_like(value, device="meta") for value in inputs]
+        tensors = {name: value.to("meta") for name, value in self.tensors.items()}
+        replace(self, tensors=tensors).run(shapes, watch)
 
     def _last_uses(self) -> list[list[str]]:
         """For each node the names whose value nothing reads afterwards."""
@@ -214,6 +289,29 @@ class Program:
         }
         quantizers = {name: quantizer.map(function) for name, quantizer in self.quantizers.items()}
         return replace(self, tensors=tensors, quantizers=quantizers, weights=weights)
+
+
+def _where(node: Node) -> str:
+    return f"operation {node.op} ({node.name})"
+
+
+def _elements(value: Any) -> int:
+    """Of a tensor or a tuple of tensors; a size counts nothing."""
+    if isinstance(value, Tensor):
+        return max(value.numel(), _PER_TENSOR)
+    return sum(_elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
+
+
+def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
+    """Elements that an operation may make besides its result: patches of images, operands spread over a batch."""
+    if op == "aten.conv2d.default":
+        kernel = args[1].shape
+        return result.numel() // max(kernel[0], 1) * args[0].shape[-3] * kernel[2] * kernel[3]
+    if op == "aten.matmul.default":
+        left, right = args
+        rows, columns = (left.shape[-2] if left.ndim > 1 else 1), (right.shape[-1] if right.ndim > 1 else 1)
+        return result.numel() // max(rows * columns, 1) * (rows + columns) * left.shape[-1]
+    return 0
 
 
 def resolve(op: str) -> Callable[..., Any]:
