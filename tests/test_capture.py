@@ -343,6 +343,50 @@ def test_computed_weights_and_biases_are_stored():
     assert {arg.name for arg in linear.args[1:]} == set(program.tensors)
 
 
+EINSUMS = {
+    "bchw,bcvw->bhv": "plain, with two letters summed",
+    "bchw,bchv->bcwv": "heads",
+    "bchw, cvw -> bhcv": "heads that are not first, one operand without images",
+    "bchw,vhw->cbv": "images and rows in one dimension",
+    "bchw,vu->bcvuhw": "outer product",
+    "bchw,bcvw": "implicit output",
+}
+
+
+@pytest.mark.parametrize("equation", EINSUMS, ids=EINSUMS.get)
+def test_an_einsum_of_two_operands_is_a_product(equation):
+    right = {"bcvw": (7, 3, 5, 32), "bchv": (7, 3, 32, 5), "cvw": (3, 5, 32), "vhw": (5, 32, 32), "vu": (5, 2)}
+    shape = right[equation.replace(" ", "").split("->")[0].split(",")[1]]
+    other = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    inputs = (IMAGES, other) if shape[0] == 7 else (IMAGES,)
+
+    class Einsum(nn.Module):
+        def forward(self, x, y=other):
+            return torch.einsum(equation, x, y)
+
+    program = capture(Einsum(), inputs)
+    assert sum(op in ("matmul", "linear") for op in ops(program)) == 1
+    assert "einsum" not in ops(program)
+    expected = Einsum()(*inputs)
+    torch.testing.assert_close(program.run(inputs), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("equation", ["bchw,bcvu->bcv", "bchh,bcvu->bcv", "...w,wv->...v"])
+def test_refuses_other_einsums(equation):
+    function = lambda m, x: torch.einsum(equation, x, m.weight if "wv" in equation else x)  # noqa: E731
+    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\(".*"\), which this version cannot'):
+        capture(Toy(function, weight=nn.Parameter(torch.randn(32, 5))), IMAGES)
+
+
+@pytest.mark.parametrize("gain", [{}, {"beta": 0.5, "alpha": 2}])
+def test_products_with_an_addition_are_separate(gain):
+    def function(model, x):
+        return torch.addmm(model.bias, torch.baddbmm(x[:, 1], x[:, 0], x[:, 2], **gain).mean(1), model.weight, **gain)
+
+    program = check(Toy(function, bias=nn.Parameter(torch.randn(5)), weight=nn.Parameter(torch.randn(32, 5))))
+    assert [op for op in ops(program) if op in ("matmul", "linear")] == ["matmul", "linear"]
+
+
 def test_a_product_with_a_stored_matrix_is_a_linear():
     program = check(Toy(lambda m, x: x.mean((2, 3)) @ m.weight, weight=nn.Parameter(torch.randn(3, 5))))
     assert ops(program)[-1] == "linear"
@@ -380,15 +424,23 @@ def test_names_of_tensors_and_operations_do_not_clash():
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_refuses_fewer_than_two_images(tiny, count):
-    with pytest.raises(CaptureError, match=f"takes two images or more.*got {count}"):
-        capture(tiny, IMAGES[:count])
+@pytest.mark.parametrize(
+    ("inputs", "shapes"),
+    [
+        ((), "no tensor"),
+        ((None,), "no tensor"),
+        ((IMAGES[:0],), r"\(0, 3, 32, 32\)"),
+        ((IMAGES, IMAGES[:2]), r"\(7, 3, 32, 32\), \(2, 3, 32, 32\)"),
+        ((IMAGES, torch.tensor(3.0)), r"\(7, 3, 32, 32\), \(\)"),
+    ],
+)
+def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
+    with pytest.raises(CaptureError, match=f"the inputs are {shapes}, but each must hold one image or more"):
+        capture(tiny, inputs)
 
 
-def test_refuses_no_inputs(tiny):
-    with pytest.raises(CaptureError, match="got 0"):
-        capture(tiny, ())
+def test_a_single_image_serves(tiny):
+    assert_same(tiny, capture(tiny, IMAGES[:1]), IMAGES)
 
 
 def test_refuses_control_flow_on_data():

@@ -9,47 +9,61 @@ import torch
 from torch import Tensor, nn
 
 from adalog.calibrate import Format, Found, Operand, search_channels, search_product, search_right
-from adalog.capture import capture
+from adalog.capture import batched, capture, take
 from adalog.config import Config
 from adalog.errors import CalibrationError
-from adalog.model import LedgerRow, QuantizedModel
+from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
-from adalog.sites import POWER_LAW_ACTIVATIONS, Pair, Site, find_pairs, find_sites
+from adalog.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site, find_pairs, find_refused, find_sites
+from adalog.submodule import exchange, record_call
 
 Progress = Callable[[int, int, str], None]
+Images = Tensor | tuple[Tensor, ...]  # one input, or several of as many images each
 
 
 def quantize(
     model: nn.Module,
-    images: Tensor,
+    images: Images,
     config: Config | None = None,
     *,
+    within: nn.Module | None = None,
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
-    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves.
+    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves;
+    or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
+    calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. The model is not changed.
-    Raises CaptureError and CalibrationError.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model.
     """
     config = config or Config.preset("w4a4")
-    return Calibration(model, sample_images(images, config.images, seed), seed=seed).quantize(
-        config, progress, jobs=jobs
-    )
+    sample = sample_images(images, config.images, seed)
+    if within is None:
+        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs)
+    call, inputs = record_call(model, within, batched(sample))
+    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs)
+    result.provenance |= {"calibration": digest(batched(sample)), "images": config.images}
+    result.call = call
+    exchange(model, within, result)
+    return result
 
 
-def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
-    """`count` of the images, drawn without replacement from a generator of its own."""
-    if len(images) < count:
+def sample_images(images: Images, count: int, seed: int) -> Images:
+    """`count` of the images, drawn without replacement from a generator of its own; the same ones of every input."""
+    inputs = batched(images)
+    found = len(inputs[0])
+    if found < count:
         raise CalibrationError(
-            f"calibration takes {count} images, got {len(images)}: give more, or set Config(images={len(images)})"
+            f"calibration takes {count} images, got {found}: give more, or set Config(images={found})"
         )
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return images[order[:count].to(images.device)]
+    order = torch.randperm(found, generator=torch.Generator().manual_seed(seed))
+    sample = take(inputs, order[:count])
+    return sample[0] if isinstance(images, Tensor) else sample
 
 
 @dataclass(frozen=True)
@@ -70,14 +84,18 @@ class Calibration:
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, *, seed: int = 0):
-        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's."""
-        if not bool(torch.isfinite(images).all()):
+    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0):
+        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's.
+
+        Or several positional inputs, (N, ...) each; what is no tensor is a constant.
+        """
+        inputs = batched(images)
+        self.images = tuple(value for value in inputs if isinstance(value, Tensor))
+        if not all(bool(torch.isfinite(value).all()) for value in self.images):
             raise CalibrationError("the calibration images hold NaN or infinite values")
-        self.program = capture(model, images)
+        self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
-        self.pairs = find_pairs(self.program, self.sites, (images[:2],))
-        self.images = images
+        self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
         self._groups = _group(self.sites, self.pairs)
         self._seen = self._observe()
@@ -86,9 +104,10 @@ class Calibration:
     @torch.no_grad()
     def _observe(self) -> dict[str, Tensor]:
         """The value of every operand and foldable norm, by name, from one float forward."""
-        wanted = {name for site in self.sites for name in (site.left, site.right)} - set(self.program.tensors)
+        wanted = {name for site in self.sites for name in (site.left, site.right)}
         wanted |= {pair.norm.name for pair in self.pairs}
-        seen = {name: self.images for name in self.program.inputs if name in wanted}
+        given = {**self.program.tensors, **dict(zip(self.program.inputs, self.images, strict=True))}
+        seen = {name: value for name, value in given.items() if name in wanted}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in wanted:
@@ -96,7 +115,7 @@ class Calibration:
                     raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
                 seen[node.name] = result
 
-        self.program.run((self.images,), watch)
+        self.program.run(self.images, watch)
         return seen
 
     @torch.no_grad()
@@ -119,21 +138,25 @@ class Calibration:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        refusals = {pair.norm.scope: pair.refusal for pair in self.pairs if pair.refusal}
+        refusals = {pair.norm.scope: f"not folded: {pair.refusal}" for pair in self.pairs if pair.refusal}
+        refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> tuple[Found, tuple[Tensor, Tensor] | None, Tensor]:
         """A group's quantizers, its norm's fold, and its (folded) right operand."""
         fold = self._fold(group.pair, config) if group.pair is not None else None
-        left, right = self._operands(group, config, fold)
-        problem = (group.first.name, right.format, config.search, config.activation_bits if fold else None)
-        key = (*problem, left.format)
-        if key not in self._found:
-            if problem not in self._found:  # what methods that differ in the left quantizer share
-                self._found[problem] = search_right(left, right, config.search)
-            self._found[key] = search_product(left, right, config.search, self._found[problem])
-        return self._found[key], fold, right.values
+        results = []
+        for activation in self._activations(group.first, config):
+            left, right = self._operands(group, config, fold, activation)
+            problem = (group.first.name, right.format, config.search, config.activation_bits if fold else None)
+            key = (*problem, left.format)
+            if key not in self._found:
+                if problem not in self._found:  # what methods that differ in the left quantizer share
+                    self._found[problem] = search_right(left, right, config.search)
+                self._found[key] = search_product(left, right, config.search, self._found[problem])
+            results.append(self._found[key])
+        return max(results, key=lambda found: found.sqnr), fold, right.values
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
@@ -150,19 +173,32 @@ class Calibration:
         fold: tuple[Tensor, Tensor] = self._found[key]
         return fold
 
-    def _operands(self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None) -> tuple[Operand, Operand]:
-        """Both operands of the group's product with the formats the config gives them, the right one transposed."""
-        site = group.first
+    def _activations(self, site: Site, config: Config) -> list[Format]:
+        """The formats that the left operand of a site is tried in; the first of equally good ones wins.
+
+        After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one.
+        """
         bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
-        activation = Format(bits)
-        if site.left_source.kind == "softmax":
-            activation = Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)
-        elif site.left_source.kind in POWER_LAW_ACTIVATIONS:
-            activation = Format.power_law(config.post_gelu, bits, config, -site.left_source.minimum)
+        kind = site.left_source.kind
+        if kind == "softmax":
+            return [Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)]
+        if kind not in POWER_LAW_ACTIVATIONS:
+            return [Format(bits)]
+        power_law = Format.power_law(config.post_gelu, bits, config, -site.left_source.minimum)
+        sure = kind in GELUS or power_law.log2_base is None
+        return [power_law] if sure else [power_law, Format(bits)]
+
+    def _operands(
+        self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None, activation: Format
+    ) -> tuple[Operand, Operand]:
+        """Both operands of the group's product with their formats, the right one transposed."""
+        site = group.first
         x = self._seen[site.left]
         if site.role in ("qk", "av"):
             heads = (1,) if config.per_head and x.ndim == 4 else ()
             right = self._seen[site.right].transpose(-1, -2).contiguous()
+            lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
+            x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
             if activation.log2_base is None and site.role == "qk":
                 activation = replace(activation, keep=heads)
             return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.errors import CaptureError
-from adalog.program import PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
+from adalog.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
 
 # Operations that move values about without changing them: a value's source is looked for through these.
 _MOVES = {"getitem"} | aten(
@@ -23,7 +22,8 @@ _ACTIVATIONS = {
     f"aten.{name}.default": name
     for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
 }
-POWER_LAW_ACTIVATIONS = ("gelu", "quick_gelu", "silu", "hardswish", "mish")
+GELUS = ("gelu", "quick_gelu")
+POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
 _SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
@@ -40,7 +40,8 @@ class Source:
 class Site:
     """One multiplication: role "linear", "conv", "qk" or "av"; left and right are the operands' value names.
 
-    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one.
+    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one. The operands of
+    "qk" and "av" are values, or stored tensors on the right. refusal: why it stays float, where it does.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Site:
     left_source: Source
     right_source: Source
     bias: str | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,33 +74,51 @@ class Block:
 
 
 def find_sites(program: Program) -> list[Site]:
-    """Every multiplication of the program in order of execution, with the source of each operand."""
+    """Every multiplication that can be quantized, in order of execution, with the source of each operand."""
+    return [site for site in _products(program) if not site.refusal]
+
+
+def find_refused(program: Program) -> list[Site]:
+    """Every multiplication that stays float, in order of execution; its `refusal` says why."""
+    return [site for site in _products(program) if site.refusal]
+
+
+def _products(program: Program) -> list[Site]:
     makers = {node.name: node for node in program.nodes}
     sites: list[Site] = []
+    names: set[str] = set()
     for node in program.nodes:
-        if node.op not in PRODUCTS:
+        if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS:
             continue
         left, right = node.args[0].name, node.args[1].name
-        left_source, right_source = (find_source(program, makers, name) for name in (left, right))
-        bias = None
-        if node.op in PRODUCTS[:2]:
-            if right_source.kind != "weight":
-                raise CaptureError(
-                    f"{node.op} in {node.scope or 'the model'} has a weight that is computed, not stored"
-                )
+        sources = (find_source(program, makers, left), find_source(program, makers, right))
+        bias, refusal = None, ""
+        if node.op in FLOAT_PRODUCTS:
+            role = name = node.op.removeprefix("aten.").split(".")[0]
+            refusal = f"{role} is neither a linear, a 2-D convolution nor a matrix product"
+        elif node.op in PRODUCTS[:2]:
             role, name = ("linear" if node.op == PRODUCTS[0] else "conv"), right.removesuffix(".weight")
             bias = node.args[2].name if len(node.args) > 2 and node.args[2] is not None else None
+            parameters = {"weight": right} if bias is None else {"weight": right, "bias": bias}
+            computed = [part for part, value in parameters.items() if value not in program.tensors]
+            refusal = f"its {computed[0]} is computed, not stored" if computed else ""
         else:
-            if "weight" in (left_source.kind, right_source.kind):
-                raise CaptureError(
-                    f"{node.scope or 'the model'} multiplies by a stored tensor that is no matrix on the right"
-                )
-            role = "av" if left_source.kind == "softmax" else "qk"
+            role = name = "av" if _is_attention(makers, left) else "qk"
+            refusal = "its left operand is a stored tensor" if sources[0].kind == "weight" else ""
+        if role == name or refusal:
             name = f"{node.scope}.{role}" if node.scope else role
-        if any(site.name == name for site in sites):
+        if name in names:
             name = f"{name}.{node.name}"
-        sites.append(Site(name, role, node, left, right, left_source, right_source, bias))
+        names.add(name)
+        sites.append(Site(name, role, node, left, right, *sources, bias, refusal))
     return sites
+
+
+def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
+    """Whether a value is what a softmax made, though linears mixed its heads afterwards (talking heads)."""
+    while name in makers and makers[name].op in _MOVES | set(PRODUCTS[:2]):
+        name = makers[name].args[0].name
+    return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
