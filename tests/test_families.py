@@ -1,4 +1,4 @@
-"""Every family of vision transformers goes through with no code of its own: counts at full size, small ones end to end."""
+"""Vision transformers of every family go through with no code of their own: counts at full size, small ones whole."""
 
 import functools
 from collections import Counter
@@ -108,11 +108,13 @@ def mvit():
 
 
 _LEVIT = {"img_size": 64, "embed_dim": (16, 24, 32), "key_dim": 8, "depth": (1, 1, 1), "num_heads": (2, 2, 2)}
-_MSRA = {"key_dim": (8, 8, 8), "window_size": (2, 2, 2), "kernels": (5, 5, 5, 5)}
+_MSRA = {"embed_dim": (16, 32, 48), "key_dim": (8, 8, 8), "window_size": (2, 2, 2), "kernels": (5, 5, 5, 5)}
 _TINY = {"depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "window_sizes": (4, 4, 4, 2)}
 _SAM = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "use_rel_pos": True, "window_size": 3}
 _TWINS = {"embed_dims": (16, 32), "num_heads": (2, 2), "mlp_ratios": (2, 2), "depths": (2, 1), "sr_ratios": (2, 1)}
 _CROSS = {"img_scale": (1.0, 0.75), "patch_size": (16, 12), "embed_dim": (24, 32), "depth": ((1, 1, 0),)}
+_PIT = {"base_dims": (8, 8), "depth": (1, 1), "heads": (2, 4)}
+_COAT = {"depths": (1, 1, 1, 1), "embed_dim": (32, 32, 64, 64)}
 _VITS = {"embed_dim": 48, "num_heads": 3, "depth": 1}
 
 # name -> (maker, image size, the counts of linears, convolutions, Q K^T and A V)
@@ -143,12 +145,19 @@ FAMILIES = {
     ),
     # Linear attention: Q (K^T V) without a softmax, so two products that are like those with keys.
     "efficientvit of mit": (
-        of("efficientvit_mit", "EfficientVit", widths=(8, 8, 16, 16, 32), depths=(1,) * 5, head_dim=8, head_widths=(32, 32)),
+        of(
+            "efficientvit_mit",
+            "EfficientVit",
+            widths=(8, 8, 16, 16, 32),
+            depths=(1,) * 5,
+            head_dim=8,
+            head_widths=(32, 32),
+        ),
         64,
         (2, 30, 4, 0),
     ),
     "efficientvit of msra": (
-        of("efficientvit_msra", "EfficientVitMsra", **{**_LEVIT, "embed_dim": (16, 32, 48)}, **_MSRA),
+        of("efficientvit_msra", "EfficientVitMsra", **_LEVIT | _MSRA),
         64,
         (1, 59, 6, 6),
     ),
@@ -165,6 +174,18 @@ FAMILIES = {
     ),
     "xcit": (of("xcit", "Xcit", img_size=32, patch_size=8, cls_attn_layers=1, **{**_VITS, "num_heads": 2}), 32, None),
     "twins": (of("twins", "Twins", img_size=64, wss=(4, 4), **_TWINS), 64, (14, 5, 3, 3)),
+    "davit": (
+        of("davit", "DaVit", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
+        64,
+        (17, 10, 4, 4),
+    ),
+    "pit": (
+        of("pit", "PoolingVisionTransformer", img_size=32, stride=4, patch_size=8, mlp_ratio=2, **_PIT),
+        32,
+        (10, 2, 2, 2),
+    ),
+    "maxvit": (timm("maxvit_pico_rw_256", img_size=64, stem_width=8, depths=(1, 1), embed_dim=(32, 32)), 64, None),
+    "coatnet": (timm("coatnet_pico_rw_224", img_size=64, stem_width=(8, 8), **_COAT), 64, None),
     "crossvit": (of("crossvit", "CrossVit", img_size=64, num_heads=(2, 2), mlp_ratio=(2, 2, 1), **_CROSS), 64, None),
 }
 QUICK = ("swin v2", "eva02", "beit")
