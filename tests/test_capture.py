@@ -1,6 +1,7 @@
 """A captured program is the model, at every batch size and in canonical form; or a refusal says why there is none."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -141,6 +142,47 @@ def test_output_structure_is_kept(structure):
     expected, actual = model(IMAGES), program.run((IMAGES,))
     assert type(actual) is type(expected)
     assert str(torch.utils._pytree.tree_structure(actual)) == str(torch.utils._pytree.tree_structure(expected))
+
+
+@dataclass
+class Maps:
+    """An output of two fields."""
+
+    fine: torch.Tensor
+    coarse: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+def test_a_dataclass_that_torch_knows_keeps_its_names():
+    torch.export.register_dataclass(Maps)
+    model = Toy(lambda m, x: (Maps(x.mean(1), x.amax((2, 3))), {"x": [x]}))
+    maps, rest = capture(model, IMAGES).run((IMAGES,))
+    assert torch.equal(maps.fine, IMAGES.mean(1))
+    assert list(maps) == ["fine", "coarse"]
+    assert torch.equal(rest["x"][0], IMAGES)
+
+
+def test_refuses_a_class_that_torch_does_not_know():
+    with pytest.raises(CaptureError, match="could not be exported"):
+        capture(Toy(lambda m, x: Unknown(x)), IMAGES)
+
+
+@dataclass
+class Unknown:
+    """No pytree."""
+
+    value: torch.Tensor
+
+
+def test_arguments_that_are_no_tensors_are_constants():
+    class Scaled(nn.Module):
+        def forward(self, x, scale=1.0, mask=None, flip=False):
+            x = x * scale if mask is None else x
+            return x.flip(3) if flip else x
+
+    program = capture(Scaled(), (IMAGES, 0.5, None, True))
+    assert program.inputs == ("x",)
+    assert torch.equal(program.run((IMAGES,)), IMAGES.flip(3) * 0.5)
 
 
 def test_several_inputs():

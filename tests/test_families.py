@@ -174,6 +174,8 @@ FAMILIES = {
     ),
     "xcit": (of("xcit", "Xcit", img_size=32, patch_size=8, cls_attn_layers=1, **{**_VITS, "num_heads": 2}), 32, None),
     "twins": (of("twins", "Twins", img_size=64, wss=(4, 4), **_TWINS), 64, (14, 5, 3, 3)),
+    "edgenext": (timm("edgenext_xx_small"), 64, (31, 20, 3, 3)),
+    "convit": (timm("convit_tiny", img_size=32, depth=1, embed_dim=48, num_heads=4), 32, (7, 1, 2, 0)),
     "davit": (
         of("davit", "DaVit", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
         64,

@@ -118,6 +118,16 @@ def test_nothing_changes_where_it_fails(call, error, words):
     unchanged(model, backbone, before)
 
 
+def test_a_loaded_model_takes_tensors_by_position(tmp_path):
+    model = Detector()
+    result = adalog.quantize(model.backbone, IMAGES, CONFIG, within=model)
+    result.save(tmp_path / "backbone")
+    loaded, windows = adalog.load(tmp_path / "backbone"), IMAGES[..., :8, :8]
+    assert torch.equal(loaded(windows)["coarse"], result(windows)["coarse"])
+    with pytest.raises(TypeError, match="by position, got x by name"):
+        loaded(x=windows)
+
+
 def test_refuses_a_module_that_is_no_part():
     model = Detector()
     for other in (Backbone(), model):

@@ -454,10 +454,10 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
         start += child.num_leaves
     if spec.type in (list, tuple):
         return spec.type(children)
-    keys = spec.context if isinstance(spec.context, list) else None
-    if keys is None and isinstance(spec.context, (tuple, list)) and spec.context and isinstance(spec.context[0], list):
-        keys = spec.context[0]
-    if keys is None or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
+    keys = spec.context
+    if isinstance(keys, (tuple, list)) and keys and isinstance(keys[0], list):  # a dataclass: the fields that are set
+        keys = keys[0]
+    if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))
     return named if spec.type is dict else Output(named)
