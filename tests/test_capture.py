@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import zoo
 from adalog import CaptureError
 from adalog.capture import capture
-from adalog.program import OPERATIONS, Output
+from adalog.program import OPERATIONS, PRODUCTS, Output
 
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 
@@ -418,6 +418,23 @@ def test_refuses_other_einsums(equation):
     function = lambda m, x: torch.einsum(equation, x, m.weight if "wv" in equation else x)  # noqa: E731
     with pytest.raises(CaptureError, match=r'uses aten.einsum.default\(".*"\), which this version cannot'):
         capture(Toy(function, weight=nn.Parameter(torch.randn(32, 5))), IMAGES)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x @ m.vector,
+        lambda m, x: torch.mv(x[:, 0, 0], m.vector) * x[:, 0, 0, 0],
+        lambda m, x: x.mean((0, 1, 2)) @ x,
+        lambda m, x: x[:, 0].mean((0, 1)) @ m.vector + x.mean((1, 2, 3)),
+    ],
+)
+def test_a_product_with_a_vector_is_one_with_a_matrix(function):
+    program = check(Toy(function, vector=nn.Parameter(torch.randn(32))))
+    (product,) = (node for node in program.nodes if node.op in PRODUCTS)
+    seen = {}
+    program.run((IMAGES,), lambda node, args, result: seen.__setitem__(node.name, args))
+    assert all(operand.ndim >= 2 for operand in seen[product.name][:2])
 
 
 @pytest.mark.parametrize("gain", [{}, {"beta": 0.5, "alpha": 2}])

@@ -208,6 +208,8 @@ class _Importer:
             return self._unfold_attention(node, args, kwargs)
         if op == "aten.einsum.default" and len(args[1]) == 2:
             return self._product_of_einsum(node, *args[:2])
+        if op in ("aten.matmul.default", "aten.mv.default") and 1 in (_meta(value).ndim for value in node.args):
+            return self._product_of_vector(node, *args)
         if op in ("aten.baddbmm.default", "aten.addmm.default"):
             return self._add_product(node, *args, **kwargs)
         if _is_in_place(node):
@@ -366,6 +368,17 @@ class _Importer:
                     count = self._emit(node, "sym.mul", count, size, part="_count")
             shape.append(count)
         return self._emit(node, "aten.reshape.default", value, tuple(shape), part=f"{part}_matrix")
+
+    def _product_of_vector(self, node: fx.Node, left: Ref, right: Ref) -> Ref:
+        """A product with a vector as one with a matrix of one row or column."""
+        row, column = (_meta(value).ndim == 1 for value in node.args)
+        if row:
+            left = self._emit(node, "aten.unsqueeze.default", left, 0, part="_row")
+        if column:
+            right = self._emit(node, "aten.unsqueeze.default", right, -1, part="_column")
+        product = self._emit(node, "aten.matmul.default", left, right, part="_product")
+        dims = (-2,) * row + (-1,) * column
+        return self._emit(node, "aten.squeeze.dims", product, dims)
 
     def _add_product(
         self, node: fx.Node, added: Ref, left: Ref, right: Ref, *, beta: float = 1, alpha: float = 1
