@@ -115,6 +115,8 @@ _TWINS = {"embed_dims": (16, 32), "num_heads": (2, 2), "mlp_ratios": (2, 2), "de
 _CROSS = {"img_scale": (1.0, 0.75), "patch_size": (16, 12), "embed_dim": (24, 32), "depth": ((1, 1, 0),)}
 _PIT = {"base_dims": (8, 8), "depth": (1, 1), "heads": (2, 4)}
 _COAT = {"depths": (1, 1, 1, 1), "embed_dim": (32, 32, 64, 64)}
+_VOLO = {"embed_dims": (24, 48, 48, 48), "outlook_attention": (True, *[False] * 3), "layers": (1, 1, 1, 1)}
+_VOLO |= {"num_heads": (2, 2, 2, 2), "downsamples": (True, *[False] * 3), "mlp_ratio": 2}
 _VITS = {"embed_dim": 48, "num_heads": 3, "depth": 1}
 
 # name -> (maker, image size, the counts of linears, convolutions, Q K^T and A V)
@@ -176,6 +178,7 @@ FAMILIES = {
     "twins": (of("twins", "Twins", img_size=64, wss=(4, 4), **_TWINS), 64, (14, 5, 3, 3)),
     "edgenext": (timm("edgenext_xx_small"), 64, (31, 20, 3, 3)),
     "convit": (timm("convit_tiny", img_size=32, depth=1, embed_dim=48, num_heads=4), 32, (7, 1, 2, 0)),
+    "volo": (of("volo", "VOLO", img_size=64, **_VOLO), 64, (29, 5, 5, 6)),
     "davit": (
         of("davit", "DaVit", depths=(1, 1), embed_dims=(16, 32), num_heads=(2, 2), window_size=4),
         64,
