@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from adalog import CaptureError
 from adalog.capture import capture
-from adalog.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_sites, minimum_of
+from adalog.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_refused, find_sites, minimum_of
 from test_capture import IMAGES, Attention, Toy
 
 
@@ -189,16 +188,56 @@ def test_a_module_called_twice_has_two_sites():
     assert first.right == second.right == "fc.weight"
 
 
-def test_refuses_a_weight_computed_from_the_image():
-    program = capture(Toy(lambda m, x: F.linear(x[0, 0], x[0, 1])), IMAGES)
-    with pytest.raises(CaptureError, match="weight that is computed, not stored"):
-        find_sites(program)
+@pytest.mark.parametrize(
+    ("function", "name", "why"),
+    [
+        (lambda m, x: F.linear(x[0, 0], x[0, 1]), "linear", "its weight is computed, not stored"),
+        (lambda m, x: F.conv2d(x, x[:2, :, :3, :3]), "conv", "its weight is computed, not stored"),
+        (lambda m, x: F.linear(x, m.mix, x[0, 0, 0, :8]), "linear", "its bias is computed, not stored"),
+        (lambda m, x: m.mix @ x, "qk", "its left operand is a stored tensor"),
+        (lambda m, x: m.conv1d(x[:, 0]), "conv1d.conv1d", "conv1d is neither a linear"),
+        (lambda m, x: m.conv3d(x[:, None]), "conv3d.conv3d", "conv3d is neither a linear"),
+        (lambda m, x: m.up(x), "up.conv_transpose2d", "conv_transpose2d is neither a linear"),
+    ],
+)
+def test_products_that_stay_float_say_why(function, name, why):
+    modules = {"conv1d": nn.Conv1d(32, 4, 3, padding="same"), "conv3d": nn.Conv3d(1, 2, 3)}
+    modules |= {"up": nn.ConvTranspose2d(3, 4, 2, 2), "mix": nn.Parameter(torch.randn(8, 32)), "fc": nn.Linear(4, 4)}
+    program = capture(Toy(lambda m, x: m.fc(function(m, x).flatten(1)[:, :4]), **modules), IMAGES)
+    (refused,) = find_refused(program)
+    assert refused.name == name
+    assert refused.refusal.startswith(why)
+    assert [site.name for site in find_sites(program)] == ["fc"]
 
 
-def test_refuses_a_stored_left_operand():
-    program = capture(Toy(lambda m, x: m.mix @ x, mix=nn.Parameter(torch.randn(8, 32))), IMAGES)
-    with pytest.raises(CaptureError, match="multiplies by a stored tensor"):
-        find_sites(program)
+def test_a_stored_right_operand_of_several_matrices_is_a_site():
+    """A relative position table: queries by it are a product like that with keys."""
+    program = capture(Toy(lambda m, x: x @ m.table, table=nn.Parameter(torch.randn(3, 32, 5))), IMAGES)
+    (site,) = find_sites(program)
+    assert (site.role, site.right_source.kind) == ("qk", "weight")
+    assert site.right in program.tensors
+
+
+def test_talking_heads_keep_their_roles():
+    """Linears over the heads before and after the softmax hide it as a source, not as attention."""
+
+    def function(model, x):
+        weights = model.before((x @ x.transpose(-2, -1)).permute(0, 2, 3, 1)).softmax(2)
+        return model.after(weights).permute(0, 3, 1, 2) @ x
+
+    program = capture(Toy(function, before=nn.Linear(3, 3), after=nn.Linear(3, 3)), IMAGES)
+    sites = {site.role: site.left_source.kind for site in find_sites(program)}
+    assert sites == {"qk": "input", "linear": "softmax", "av": "other"}
+
+
+@pytest.mark.parametrize("view", [lambda a: a.transpose(-2, -1), lambda a: a.permute(0, 1, 3, 2), lambda a: a])
+def test_a_softmax_on_the_right_comes_left(view):
+    """Channels-first models write V A^T."""
+    program = capture(Toy(lambda m, x: x @ view(x.softmax(-1))), IMAGES)
+    (site,) = find_sites(program)
+    assert (site.role, site.left_source.kind, site.right_source.kind) == ("av", "softmax", "input")
+    expected = IMAGES @ view(IMAGES.softmax(-1))
+    torch.testing.assert_close(program.run((IMAGES,)), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 # --- minima ----------------------------------------------------------------------------------------------------------

@@ -171,10 +171,10 @@ class Operand:
         assert self.format.log2_base is not None
         return self.format.log2_base[1]
 
-    def box(self) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def box(self, reach: float = 0.1) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """(low, high), each (P, *groups), and the sizes of the first grid.
 
-        Uniform: (lower, upper) bounds between the percentiles 0 and 0.1, 0.9 and 1 (Algorithm 1, lines 1-2).
+        Uniform: (lower, upper) bounds between the percentiles 0 and reach, 1 - reach and 1 (Algorithm 1, lines 1-2).
         Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1 of the lifted
         values. Twin: the largest positive value, likewise.
         """
@@ -182,7 +182,7 @@ class Operand:
         shape = [self.values.shape[dim] for dim in form.keep]
         sample = self.groups()
         if form.log2_base is None and not form.twin:
-            own = quantiles(sample, (0.0, 0.1, 0.9, 1.0))
+            own = quantiles(sample, (0.0, reach, 1 - reach, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
         lift = 0.0 if form.twin else form.offset
@@ -209,7 +209,7 @@ def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
 
 def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | None, rough: Loss | None) -> Tensor:
     """The best point of an operand's box by the configured strategy."""
-    low, high, init = operand.box()
+    low, high, init = operand.box(search.reach)
     if search.strategy == "brute-force":
         return brute_force(loss, low, high, sizes=(128,) * len(low), incumbent=incumbent)[0]
     if search.strategy == "alternating":

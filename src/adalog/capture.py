@@ -1,8 +1,9 @@
 """From a PyTorch model to a program: `torch.export`, then a canonical form that the rest of the package reads.
 
 Canonical: no in-place operations, no identities (dropout, clone, casts to the same type), attention unfolded into
-transpose, matmul, scale, mask, softmax, matmul, batch norms folded into the convolutions before them, every weight and
-bias a stored tensor, equal values computed once.
+transpose, matmul, scale, mask, softmax, matmul, einsums of two operands as matmuls, a softmax the left operand of its
+product, batch norms folded into the convolutions before them, every weight and bias a stored tensor, equal values
+computed once.
 """
 
 import inspect
@@ -19,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
-from adalog.program import OPERATIONS, PLACEMENT, PRODUCTS, Arg, Node, Output, Program, Ref, aten, map_refs
+from adalog.program import OPERATIONS, PLACEMENT, PRODUCTS, Arg, Node, Output, Program, Ref, aten, leaves_of, map_refs
+from adalog.sites import find_source
 
 TOLERANCE = 1e-4  # of the largest output, between graph and model in float32
 BATCHES = (1, 2, 7)
@@ -62,28 +64,47 @@ _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 @torch.no_grad()
-def capture(model: nn.Module, inputs: Tensor | Sequence[Tensor]) -> Program:
+def capture(model: nn.Module, inputs: Tensor | Sequence[Any]) -> Program:
     """The program of a model, free in its batch size.
 
-    inputs: the model's positional inputs with at least two images, (N, ...) each; one tensor is one input.
+    inputs: the model's positional inputs, (N, ...) each; one tensor is one input. What is no tensor (None, a number) is
+    a constant that the program is fixed to. A single image is captured as two equal ones.
     Raises CaptureError where the model cannot be exported, uses an operation outside the whitelist, or where the
     program disagrees with the model on the inputs at batches of 1, 2 and 7.
     """
-    example = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    fewest = min((len(value) for value in example), default=0)
-    if fewest < 2:
-        raise CaptureError(
-            f"capturing a model takes two images or more, so that the batch size is seen to be free; got {fewest}"
-        )
-    with _inference(model):
-        program = _import(model, tuple(value[:2] for value in example))
-        program = fold_batch_norms(store_parameters(share_equal_values(program))).pruned()
+    example = batched(inputs)
+    with inference(model):
+        program = _import(model, take(example, [0, 1]))
+        program = fold_batch_norms(store_parameters(share_equal_values(softmax_left(program)))).pruned()
         _check(model, program, example)
     return program
 
 
+def batched(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
+    """Positional inputs, checked to hold the same number of images, one or more, in every tensor's first dimension."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    counts = [len(value) if value.ndim else None for value in given if isinstance(value, Tensor)]
+    if not counts or len(set(counts)) > 1 or not counts[0]:
+        shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, Tensor)) or "no tensor"
+        raise CaptureError(
+            f"the inputs are {shapes}, but each must hold one image or more, and equally many, in its first dimension; "
+            "repeat an input that all images share once for each image, or keep it in the model as a buffer"
+        )
+    return given
+
+
+def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ...]:
+    """Inputs of these images, counted from the start again after the last one."""
+    rows = torch.as_tensor(images)
+
+    def taken(value: Any) -> Any:
+        return value[rows.to(value.device) % len(value)] if isinstance(value, Tensor) else value
+
+    return tuple(taken(value) for value in inputs)
+
+
 @contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for every module inside, as it was outside."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -94,15 +115,17 @@ def _inference(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _import(model: nn.Module, example: tuple[Tensor, ...]) -> Program:
+def _import(model: nn.Module, example: tuple[Any, ...]) -> Program:
     exported = _export(model, example)
-    inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Ref]()
+    inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {spec.target for spec in exported.graph_signature.input_specs}
     for spec in exported.graph_signature.input_specs:
         name = str(getattr(spec.arg, "name", ""))
-        if spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
-            standing[name] = Ref(f"{name}#input" if name in targets else name)
-            inputs.append(standing[name].name)
+        if isinstance(spec.arg, torch.export.graph_signature.ConstantArgument):
+            standing[name] = spec.arg.value
+        elif spec.kind == torch.export.graph_signature.InputKind.USER_INPUT:
+            inputs.append(f"{name}#input" if name in targets else name)
+            standing[name] = Ref(inputs[-1])
         else:
             assert spec.target is not None
             source = exported.state_dict if spec.target in exported.state_dict else exported.constants
@@ -120,8 +143,8 @@ def _import(model: nn.Module, example: tuple[Tensor, ...]) -> Program:
     return Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
 
 
-def _export(model: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    shapes: Any = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+def _export(model: nn.Module, example: tuple[Any, ...]) -> torch.export.ExportedProgram:
+    shapes: Any = tuple({0: torch.export.Dim.DYNAMIC} if isinstance(value, Tensor) else None for value in example)
     parameters = list(inspect.signature(model.forward).parameters.values())
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         shapes = (shapes,)  # one entry a parameter of forward
@@ -182,6 +205,12 @@ class _Importer:
             return self._pad_by_number(node, *args)
         if op == "aten.scaled_dot_product_attention.default":
             return self._unfold_attention(node, args, kwargs)
+        if op == "aten.einsum.default" and len(args[1]) == 2:
+            return self._product_of_einsum(node, *args[:2])
+        if op in ("aten.matmul.default", "aten.mv.default") and 1 in (_meta(value).ndim for value in node.args):
+            return self._product_of_vector(node, *args)
+        if op in ("aten.baddbmm.default", "aten.addmm.default"):
+            return self._add_product(node, *args, **kwargs)
         if _is_in_place(node):
             return self._write(node, op, args, kwargs)
         return self._emit(node, op, *args, **kwargs)
@@ -285,6 +314,82 @@ class _Importer:
             self.unknown.add(f"a write through {op}")
         return self._emit(view, "aten.reshape_as.default", new, whole)
 
+    def _product_of_einsum(self, node: fx.Node, equation: str, operands: tuple[Ref, Ref]) -> Ref:
+        """An einsum of two operands as permute, flatten, matmul, unflatten, permute.
+
+        Letters of both operands are summed, or else kept as matmul's leading dimensions; a letter of one alone is kept.
+        """
+        sources = node.args[1]
+        assert isinstance(sources, (tuple, list))
+        inputs, arrow, wanted = equation.replace(" ", "").partition("->")
+        left, right = inputs.split(",")
+        if not arrow:
+            wanted = "".join(sorted(letter for letter in {*left, *right} if (left + right).count(letter) == 1))
+        alone = set(left) ^ set(right)
+        plain = all(word.isalpha() and len(set(word)) == len(word) for word in (left, right, wanted) if word)
+        if not plain or not alone <= set(wanted) or not set(wanted) <= {*left, *right}:
+            self.unknown.add(f'aten.einsum.default("{equation}")')
+            return operands[0]
+        sizes: dict[str, Arg] = {}
+        for word, value, source in zip((left, right), operands, sources, strict=True):
+            for axis, (letter, size) in enumerate(zip(word, _meta(source).shape, strict=True)):
+                known = isinstance(size, int)
+                sizes[letter] = size if known else self._emit(node, "aten.sym_size.int", value, axis, part="_size")
+        lead = [letter for letter in left if letter in right and letter in wanted]
+        summed = [letter for letter in left if letter in right and letter not in wanted]
+        rows, columns = ([letter for letter in word if letter in alone] for word in (left, right))
+        first = self._arrange(node, operands[0], left, (lead, rows, summed), sizes, "_left")
+        second = self._arrange(node, operands[1], right, (lead, summed, columns), sizes, "_right")
+        result = self._emit(node, "aten.matmul.default", first, second, part="_product")
+        made = [*lead, *rows, *columns]
+        result = self._emit(
+            node, "aten.reshape.default", result, tuple(sizes[letter] for letter in made), part="_split"
+        )
+        return self._emit(node, "aten.permute.default", result, tuple(made.index(letter) for letter in wanted))
+
+    def _arrange(
+        self, node: fx.Node, value: Ref, word: str, parts: tuple[list[str], ...], sizes: Mapping[str, Arg], part: str
+    ) -> Ref:
+        """A value whose dimensions have these letters, permuted to (*lead, one dimension, one dimension)."""
+        lead, *grouped = parts
+        order = tuple(word.index(letter) for letter in [*lead, *grouped[0], *grouped[1]])
+        value = self._emit(node, "aten.permute.default", value, order, part=part)
+        if all(len(letters) == 1 for letters in grouped):
+            return value
+        shape: list[Arg] = [sizes[letter] for letter in lead]
+        for letters in grouped:
+            count: Arg = 1
+            for letter in letters:
+                size = sizes[letter]
+                if isinstance(count, int) and isinstance(size, int):
+                    count *= size
+                else:
+                    count = self._emit(node, "sym.mul", count, size, part="_count")
+            shape.append(count)
+        return self._emit(node, "aten.reshape.default", value, tuple(shape), part=f"{part}_matrix")
+
+    def _product_of_vector(self, node: fx.Node, left: Ref, right: Ref) -> Ref:
+        """A product with a vector as one with a matrix of one row or column."""
+        row, column = (_meta(value).ndim == 1 for value in node.args)
+        if row:
+            left = self._emit(node, "aten.unsqueeze.default", left, 0, part="_row")
+        if column:
+            right = self._emit(node, "aten.unsqueeze.default", right, -1, part="_column")
+        product = self._emit(node, "aten.matmul.default", left, right, part="_product")
+        dims = (-2,) * row + (-1,) * column
+        return self._emit(node, "aten.squeeze.dims", product, dims)
+
+    def _add_product(
+        self, node: fx.Node, added: Ref, left: Ref, right: Ref, *, beta: float = 1, alpha: float = 1
+    ) -> Ref:
+        """beta added + alpha left right, as separate operations."""
+        product = self._emit(node, "aten.matmul.default", left, right, part="_product")
+        if alpha != 1:
+            product = self._emit(node, "aten.mul.Tensor", product, alpha, part="_scaled")
+        if beta != 1:
+            added = self._emit(node, "aten.mul.Tensor", added, beta, part="_weighed")
+        return self._emit(node, "aten.add.Tensor", added, product)
+
     def _unfold_attention(self, node: fx.Node, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
         """softmax(Q K^T scale + mask) V as separate operations, the two products of which are sites."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -361,13 +466,40 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
         start += child.num_leaves
     if spec.type in (list, tuple):
         return spec.type(children)
-    keys = spec.context if isinstance(spec.context, list) else None
-    if keys is None and isinstance(spec.context, (tuple, list)) and spec.context and isinstance(spec.context[0], list):
-        keys = spec.context[0]
-    if keys is None or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
+    keys = spec.context
+    if isinstance(keys, (tuple, list)) and keys and isinstance(keys[0], list):  # a dataclass: the fields that are set
+        keys = keys[0]
+    if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))
     return named if spec.type is dict else Output(named)
+
+
+def softmax_left(program: Program) -> Program:
+    """V^T A^T as (A V)^T, so that a softmax is the left operand of its product, as in other models."""
+    makers = {node.name: node for node in program.nodes}
+    nodes: list[Node] = []
+
+    def transposed(value: Ref, name: str, scope: str) -> Ref:
+        maker = makers.get(value.name)
+        if maker is not None and maker.op == "aten.transpose.int" and set(maker.args[1:]) == {-2, -1}:
+            return maker.args[0]
+        nodes.append(Node(name, "aten.transpose.int", (value, -2, -1), scope=scope))
+        return Ref(name)
+
+    for node in program.nodes:
+        sources = [find_source(program, makers, ref.name).kind for ref in node.args] if node.op in PRODUCTS[2:] else []
+        if sources[1:] == ["softmax"] and sources[0] not in ("softmax", "weight"):
+            value, weights = node.args
+            args = (
+                transposed(weights, f"{node.name}#left", node.scope),
+                transposed(value, f"{node.name}#right", node.scope),
+            )
+            nodes.append(replace(node, name=f"{node.name}#product", args=args))
+            transposed(Ref(nodes[-1].name), node.name, node.scope)
+        else:
+            nodes.append(node)
+    return replace(program, nodes=tuple(nodes))
 
 
 def share_equal_values(program: Program) -> Program:
@@ -461,13 +593,13 @@ def fold_batch_norms(program: Program) -> Program:
     return replace(program, nodes=nodes, output=output, tensors=tensors).pruned()
 
 
-def _check(model: nn.Module, program: Program, example: tuple[Tensor, ...]) -> None:
+def _check(model: nn.Module, program: Program, example: tuple[Any, ...]) -> None:
     """Program and model agree at every batch size of `BATCHES`, or capture refuses and says by how much they differ."""
     for batch in BATCHES:
-        rows = torch.arange(batch) % len(example[0])
-        inputs = tuple(value[rows.to(value.device)] for value in example)
+        inputs = take(example, torch.arange(batch))
         wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
-        got = [value for value in _leaves(program.run(inputs)) if value is not None]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        got = [value for value in leaves_of(program.run(tensors)) if value is not None]
         for expected, actual in zip(wanted, got, strict=True):
             if not isinstance(expected, Tensor) or not expected.is_floating_point():
                 continue
@@ -478,10 +610,3 @@ def _check(model: nn.Module, program: Program, example: tuple[Tensor, ...]) -> N
                     f"output at batch {batch} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
                     "model may behave differently from call to call"
                 )
-
-
-def _leaves(output: Any) -> list[Any]:
-    if isinstance(output, (tuple, list, dict)):
-        items = output.values() if isinstance(output, dict) else output
-        return [leaf for item in items for leaf in _leaves(item)]
-    return [output]

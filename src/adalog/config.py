@@ -28,12 +28,15 @@ class Search:
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 1  # weight <-> activation; a second doubles the time for a small gain (released: 3)
     rough_stride: int = 5  # steps score every 5th token or image (odd: every column of a grid), the survivors all
+    reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
         for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_stride", 1)):
             _check_whole(name, getattr(self, name), least)
+        if not 0 < self.reach <= 0.5:
+            raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
         for size in self.init:
             _check_whole("init", size, 1)
         if math.prod(self.init) != 8 * self.keep:
@@ -165,7 +168,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "rounding": "log",
         "offset": 0.17,
         "per_head": False,
-        "search": Search(rough_stride=1),
+        "search": Search(rough_stride=1, reach=0.1),
     },
     # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
     "adalog-released": {

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adalog.config import Config
-from adalog.program import FAKE_QUANTIZE, PRODUCTS, Program
+from adalog.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
+from adalog.submodule import Call
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,16 @@ class LedgerRow:
 
 
 class QuantizedModel(nn.Module):
-    """A model whose every multiplication has quantized operands. Same inputs and outputs as the original.
+    """A model whose multiplications have quantized operands. Same inputs and outputs as the original.
 
     program: the operations, codes and quantizers. config: the choices. ledger: one row a site. refusals: LayerNorms
-    that were not folded, and why. provenance: seed, number and digest of the calibration images. example: the inputs
-    with no images in them, (0, ...) each, which tell shapes and types; none if it is not known. The tensors live in the
-    program: `parameters()` and `state_dict()` are empty, and `.to` and `.double` work.
+    that were not folded and multiplications that stay float, and why. provenance: seed, number and digest of the
+    calibration images. example: the inputs with no images in them, (0, ...) each, which tell shapes and types; none if
+    it is not known. The tensors live in the program: `parameters()` and `state_dict()` are empty, and `.to` and
+    `.double` work. call: how the module was called whose place this one takes; a file does not hold it.
     """
+
+    call: Call | None = None
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class QuantizedModel(nn.Module):
         refusals: Mapping[str, str],
         *,
         seed: int = 0,
-        images: Tensor | None = None,
+        images: Sequence[Tensor] = (),
         provenance: Mapping[str, Any] | None = None,
         example: Sequence[Tensor] = (),
     ):
@@ -52,17 +56,22 @@ class QuantizedModel(nn.Module):
         self.ledger = list(ledger)
         self.refusals = dict(refusals)
         if provenance is None:
-            provenance = {"seed": seed, "calibration": digest(images), "images": 0 if images is None else len(images)}
+            provenance = {"seed": seed, "calibration": digest(images), "images": len(images[0]) if images else 0}
         self.provenance = dict(provenance)
-        self.example = tuple(example) if images is None else (images[:0],)
+        self.example = tuple(value[:0] for value in images) if images else tuple(example)
         self._checked: set[tuple[int, ...]] = set()  # the batch sizes that the program is known to take
         self.eval()
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """The original model's positional inputs, (B, ...) each, and its outputs in its structure.
 
+        In the place of a module (`call`) it takes that module's arguments, and returns its classes.
         Raises ValueError for inputs of another number, shape or type, and ProgramError where the program cannot run.
         """
+        if self.call is not None:
+            return self.call.output_of(self.program.run(self.call.tensors(inputs, named)))
+        if named:
+            raise TypeError(f"the model takes its inputs by position, got {', '.join(named)} by name")
         if self.example:
             self.check(inputs)
         return self.program.run(inputs)
@@ -96,9 +105,9 @@ class QuantizedModel(nn.Module):
         return self
 
     def float_sites(self) -> list[str]:
-        """Multiplications with an operand that is neither fake-quantized nor a stored weight; none after `quantize`."""
+        """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""
         quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
-        sites = [node for node in self.program.nodes if node.op in PRODUCTS]
+        sites = [node for node in self.program.nodes if node.op in PRODUCTS or node.op in FLOAT_PRODUCTS]
         return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
 
     def float_operations(self) -> dict[str, int]:
@@ -113,8 +122,9 @@ class QuantizedModel(nn.Module):
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *rows]
         ]
-        lines.append(f"bits {self.config.bits}; {len(rows)} sites, {len(self.float_sites())} of them float")
-        lines += [f"not folded: {norm}: {why}" for norm, why in self.refusals.items()]
+        count = len(self.float_sites())
+        lines.append(f"bits {self.config.bits}; {len(rows)} sites, {count} of them float")
+        lines += [f"{why.partition(': ')[0]}: {name}: {why.partition(': ')[2]}" for name, why in self.refusals.items()]
         kept = ", ".join(f"{name} x {count}" for name, count in sorted(self.float_operations().items()))
         lines.append(f"in float32, since they multiply no two stored or computed tensors: {kept}")
         return "\n".join(line.rstrip() for line in lines)
@@ -129,8 +139,9 @@ class QuantizedModel(nn.Module):
         return [asdict(row) for row in self.ledger]
 
 
-def digest(images: Tensor | None) -> str:
-    """A short fingerprint of the calibration images."""
-    if images is None:
+def digest(images: Sequence[Tensor]) -> str:
+    """A short fingerprint of the calibration images, of every input together."""
+    if not images:
         return ""
-    return hashlib.sha256(images.detach().cpu().contiguous().to(torch.float32).numpy().tobytes()).hexdigest()[:16]
+    content = b"".join(value.detach().cpu().contiguous().to(torch.float32).numpy().tobytes() for value in images)
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -27,29 +27,35 @@ def aten(names: str) -> frozenset[str]:
 _ATEN = aten(
     """
     linear.default conv2d.default matmul.default bmm.default
-    layer_norm.default batch_norm.default group_norm.default softmax.int
+    layer_norm.default batch_norm.default group_norm.default instance_norm.default rms_norm.default
+    softmax.int log_softmax.int
     gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default
-    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default
+    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default
+    prelu.default glu.default log_sigmoid.default square.default sign.default floor.default ceil.default round.default
     exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
     reciprocal.default
     add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
     add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
-    maximum.default minimum.default clamp.default clamp_min.default clamp_max.default
-    mean.dim mean.default sum.dim_IntList sum.default amax.default argmax.default var.correction
+    maximum.default minimum.default clamp.default clamp.Tensor clamp_min.default clamp_max.default
+    mean.dim mean.default sum.dim_IntList sum.default amax.default amin.default argmax.default max.dim min.dim
+    var.correction std.correction
     linalg_vector_norm.default cumsum.default
     reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
     expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
     unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
     select_scatter.default slice_scatter.default
-    cat.default stack.default meshgrid.indexing repeat.default roll.default flip.default
+    cat.default stack.default meshgrid.indexing repeat.default repeat_interleave.self_int roll.default flip.default
+    im2col.default col2im.default tril.default triu.default
     pad.default constant_pad_nd.default
-    masked_fill.Scalar where.self where.ScalarOther logical_not.default logical_and.default
+    masked_fill.Scalar where.self where.ScalarOther where.ScalarSelf logical_not.default logical_and.default
+    logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
     eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
-    index.Tensor index_select.default embedding.default
+    le.Tensor ge.Tensor index.Tensor index_select.default embedding.default gather.default
     zeros.default ones.default full.default arange.default arange.start arange.start_step
     zeros_like.default ones_like.default full_like.default to.dtype
-    max_pool2d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
+    max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
     upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
+    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec
     sym_size.int
     """
 )
@@ -83,9 +89,15 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "getitem": _item,
 }
 
-OPERATIONS: frozenset[str] = _ATEN | set(_PYTHON) | {FAKE_QUANTIZE}
+# Multiplications that run in float: no site is made of them.
+FLOAT_PRODUCTS = aten(
+    "conv1d.default conv1d.padding conv3d.default conv3d.padding "
+    "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
+)
 
-# Multiplications of two tensors: what quantization is about.
+OPERATIONS: frozenset[str] = _ATEN | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
+
+# Multiplications of two tensors: what quantization is about. Those before the last two have a weight and a bias.
 PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
 
 # Operations that make a tensor from numbers alone, and so must be told on which device.
@@ -256,8 +268,8 @@ class Program:
 
     def float_operations(self) -> dict[str, int]:
         """How many of each operation multiply no two tensors, by ATen's name without overload."""
-        ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op.startswith("aten."))
-        return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops))
+        ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS)
+        return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops if op.startswith("aten.")))
 
     def pruned(self) -> "Program":
         """Without the nodes and tensors that no output needs."""
@@ -344,6 +356,14 @@ def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
     if isinstance(arg, dict):
         return type(arg)((key, map_refs(item, function)) for key, item in arg.items())
     return arg
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """What nested tuples, lists and dicts hold, in order."""
+    if isinstance(output, (tuple, list, dict)):
+        items = output.values() if isinstance(output, dict) else output
+        return [leaf for item in items for leaf in leaves_of(item)]
+    return [output]
 
 
 def refs_of(arg: Arg) -> Iterator[str]:

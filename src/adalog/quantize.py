@@ -11,47 +11,61 @@ from torch import Tensor, nn
 
 from adalog import released
 from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product
-from adalog.capture import capture
+from adalog.capture import batched, capture, take
 from adalog.config import Config, ReleasedSearch
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
-from adalog.model import LedgerRow, QuantizedModel
+from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
-from adalog.sites import POWER_LAW_ACTIVATIONS, Pair, Site, find_blocks, find_pairs, find_sites
+from adalog.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site, find_blocks, find_pairs, find_refused, find_sites
+from adalog.submodule import exchange, record_call
 
 Progress = Callable[[int, int, str], None]
+Images = Tensor | tuple[Tensor, ...]  # one input, or several of as many images each
 
 
 def quantize(
     model: nn.Module,
-    images: Tensor,
+    images: Images,
     config: Config | None = None,
     *,
+    within: nn.Module | None = None,
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
-    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves.
+    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves;
+    or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
+    calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. The model is not changed.
-    Raises CaptureError and CalibrationError.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model.
     """
     config = config or Config.preset("w4a4")
-    return Calibration(model, sample_images(images, config.images, seed), seed=seed).quantize(
-        config, progress, jobs=jobs
-    )
+    sample = sample_images(images, config.images, seed)
+    if within is None:
+        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs)
+    call, inputs = record_call(model, within, batched(sample))
+    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs)
+    result.provenance |= {"calibration": digest(batched(sample)), "images": config.images}
+    result.call = call
+    exchange(model, within, result)
+    return result
 
 
-def sample_images(images: Tensor, count: int, seed: int) -> Tensor:
-    """`count` of the images, drawn without replacement from a generator of its own."""
-    if len(images) < count:
+def sample_images(images: Images, count: int, seed: int) -> Images:
+    """`count` of the images, drawn without replacement from a generator of its own; the same ones of every input."""
+    inputs = batched(images)
+    found = len(inputs[0])
+    if found < count:
         raise CalibrationError(
-            f"calibration takes {count} images, got {len(images)}: give more, or set Config(images={len(images)})"
+            f"calibration takes {count} images, got {found}: give more, or set Config(images={found})"
         )
-    return images[draw_indices(len(images), count, seed).to(images.device)]
+    sample = take(inputs, draw_indices(found, count, seed))
+    return sample[0] if isinstance(images, Tensor) else sample
 
 
 @dataclass(frozen=True)
@@ -95,14 +109,18 @@ class Calibration:
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor, *, seed: int = 0):
-        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's."""
-        if not bool(torch.isfinite(images).all()):
+    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0):
+        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's.
+
+        Or several positional inputs, (N, ...) each; what is no tensor is a constant.
+        """
+        inputs = batched(images)
+        self.images = tuple(value for value in inputs if isinstance(value, Tensor))
+        if not all(bool(torch.isfinite(value).all()) for value in self.images):
             raise CalibrationError("the calibration images hold NaN or infinite values")
-        self.program = capture(model, images)
+        self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
-        self.pairs = find_pairs(self.program, self.sites, (images[:2],))
-        self.images = images
+        self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
         self._groups = _group(self.sites, self.pairs)
         self._head = find_blocks(self.program)[-1].nodes
@@ -112,9 +130,10 @@ class Calibration:
     @torch.no_grad()
     def _observe(self) -> dict[str, Tensor]:
         """The value of every operand and foldable norm, by name, from one float forward."""
-        wanted = {name for site in self.sites for name in (site.left, site.right)} - set(self.program.tensors)
+        wanted = {name for site in self.sites for name in (site.left, site.right)}
         wanted |= {pair.norm.name for pair in self.pairs}
-        seen = {name: self.images for name in self.program.inputs if name in wanted}
+        given = {**self.program.tensors, **dict(zip(self.program.inputs, self.images, strict=True))}
+        seen = {name: value for name, value in given.items() if name in wanted}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in wanted:
@@ -122,7 +141,7 @@ class Calibration:
                     raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
                 seen[node.name] = result
 
-        self.program.run((self.images,), watch)
+        self.program.run(self.images, watch)
         return seen
 
     @torch.no_grad()
@@ -146,7 +165,8 @@ class Calibration:
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
         reasons = ((pair.norm.scope, pair.refusal or self._unfolded(pair, config)) for pair in self.pairs)
-        refusals = {scope: reason for scope, reason in reasons if reason}
+        refusals = {scope: f"not folded: {reason}" for scope, reason in reasons if reason}
+        refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
     def search(self, config: Config) -> list[Searched]:
@@ -157,7 +177,7 @@ class Calibration:
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
         group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
-        left, right = self._operands(group, config, searched.fold)
+        left, right = self._operands(group, config, searched.fold, searched.left.format)
         return replace(searched, left=left, right=right)
 
     @torch.no_grad()  # a thread's own setting
@@ -165,15 +185,18 @@ class Calibration:
         fold = None
         if group.pair is not None and not self._unfolded(group.pair, config):
             fold = self._fold(group.pair, config)
-        left, right = self._operands(group, config, fold)
-        search = config.search
-        key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
-        if key not in self._found:
-            if isinstance(search, ReleasedSearch):
-                self._found[key] = released.search_product(group.first.role, left, right, search)
-            else:
-                self._found[key] = search_product(left, right, search)
-        return Searched(group.sites, left, right, self._found[key], fold)
+        tried = []
+        for activation in self._activations(group.first, config):
+            left, right = self._operands(group, config, fold, activation)
+            search = config.search
+            key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
+            if key not in self._found:
+                if isinstance(search, ReleasedSearch):
+                    self._found[key] = released.search_product(group.first.role, left, right, search)
+                else:
+                    self._found[key] = search_product(left, right, search)
+            tried.append(Searched(group.sites, left, right, self._found[key], fold))
+        return max(tried, key=lambda searched: searched.found.sqnr)
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
@@ -205,21 +228,34 @@ class Calibration:
         fold: tuple[Tensor, Tensor] = self._found[key]
         return fold
 
-    def _operands(self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None) -> tuple[Operand, Operand]:
-        """Both operands of the group's product with the formats the config gives them, the right one transposed."""
-        site = group.first
+    def _activations(self, site: Site, config: Config) -> list[Format]:
+        """The formats that the left operand of a site is tried in; the first of equally good ones wins.
+
+        After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one.
+        """
         bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
-        activation = Format(bits)
-        if site.left_source.kind == "softmax":
-            activation = Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)
-        elif site.left_source.kind in POWER_LAW_ACTIVATIONS:
-            own = -site.left_source.minimum
-            offset = config.offset if config.offset is not None and site.left_source.kind == "gelu" else own
-            activation = Format.power_law(config.post_gelu, bits, config, offset)
+        kind = site.left_source.kind
+        if kind == "softmax":
+            return [Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)]
+        if kind not in POWER_LAW_ACTIVATIONS:
+            return [Format(bits)]
+        own = -site.left_source.minimum
+        offset = config.offset if config.offset is not None and kind == "gelu" else own
+        power_law = Format.power_law(config.post_gelu, bits, config, offset)
+        sure = kind in GELUS or power_law.log2_base is None
+        return [power_law] if sure else [power_law, Format(bits)]
+
+    def _operands(
+        self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None, activation: Format
+    ) -> tuple[Operand, Operand]:
+        """Both operands of the group's product with their formats, the right one transposed."""
+        site = group.first
         x = self._seen[site.left]
         if site.role in ("qk", "av"):
             heads = (1,) if config.per_head and x.ndim == 4 else ()
             right = self._seen[site.right].transpose(-1, -2).contiguous()
+            lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
+            x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
             if site.role == "qk":
                 activation = replace(activation, keep=heads)
             return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.errors import CaptureError
-from adalog.program import PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
+from adalog.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
 
 # Operations that move values about without changing them: a value's source is looked for through these.
 _MOVES = {"getitem"} | aten(
@@ -24,7 +23,8 @@ _ACTIVATIONS = {
     f"aten.{name}.default": name
     for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
 }
-POWER_LAW_ACTIVATIONS = ("gelu", "quick_gelu", "silu", "hardswish", "mish")
+GELUS = ("gelu", "quick_gelu")
+POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
 _SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
@@ -41,7 +41,8 @@ class Source:
 class Site:
     """One multiplication: role "linear", "conv", "qk" or "av"; left and right are the operands' value names.
 
-    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one.
+    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one. The operands of
+    "qk" and "av" are values, or stored tensors on the right. refusal: why it stays float, where it does.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Site:
     left_source: Source
     right_source: Source
     bias: str | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,33 +75,51 @@ class Block:
 
 
 def find_sites(program: Program) -> list[Site]:
-    """Every multiplication of the program in order of execution, with the source of each operand."""
+    """Every multiplication that can be quantized, in order of execution, with the source of each operand."""
+    return [site for site in _products(program) if not site.refusal]
+
+
+def find_refused(program: Program) -> list[Site]:
+    """Every multiplication that stays float, in order of execution; its `refusal` says why."""
+    return [site for site in _products(program) if site.refusal]
+
+
+def _products(program: Program) -> list[Site]:
     makers = {node.name: node for node in program.nodes}
     sites: list[Site] = []
+    names: set[str] = set()
     for node in program.nodes:
-        if node.op not in PRODUCTS:
+        if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS:
             continue
         left, right = node.args[0].name, node.args[1].name
-        left_source, right_source = (find_source(program, makers, name) for name in (left, right))
-        bias = None
-        if node.op in PRODUCTS[:2]:
-            if right_source.kind != "weight":
-                raise CaptureError(
-                    f"{node.op} in {node.scope or 'the model'} has a weight that is computed, not stored"
-                )
+        sources = (find_source(program, makers, left), find_source(program, makers, right))
+        bias, refusal = None, ""
+        if node.op in FLOAT_PRODUCTS:
+            role = name = node.op.removeprefix("aten.").split(".")[0]
+            refusal = f"{role} is neither a linear, a 2-D convolution nor a matrix product"
+        elif node.op in PRODUCTS[:2]:
             role, name = ("linear" if node.op == PRODUCTS[0] else "conv"), right.removesuffix(".weight")
             bias = node.args[2].name if len(node.args) > 2 and node.args[2] is not None else None
+            parameters = {"weight": right} if bias is None else {"weight": right, "bias": bias}
+            computed = [part for part, value in parameters.items() if value not in program.tensors]
+            refusal = f"its {computed[0]} is computed, not stored" if computed else ""
         else:
-            if "weight" in (left_source.kind, right_source.kind):
-                raise CaptureError(
-                    f"{node.scope or 'the model'} multiplies by a stored tensor that is no matrix on the right"
-                )
-            role = "av" if left_source.kind == "softmax" else "qk"
+            role = name = "av" if _is_attention(makers, left) else "qk"
+            refusal = "its left operand is a stored tensor" if sources[0].kind == "weight" else ""
+        if role == name or refusal:
             name = f"{node.scope}.{role}" if node.scope else role
-        if any(site.name == name for site in sites):
+        if name in names:
             name = f"{name}.{node.name}"
-        sites.append(Site(name, role, node, left, right, left_source, right_source, bias))
+        names.add(name)
+        sites.append(Site(name, role, node, left, right, *sources, bias, refusal))
     return sites
+
+
+def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
+    """Whether a value is what a softmax made, though linears mixed its heads afterwards (talking heads)."""
+    while name in makers and makers[name].op in _MOVES | set(PRODUCTS[:2]):
+        name = makers[name].args[0].name
+    return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
@@ -209,8 +229,9 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
     """How much of what there is, as JSON.
 
-    post_gelu: sites whose left operand a GELU made. pairs: those that fold; refusals: why another does not, by norm.
-    other_sites: products of two values that belong to no attention. float_ops: what multiplies no two tensors.
+    post_gelu: sites whose left operand a GELU made. pairs: those that fold. refusals: why another norm does not, and why
+    a multiplication stays float, by name. other_sites: products of two values that belong to no attention. float_ops:
+    what multiplies no two tensors.
     """
     readers = program.consumers()
     roles = {site.name: site.role for site in sites}
@@ -222,9 +243,10 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
         "convs": count["conv"],
         "qk": count["qk"],
         "av": count["av"],
-        "post_gelu": sum(site.left_source.kind in ("gelu", "quick_gelu") for site in sites),
+        "post_gelu": sum(site.left_source.kind in GELUS for site in sites),
         "pairs": sum(not pair.refusal for pair in pairs),
-        "refusals": {pair.norm.scope or pair.norm.name: pair.refusal for pair in pairs if pair.refusal},
+        "refusals": {pair.norm.scope or pair.norm.name: f"not folded: {pair.refusal}" for pair in pairs if pair.refusal}
+        | {site.name: f"stays float: {site.refusal}" for site in find_refused(program)},
         "float_ops": program.float_operations(),
         "other_sites": [name for name, role in roles.items() if role == "other"],
         "sites": [

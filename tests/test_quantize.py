@@ -1,0 +1,148 @@
+"""What a model may take and hold: several inputs, masks, products that stay float, activations of either quantizer."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import adalog
+from adalog import Calibration, CalibrationError, CaptureError, Config, Search
+from adalog.calibrate import Format, Operand, search_product
+from adalog.model import digest
+from test_capture import Toy
+
+CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
+IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def sqnr(actual, expected):
+    noise = (actual - expected).double().square().sum()
+    return (10 * torch.log10(expected.double().square().sum() / noise)).item()
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attention over rows, with a mask and a class for each image."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.table = nn.Linear(32, 96), nn.Embedding(5, 8)
+
+    def forward(self, x, mask, kind):
+        q, k, v = self.qkv(x[:, 0]).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask) + self.table(kind)[:, None, None]
+
+
+@pytest.fixture(scope="module")
+def masked():
+    mask = torch.rand(6, 1, 32, 32, generator=torch.Generator().manual_seed(2)) < 0.7
+    return Masked().eval(), (IMAGES, mask | torch.eye(32, dtype=torch.bool), torch.arange(6) % 5)
+
+
+@torch.no_grad()
+def test_several_inputs_of_any_type(masked, tmp_path):
+    model, inputs = masked
+    result = adalog.quantize(model, inputs, CONFIG)
+    assert sqnr(result(*inputs), model(*inputs)) > 25
+    assert result(*(value[:1] for value in inputs)).shape == (1, 4, 32, 8)
+    assert result.float_sites() == []
+    result.save(tmp_path / "model")
+    assert torch.equal(adalog.load(tmp_path / "model")(*inputs), result(*inputs))
+
+
+def test_the_same_images_of_every_input(masked):
+    model, inputs = masked
+    result = adalog.quantize(model, inputs, CONFIG, seed=3)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(3))[:4]
+    sample = tuple(value[order] for value in inputs)
+    assert result.provenance["calibration"] == digest(sample)
+    assert result.provenance["images"] == 4
+    assert result.ledger == Calibration(model, sample).quantize(CONFIG).ledger
+    assert len({digest(sample), digest(sample[:1]), digest((*sample[:2], sample[2] + 1))}) == 3
+    assert digest(sample[:1]) == digest((sample[0],))
+
+
+def test_refuses_an_input_that_all_images_share(masked):
+    model, (images, mask, kind) = masked
+    with pytest.raises(CaptureError, match=r"\(6, 3, 32, 32\), \(1, 1, 32, 32\), \(6,\).*repeat an input"):
+        adalog.quantize(model, (images, mask[:1], kind), CONFIG)
+
+
+def test_refuses_an_input_with_nan_beside_one_without(masked):
+    model, (images, mask, kind) = masked
+    with pytest.raises(CalibrationError, match="NaN or infinite"):
+        adalog.quantize(model, (images * torch.nan, mask, kind), CONFIG)
+
+
+# --- products that stay float ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_products_that_stay_float_are_told(tmp_path):
+    def function(model, x):
+        mixed = model.mix @ model.fc(x)  # a stored operand on the left
+        filtered = F.linear(mixed, x[0, 0, :8])  # a weight from the image
+        return model.conv(filtered.flatten(1, 2)).flatten(1), model.head(mixed)
+
+    modules = {"fc": nn.Linear(32, 32), "mix": nn.Parameter(torch.randn(8, 32)), "head": nn.Linear(32, 4)}
+    model = Toy(function, conv=nn.Conv1d(24, 2, 3), **modules).eval()
+    result = adalog.quantize(model, IMAGES, CONFIG)
+    assert [row.site for row in result.ledger] == ["fc", "head"]
+    assert result.refusals == {
+        "qk": "stays float: its left operand is a stored tensor",
+        "linear": "stays float: its weight is computed, not stored",
+        "conv.conv1d": "stays float: conv1d is neither a linear, a 2-D convolution nor a matrix product",
+    }
+    assert len(result.float_sites()) == 3
+    assert "2 sites, 3 of them float" in result.summary()
+    assert "stays float: qk: its left operand is a stored tensor" in result.summary()
+    result.save(tmp_path / "model")
+    loaded = adalog.load(tmp_path / "model")
+    assert loaded.refusals == result.refusals
+    for actual, expected in zip(loaded(IMAGES), model(IMAGES), strict=True):
+        assert sqnr(actual, expected) > 30
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@torch.no_grad()
+def test_a_table_that_all_images_share_is_quantized_like_keys(per_head):
+    """Its matrices, one a channel, stand for all images: what the search repeats, the program does not."""
+    model = Toy(lambda m, x: x @ m.table, table=nn.Parameter(torch.randn(3, 32, 5))).eval()
+    result = adalog.quantize(model, IMAGES, dataclasses.replace(CONFIG, per_head=per_head))
+    assert [(row.role, row.right) for row in result.ledger] == [("qk", "8-bit uniform" + " x 3" * per_head)]
+    assert result.float_sites() == []
+    assert sqnr(result(IMAGES), model(IMAGES)) > 35
+
+
+# --- activations that may go either way ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.hardswish, F.mish])
+@pytest.mark.parametrize(("gain", "power", "kind"), [(0.05, 1, "uniform"), (2, 3, "log")])
+@torch.no_grad()
+def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, kind):
+    """Values near zero have no power law above the activation's minimum; values with long tails have."""
+    model = Toy(lambda m, x: m.fc(activation(gain * x**power)), fc=nn.Linear(32, 4)).eval()
+    config = dataclasses.replace(CONFIG, weight_bits=4, activation_bits=4)
+    calibration = Calibration(model, IMAGES)
+    (chosen,) = calibration.quantize(config).ledger
+    (uniform,) = calibration.quantize(dataclasses.replace(config, post_gelu="uniform")).ledger
+    (site,) = calibration.sites
+    values = calibration.operand(site.left).flatten(0, -2)
+    form = Format.power_law("adalog", 4, config, -site.left_source.minimum)
+    weight = Operand(model.fc.weight.detach(), Format(4, keep=(0,)))
+    log = search_product(Operand(values, form), weight, config.search)
+    assert kind in chosen.left
+    assert chosen.sqnr == max(uniform.sqnr, log.sqnr)
+    assert (log.sqnr > uniform.sqnr) is (kind == "log")
+
+
+def test_gelu_keeps_its_logarithmic_quantizer():
+    model = Toy(lambda m, x: m.fc(F.gelu(0.05 * x)), fc=nn.Linear(32, 4)).eval()
+    (row,) = adalog.quantize(model, IMAGES, CONFIG).ledger
+    assert "log" in row.left

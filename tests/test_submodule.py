@@ -1,0 +1,169 @@
+"""A part of a model is quantized where it stands, and nothing else of the model changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import adalog
+from adalog import CalibrationError, CaptureError, Config, QuantizedModel, Search
+
+CONFIG = Config(images=3, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=0))
+IMAGES = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Backbone(nn.Module):
+    """Two feature maps by name; the images come as windows, four of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 8, 2, 2)
+
+    def forward(self, x, scale=1.0, *, mask=None):
+        fine = self.fine(x * scale).relu_()
+        return {"fine": fine, "coarse": self.coarse(fine)}
+
+
+class Detector(nn.Module):
+    def __init__(self, call=lambda backbone, windows: backbone(windows)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head, self.call = Backbone(), nn.Linear(8, 4), call
+        self.drop = nn.Dropout(0.5).eval()
+        self.also = nn.ModuleList([self.backbone])
+
+    def forward(self, images):
+        windows = images.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+        features = self.call(self.backbone, windows)
+        return self.head(self.drop(features["coarse"].mean((2, 3)) + features["fine"].mean((2, 3)))).view(-1, 16)
+
+
+def assert_close(actual, expected, least=30):
+    """By signal to noise [dB]: 8 bits give some 40."""
+    assert actual.shape == expected.shape
+    noise = (actual - expected).square().sum()
+    assert noise > 0
+    assert 10 * torch.log10(expected.square().sum() / noise) > least
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda backbone, windows: backbone(windows),
+        lambda backbone, windows: backbone(scale=1.0, x=windows),
+        lambda backbone, windows: backbone(windows, 0.5),
+        lambda backbone, windows: backbone(windows, scale=1, mask=None),
+    ],
+    ids=["position", "name", "a number", "defaults"],
+)
+@torch.no_grad()
+def test_a_backbone_in_its_detector(call):
+    model = Detector(call).train()
+    model.drop.eval()
+    backbone, expected = model.backbone, model(IMAGES)
+    rest = {name: value.clone() for name, value in model.state_dict().items() if name.startswith("head")}
+    modes = {name: module.training for name, module in model.named_modules() if "backbone" not in name}
+    result = adalog.quantize(backbone, IMAGES, CONFIG, within=model)
+    assert isinstance(result, QuantizedModel)
+    assert model.backbone is model.also[0] is result
+    assert result.provenance["images"] == 3
+    assert result.float_sites() == []
+    assert_close(model(IMAGES), expected)
+    assert model(IMAGES[:1]).shape == (1, 16)
+    assert modes == {name: model.get_submodule(name).training for name in modes}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in rest.items())
+    assert not backbone._forward_hooks
+    assert not backbone._forward_pre_hooks
+
+
+def test_what_a_call_gives_stays_what_it_was():
+    model = Detector(lambda backbone, windows: backbone(windows, 0.5))
+    result = adalog.quantize(model.backbone, IMAGES, CONFIG, within=model)
+    windows = IMAGES[..., :8, :8]
+    assert list(result(windows, scale=0.5)) == ["fine", "coarse"]
+    for call in (lambda: result(windows), lambda: result(windows, torch.ones(())), lambda: result(0.5, 0.5)):
+        with pytest.raises(TypeError, match="was quantized for the tensors"):
+            call()
+
+
+def unchanged(model, backbone, before):
+    assert model.backbone is backbone
+    assert not backbone._forward_hooks
+    assert not backbone._forward_pre_hooks
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def fails(backbone, windows):
+    backbone(windows)
+    raise ArithmeticError("of the model's own")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda b, x: {**b(x), **b(x)}, CalibrationError, "Backbone is called 2 times in one forward of Detector"),
+        (lambda b, x: dict.fromkeys(("fine", "coarse"), b.fine(x)), CalibrationError, "called 0 times"),
+        (lambda b, x: b(x, mask=x), CalibrationError, "called with mask by keyword alone"),
+        (lambda b, x: b(x, torch.ones(1, 1, 1, 1)), CaptureError, r"\(12, 3, 8, 8\), \(1, 1, 1, 1\)"),
+        (fails, ArithmeticError, "of the model's own"),
+    ],
+)
+def test_nothing_changes_where_it_fails(call, error, words):
+    model = Detector(call).train()
+    backbone, before = model.backbone, copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=words):
+        adalog.quantize(backbone, IMAGES, CONFIG, within=model)
+    unchanged(model, backbone, before)
+
+
+def test_a_loaded_model_takes_tensors_by_position(tmp_path):
+    model = Detector()
+    result = adalog.quantize(model.backbone, IMAGES, CONFIG, within=model)
+    result.save(tmp_path / "backbone")
+    loaded, windows = adalog.load(tmp_path / "backbone"), IMAGES[..., :8, :8]
+    assert torch.equal(loaded(windows)["coarse"], result(windows)["coarse"])
+    with pytest.raises(TypeError, match="by position, got x by name"):
+        loaded(x=windows)
+
+
+def test_refuses_a_module_that_is_no_part():
+    model = Detector()
+    for other in (Backbone(), model):
+        with pytest.raises(ValueError, match="is no part of Detector: give within="):
+            adalog.quantize(other, IMAGES, CONFIG, within=model)
+
+
+SMALL = {"image_size": [32, 32], "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+
+
+def hf_vit():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = ViTForImageClassification(ViTConfig(**{**SMALL, "image_size": 32}, intermediate_size=32))
+    return model, model.vit
+
+
+def hf_yolos():
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    config = YolosConfig(**SMALL, intermediate_size=32, num_detection_tokens=4, use_mid_position_embeddings=False)
+    model = YolosForObjectDetection(config)
+    return model, model.vit
+
+
+@pytest.mark.parametrize("make", [hf_vit, hf_yolos])
+@torch.no_grad()
+def test_the_backbone_of_a_transformers_model(make):
+    """Its outputs are of its own class, so that the head finds the fields that are not set."""
+    torch.manual_seed(0)
+    model, backbone = make()
+    model.eval()
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    expected, features = model(images), backbone(images)
+    result = adalog.quantize(backbone, images, CONFIG, within=model)
+    actual = model(images)
+    assert type(result(images)) is type(features)
+    assert type(actual) is type(expected)
+    assert_close(actual.logits, expected.logits, least=20)
