@@ -229,7 +229,7 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
     """How much of what there is, as JSON.
 
-    post_gelu: sites whose left operand a GELU made. pairs: those that fold. refusals: why another norm does not, and why
+    post_gelu: sites whose left operand a GELU made. pairs: those that fold. refusals: why a norm does not, and why
     a multiplication stays float, by name. other_sites: products of two values that belong to no attention. float_ops:
     what multiplies no two tensors.
     """
