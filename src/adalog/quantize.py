@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -235,9 +235,10 @@ class Calibration:
         left, right = self._operands(group, config, fold, self._activations(group.first, config)[0])
         return Searched(group.sites, left, right, found, fold)
 
-    def search(self, config: Config) -> list[Searched]:
-        """Every product's quantizers under these choices, one after the other, in order of execution."""
-        return [self._search(group, config) for group in self._groups]
+    def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
+        """Products' quantizers under these choices, in order of execution: all, or those of these sites."""
+        groups = [group for group in self._groups if sites is None or group.first.name in sites]
+        return [self._search(group, config) for group in groups]
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:

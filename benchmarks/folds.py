@@ -1,0 +1,74 @@
+"""Where a LayerNorm's scale should be folded, and by which ranges: on images that calibrated, and on others.
+
+    python benchmarks/folds.py [--json FILE]
+
+For every norm of the bundled ViT, calibrated on 32 images, and bits of weights and activations 3, 4, 6, 8: the squared
+error of the linear's output over that without a fold, (own) with each channel's range by its own error, (shared) with
+one range in standard deviations for all channels; `held_out`: on 200 test images. The head reads one row an image.
+Prints one JSON object and saves it as benchmarks/results/folds.json.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from adalog import Calibration, Config, calibrate, demo
+from adalog.quantize import Searched, sample_images
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:
+    torch.set_num_threads(1)
+    model = demo.load_model()
+    calibration = Calibration(model, sample_images(demo.calibration_images(), 32, seed), seed=seed)
+    held_out = Calibration(model, demo.test_images()[0][:200])
+    rows: list[dict[str, Any]] = []
+    for bits in (3, 4, 6, 8):
+        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9)  # no fold
+        sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
+        plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
+        folds = {}
+        for name, own_bits in (("own", 8), ("shared", 0)):
+            calibrate._OWN_RANGE_BITS = own_bits
+            fresh = Calibration(model, calibration.images[0], seed=seed)
+            folds[name] = {each.sites[0].name: each for each in fresh.search(replace(config, fold_rows=1), sites)}
+        errors = {
+            site: {
+                name: {
+                    "calibration": fold[site].mean_square_error() / plain[site].mean_square_error(),
+                    "held_out": judged(held_out, fold[site], config) / judged(held_out, plain[site], config),
+                }
+                for name, fold in folds.items()
+            }
+            for site in sites
+        }
+        row: dict[str, Any] = {"bits": bits, "sites": errors}
+        for name in folds:
+            for images in ("calibration", "held_out"):
+                row[f"{name}_{images}"] = geometric_mean(
+                    [errors[site][name][images] for site in sites if site != "head"]
+                )
+        rows.append(row)
+    result = {"seed": seed, "calibration_images": 32, "held_out_images": 200, "rows": rows, "machine": machine()}
+    text = json.dumps(result, indent=1) + "\n"
+    json_out.write_text(text)
+    print(text, end="")
+
+
+def judged(held_out: Calibration, searched: Searched, config: Config) -> float:
+    return held_out.judge(searched, config).mean_square_error()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,218 @@
+"""An interrupted calibration goes on where it was and ends in the same bytes; its searches keep to their memory."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import adalog
+from adalog import DataError, artifact
+from adalog.calibrate import Found
+from adalog.partial import Partial
+from adalog.quantize import _Room
+from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
+
+
+class StopHere(Exception):
+    pass
+
+
+def same(first, second):
+    assert type(first) is type(second)
+    for name in first.__dataclass_fields__ if first is not None else ():
+        left, right = getattr(first, name), getattr(second, name)
+        if isinstance(left, torch.Tensor):
+            assert left.dtype == right.dtype
+            assert torch.equal(left, right)
+        else:
+            assert left == right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
+    torch.manual_seed(0)
+    scale, zero_point = torch.rand(3, 1, dtype=dtype) + 1e-7, torch.tensor([[0.0], [3.0], [7.0]], dtype=dtype)
+    quantizers = [
+        UniformQuantizer(scale, zero_point, 3),
+        LogQuantizer(torch.rand((), dtype=dtype) / 3, 11, 37, 4, offset=0.1699, keeps_offset=True),
+        TwinUniformQuantizer(scale[0], scale[1], 5),
+        None,
+    ]
+    written = Partial(tmp_path / "partial", "these")
+    folds = [None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None]
+    for index, quantizer in enumerate(quantizers):
+        written.add(f"site{index}", Found(quantizer, quantizers[0], 1 / 3 + index), folds[index])
+    read = Partial(tmp_path / "partial", "these")
+    for index, quantizer in enumerate(quantizers):
+        found, fold = read.get(f"site{index}")
+        same(found.left, quantizer)
+        same(found.right, quantizers[0])
+        assert found.sqnr == 1 / 3 + index
+        assert (fold is None) == (folds[index] is None)
+        for got, wanted in zip(fold or (), folds[index] or (), strict=True):
+            assert torch.equal(got, wanted)
+    assert read.get("another") is None
+
+
+def test_a_line_that_was_cut_off_is_searched_again(tmp_path):
+    path = tmp_path / "partial"
+    written = Partial(path, "these")
+    for name in ("first", "second"):
+        written.add(name, Found(None, None, 1.0), None)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        read = Partial(path, "these")
+        lines = whole[:length].count(b"\n")
+        assert (read.get("first") is None) == (lines < 2)
+        assert read.get("second") is None
+        read.add("third", Found(None, None, 2.0), None)
+        assert Partial(path, "these").get("third")[0].sqnr == 2.0
+
+
+def test_searches_of_something_else_are_refused_and_kept(tmp_path):
+    path = tmp_path / "partial"
+    Partial(path, "these").add("site", Found(None, None, 1.0), None)
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="another model, other images or other choices"):
+        Partial(path, "others")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no json\n",
+        b'{"searches": "these"}\n{"name": "a"}\n',
+        b'{"searches": "these"}\n[1]\n',
+        b'{"searches": "these"}\n{"name": "a", "left": {"kind": "Nothing"}, "right": null, "sqnr": 1, "fold": null}\n',
+        b"\xff\xfe\n",
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, content):
+    path = tmp_path / "partial"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="remove it"):
+        Partial(path, "these")
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, fast, stop):
+    wanted = artifact.serialise(adalog.quantize(tiniest, images, fast))
+    path = tmp_path / "partial"
+
+    def interrupt(done, total, site):
+        if done == stop:
+            raise StopHere
+
+    with pytest.raises(StopHere):
+        adalog.quantize(tiniest, images, fast, partial=path, progress=interrupt)
+    assert len(path.read_text().splitlines()) == 1 + stop
+    assert artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+
+
+def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, monkeypatch):
+    path = tmp_path / "partial"
+    wanted = artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path))
+
+    def refuse(*args):
+        raise AssertionError("searched again")
+
+    for name in ("search_product", "search_channels"):
+        monkeypatch.setattr(sys.modules["adalog.quantize"], name, refuse)
+    assert artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+
+
+@pytest.mark.parametrize("change", ["images", "config", "weights"])
+def test_other_searches_are_told_apart(tmp_path, tiniest, images, fast, change):
+    path = tmp_path / "partial"
+    adalog.quantize(tiniest, images, fast, partial=path)
+    model, config = tiniest, fast
+    if change == "images":
+        images = images + 1e-3
+    elif change == "config":
+        config = adalog.Config(weight_bits=3, images=4, search=fast.search)
+    else:
+        model = type(tiniest)(width=16, depth=1, heads=2).eval()
+    with pytest.raises(DataError, match="holds searches of another"):
+        adalog.quantize(model, images, config, partial=path)
+
+
+SCRIPT = """
+import sys, torch, adalog
+from pathlib import Path
+from adalog.demo.model import DemoViT
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = DemoViT(width=32, depth=3, heads=2).eval()
+images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+out, partial = sys.argv[1:3]
+adalog.quantize(model, images, adalog.Config.preset("w3a3"), partial=Path(partial) if partial else None).save(out)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on_and_ends_in_the_same_bytes(tmp_path):
+    whole = tmp_path / "whole.safetensors"
+    subprocess.run([sys.executable, "-c", SCRIPT, str(whole), ""], check=True)
+    out, partial = tmp_path / "killed.safetensors", tmp_path / "partial"
+    moments = random.Random(0)
+    command = [sys.executable, "-c", SCRIPT, str(out), str(partial)]
+    for _ in range(4):
+        process = subprocess.Popen(command)
+        lines = len(partial.read_bytes().splitlines()) if partial.exists() else 0
+        target = lines + moments.randint(1, 4)
+        while process.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < target):
+            time.sleep(0.01)
+        time.sleep(moments.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not out.exists() or out.read_bytes() == whole.read_bytes()
+    subprocess.run(command, check=True)
+    assert out.read_bytes() == whole.read_bytes()
+    names = [json.loads(line)["name"] for line in partial.read_text().splitlines()[1:]]
+    assert len(names) == len(set(names))
+
+
+def test_room_is_shared_and_a_search_larger_than_it_goes_alone():
+    room = _Room(10)
+    with room.taken(4), room.taken(6):
+        assert room._free == 0
+    with room.taken(100):
+        assert room._free == 0
+    assert room._free == 10
+
+
+MEMORY_SCRIPT = """
+import resource, sys, torch
+from adalog.calibrate import Format, Operand, search_product
+from adalog.config import Search
+from adalog.quantize import MEMORY
+torch.set_num_threads(1)
+kind = sys.argv[1]
+x = torch.randn(1 << 17, 256).abs_()
+form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
+left, right = Operand(x, form), Operand(torch.randn(64, 256), Format(4, keep=(0,)))
+small = Operand(x[:64].clone(), form)
+search = Search(init=(4, 2), keep=1, steps=1)
+search_product(small, right, search)  # what only starting costs
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+print(search_product(left, right, search).sqnr)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc to read the memory in use")  # noqa: PTH110
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["log", "uniform"])
+def test_a_search_keeps_to_its_memory(kind):
+    """The operand has 2**25 elements, 128 MiB: a Swin-B's largest at 32 images has half as many again."""
+    result = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, kind], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) > 5
