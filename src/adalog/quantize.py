@@ -1,9 +1,12 @@
 """The story: capture a model, observe it once on calibration images, search every site, build the quantized model."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ def quantize(
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
+    partial: Path | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
@@ -78,6 +82,10 @@ class _Group:
     @property
     def first(self) -> Site:
         return self.sites[0]
+
+    def choices(self, config: Config) -> Config:
+        """Those of these sites."""
+        return config.at(self.pair.sites if self.pair is not None else [site.name for site in self.sites])
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ class Calibration:
     @torch.no_grad()
     def quantize(self, config: Config, progress: Progress | None = None, *, jobs: int = 1) -> QuantizedModel:
         """The model under these choices. jobs: sites searched at once, in threads; the result does not depend on it."""
+        self._check_keep(config)
         build = _Build(self.program)
         ledger: list[LedgerRow] = []
         with ThreadPoolExecutor(jobs) as pool:
@@ -164,24 +173,41 @@ class Calibration:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        reasons = ((pair.norm.scope, pair.refusal or self._unfolded(pair, config)) for pair in self.pairs)
+        reasons = (
+            (pair.norm.scope, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs
+        )
         refusals = {scope: f"not folded: {reason}" for scope, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
+        for group in self._groups:
+            if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
+                refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
     def search(self, config: Config) -> list[Searched]:
         """Every product's quantizers under these choices, one after the other, in order of execution."""
+        self._check_keep(config)
         return [self._search(group, config) for group in self._groups]
+
+    def _check_keep(self, config: Config) -> None:
+        names = [site.name for site in self.sites]
+        for pattern, _ in config.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
+                raise ValueError(
+                    f"keep: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
+                    "(`adalog inspect MODEL` lists all; * stands for anything)"
+                )
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
         group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
-        left, right = self._operands(group, config, searched.fold, searched.left.format)
+        left, right = self._operands(group, group.choices(config), searched.fold, searched.left.format)
         return replace(searched, left=left, right=right)
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
+        config = group.choices(config)
         fold = None
         if group.pair is not None and not self._unfolded(group.pair, config):
             fold = self._fold(group.pair, config)
