@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
@@ -73,7 +74,7 @@ def main() -> None:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
     except (Interrupted, KeyboardInterrupt):
-        console.print("interrupted: nothing was written", highlight=False)
+        console.print("interrupted")
         sys.exit(1)
     except Exception as error:
         console.print(
@@ -84,10 +85,15 @@ def main() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing that other packages print or warn of gets to the terminal."""
-    with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    """Nothing that other packages print, log or warn of gets to the terminal."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextmanager
@@ -348,6 +354,9 @@ def evaluate(
     preprocessing = find_preprocessing(file, quantized, loaded)
     if queries is None and preprocessing != models.DEMO_PREPROCESSING:
         raise DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
+    if loaded is not None and loaded.preprocessing is not None and loaded.preprocessing.size != preprocessing.size:
+        sizes = f"{loaded.preprocessing.size}, {file} of {preprocessing.size}"
+        raise DataError(f"{reference} takes images of {sizes}: give --model the one that the artifact was made of")
     networks: list[nn.Module] = [quantized] if loaded is None else [quantized, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
 
