@@ -327,9 +327,15 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
     [
         (["out.safetensors"], "is not of the bundled model, whose images are the only ones here: give --data FOLDER"),
         (["bare.safetensors", "--data", "images"], "does not say how its images are prepared: give --model MODEL"),
-        (["wrong.safetensors", "--data", "images"], "the model takes (B, 3, 8, 8)"),
+        (
+            ["wrong.safetensors", "--data", "images"],
+            "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
+        ),
         (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
-        (["out.safetensors", "--data", "images", "--model", "demo"], "demo takes images of (32, 32), out."),
+        (
+            ["out.safetensors", "--data", "images", "--model", "demo"],
+            "takes inputs of (3, 8, 8), images are prepared to (3, 32, 32) for demo: give",
+        ),
         (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
         (["out.safetensors", "--data", "images", "--device", "abacus"], "device = 'abacus' is not one of this machine"),
     ],

@@ -152,7 +152,7 @@ def find_device(name: str) -> torch.device:
         with quiet():
             torch.zeros(1, device=name).item()
         return torch.device(name)
-    except (RuntimeError, AssertionError) as cause:
+    except (RuntimeError, AssertionError, ImportError) as cause:
         here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ValueError(f"device = {name!r} is not one of this machine: it has {', '.join(here)}") from cause
 
@@ -349,14 +349,16 @@ def evaluate(
     if queries is not None and queries.labels is None and model is None:
         raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
     quantized = adalog.load(file)
+    stranger = DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
+    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [
+        (3, *models.DEMO_PREPROCESSING.size)
+    ]:
+        raise stranger
     reference = "demo" if model is None and data is None else model
     loaded = None if reference is None else load_model(reference, no_pretrained, checkpoint)
     preprocessing = find_preprocessing(file, quantized, loaded)
     if queries is None and preprocessing != models.DEMO_PREPROCESSING:
-        raise DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
-    if loaded is not None and loaded.preprocessing is not None and loaded.preprocessing.size != preprocessing.size:
-        sizes = f"{loaded.preprocessing.size}, {file} of {preprocessing.size}"
-        raise DataError(f"{reference} takes images of {sizes}: give --model the one that the artifact was made of")
+        raise stranger
     networks: list[nn.Module] = [quantized] if loaded is None else [quantized, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
 
@@ -391,17 +393,28 @@ def evaluate(
 
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: models.LoadedModel | None) -> Preprocessing:
     """What is done to the images of an artifact: as it says itself, or else as its full-precision model says."""
+    found: list[tuple[Preprocessing, str]] = []
     stored = quantized.provenance.get("preprocessing")
     if stored is not None:
         try:
-            return Preprocessing.from_json(stored)
+            found.append((Preprocessing.from_json(stored), str(file)))
         except ValueError as cause:
             raise DataError(
                 f"{file} says wrongly how its images are prepared: {cause}; quantize the model again"
             ) from cause
-    if loaded is None or loaded.preprocessing is None:
+    if loaded is not None and loaded.preprocessing is not None:
+        found.append((loaded.preprocessing, loaded.name))
+    if not found:
         raise DataError(f"{file} does not say how its images are prepared: give --model MODEL that does")
-    return loaded.preprocessing
+    inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
+    for preprocessing, of in found:
+        prepared = str((3, *preprocessing.size))
+        if inputs != prepared:
+            raise DataError(
+                f"{file} takes inputs of {inputs}, images are prepared to {prepared} for {of}: "
+                "give the model that it was made of as --model, or quantize it again"
+            )
+    return found[0][0]
 
 
 def _image_progress(progress: Progress) -> Callable[[int], None]:
