@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import adalog
 from adalog import Config, Search, artifact, models
 from adalog.cli import main
-from adalog.data import find_images
+from adalog.data import ImageSet, find_images
 
 
 def run(*arguments, cwd=None, code=0):
@@ -358,6 +358,36 @@ def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, 
     code, message = call(monkeypatch, capsys, "evaluate", tmp_path / "out.safetensors")
     assert code == 2
     assert "out.safetensors says wrongly how its images are prepared: a preprocessing has the fields" in message
+
+
+def record_reads(monkeypatch):
+    """The lists of images that are read, as they are."""
+    reads, load = [], ImageSet.load
+
+    def recorded(images, *arguments, **named):
+        reads.append(images.paths)
+        return load(images, *arguments, **named)
+
+    monkeypatch.setattr(ImageSet, "load", recorded)
+    return reads
+
+
+def test_only_a_batch_of_images_is_read_at_a_time(folder, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", "--data", folder / "images", "--threads", 1)
+    assert [len(paths) for paths in reads] == [1, 20, 8]  # the first to see whether the model takes it
+    assert reads[1] + reads[2] == find_images(folder / "images").paths
+
+
+def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--seed", 5]
+    say(monkeypatch, capsys, "quantize", *arguments, "-o", tmp_path / "out")
+    order = torch.randperm(28, generator=torch.Generator().manual_seed(5))[:4]
+    paths = find_images(folder / "images").paths
+    assert reads == [tuple(paths[index] for index in order)]
 
 
 def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):

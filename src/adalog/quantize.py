@@ -38,7 +38,7 @@ def quantize(
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
-    partial: Path | None = None,
+    partial: Path | None = None,  # of an earlier run, to go on with: not used yet
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
@@ -46,7 +46,8 @@ def quantize(
     or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. The model is not changed.
-    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, or where a pattern
+    of `keep` matches no site.
     """
     config = config or Config.preset("w4a4")
     sample = sample_images(images, config.images, seed)
