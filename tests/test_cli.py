@@ -124,6 +124,18 @@ def model():
     warnings.warn("a warning")
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.GELU(), nn.Linear(4, 2)), Preprocessing((8, 8), (8, 8))
 
+class Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.fc(x)
+
+def refused():
+    return Refused(), Preprocessing((8, 8), (8, 8))
+
 def broken():
     raise ValueError("no [luck] today")
 """
@@ -163,6 +175,13 @@ def test_inspect_a_model_as_a_table(tmp_path, monkeypatch, capsys):
     assert told.err == ""
 
 
+def test_inspect_tells_what_does_not_fold(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    lines = say(monkeypatch, capsys, "inspect", f"{tmp_path / 'own.py'}:refused").splitlines()
+    assert "not folded: norm: it also feeds add.Tensor in the model" in lines
+    assert "in float32, since they multiply no two stored or computed tensors: add x 1, layer_norm x 1" in lines
+
+
 @pytest.mark.parametrize(
     "environment",
     [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)],
@@ -180,7 +199,7 @@ def test_weights_that_cannot_be_downloaded(tmp_path, environment):
     ("arguments", "told"),
     [
         (["inspect", "own.py:broken"], "own.py:broken failed: no [luck] today; mend it"),
-        (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, broken"),
+        (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, Refused, refused and 1 more"),
         (["inspect", "own.py"], "own.py is not an adalog artifact"),
         (["inspect", "none.py:model"], "none.py cannot be read: No such file or directory"),
         (["inspect", "own.py:model", "--no-pretrained"], "whose function makes its own weights"),

@@ -9,6 +9,7 @@ from rich.table import Table
 from adalog import artifact
 from adalog.cost import PRODUCT_ROLES, Cost
 from adalog.evaluate import Score, Share
+from adalog.model import float_lines
 
 
 def percent(value: float | None) -> str:
@@ -50,18 +51,12 @@ def census_table(told: Mapping[str, Any]) -> Table:
 
 
 def census_lines(told: Mapping[str, Any]) -> str:
-    """Its counts, what does not fold, and what is no multiplication."""
-    kept = ", ".join(f"{name} x {count}" for name, count in sorted(told["float_ops"].items()))
+    """Its counts, what does not fold or stays float, and what is no multiplication."""
     counts = (
         f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
         f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
     )
-    lines = [
-        counts,
-        *(f"not folded: {norm}: {why}" for norm, why in told["refusals"].items()),
-        f"in float32, since they multiply no two stored or computed tensors: {kept}",
-    ]
-    return "\n".join(lines)
+    return "\n".join([counts, *float_lines(told["refusals"], told["float_ops"])])
 
 
 def parts_line(parts: Mapping[str, int]) -> str:
