@@ -420,6 +420,7 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
         monkeypatch, capsys, *arguments, "-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"
     )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "w.safetensors"}
     model, told = adalog.load(tmp_path / "a"), json.loads(told)
     assert [(row.left, row.right) for row in model.ledger] == [
         ("4-bit uniform", "3-bit uniform x 16"),

@@ -129,10 +129,7 @@ def write_whole(path: Path, content: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as cause:
-        if cause.errno in _FULL:
-            told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
-            raise OSError(cause.errno, told) from cause
-        raise _unwritable(path, cause) from cause
+        raise write_error(path, cause) from cause
 
 
 def check_writable(path: Path) -> None:
@@ -146,10 +143,14 @@ def check_writable(path: Path) -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as cause:
-        raise _unwritable(path, cause) from cause
+        raise write_error(path, cause) from cause
 
 
-def _unwritable(path: Path, cause: OSError) -> DataError:
+def write_error(path: Path, cause: OSError) -> Exception:
+    """What to raise where a file cannot be written: an OSError where the disk is full or fails, else a DataError."""
+    if cause.errno in _FULL:
+        told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
+        return OSError(cause.errno, told)
     return DataError(f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to")
 
 

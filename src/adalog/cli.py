@@ -292,6 +292,7 @@ def quantize(
             f"{model} does not say how its images are prepared: return (module, adalog.data.Preprocessing(...)) from "
             "the function"
         )
+    out.parent.mkdir(parents=True, exist_ok=True)
     if not resume:
         partial.unlink(missing_ok=True)
     start = time.perf_counter()
@@ -311,6 +312,7 @@ def quantize(
     seconds = time.perf_counter() - start
     quantized.provenance["preprocessing"] = dataclasses.asdict(loaded.preprocessing)
     size = quantized.save(out)
+    partial.unlink(missing_ok=True)
     if json_out != "-":
         print(quantized.summary())
         print(f"{out}: {size:,} bytes, in {seconds:.1f} s")
