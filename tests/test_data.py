@@ -566,6 +566,11 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
     rows = ["file,label", "known/a.png,3", "known/b.png,5", "asked/a.png,5", "asked/c.png,3", "asked/d.png,3"]
     (tmp_path / "all" / "labels.csv").write_text("\n".join(rows))
     fill(tmp_path / "beside", "x/1.png", "y/2.png")
+    (tmp_path / "linked").mkdir()
+    for name in ("known", "asked", "labels.csv"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "all" / name)
+    queries, known = find_support(tmp_path / "linked", tmp_path / "linked" / "known")
+    assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
     queries, known = find_support(tmp_path / "all", tmp_path / "all" / "known")
     assert names(queries, tmp_path / "all") == ["asked/a.png", "asked/c.png", "asked/d.png"]
     assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))

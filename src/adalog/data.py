@@ -296,7 +296,7 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     images = find_images(data)
     if support is None:
         return images, None
-    known, place, root = None, Path(support).resolve(), Path(data).resolve()
+    known, place, root = None, Path(support).absolute(), Path(data).absolute()  # links stay links
     if place.is_relative_to(root):
         part = Path(data) / place.relative_to(root)
         inside = [path.is_relative_to(part) for path in images.paths]
