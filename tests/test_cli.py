@@ -1,17 +1,24 @@
 """The command line as a user runs it: in a process of its own, judged by its exit code, its output and its files."""
 
+import copy
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
-from adalog import artifact, models
+from adalog import Config, Search, artifact, models
 from adalog.cli import main
+from adalog.data import ImageSet, find_images
 
 
 def run(*arguments, cwd=None, code=0):
@@ -75,7 +82,11 @@ def damaged(folder):
         (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["evaluate", damaged], "damaged.safetensors is not an adalog artifact"),
         (["cost", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
-        (["cost", "demo", "--size", "48", "32"], "does not run on inputs of the shape (3, 48, 32)"),
+        (["cost", "tim:vit"], "model 'tim:vit' is none of timm:NAME"),
+        (["cost", "x.safetensors", "--no-pretrained"], "take a model, x.safetensors is none of timm:NAME"),
+        (["evaluate", "x.safetensors", "--no-pretrained"], "are of a full-precision model: give --model"),
+        (["evaluate", "x.safetensors", "--support", "."], "--support goes with the images of --data: give both"),
+        (["evaluate", "x.safetensors", "--data", "nowhere"], "nowhere cannot be read: No such file or directory"),
         (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
         (["inspect", "."], "cannot be read: Is a directory"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
@@ -112,6 +123,18 @@ def model():
     print("and another", file=sys.stderr)
     warnings.warn("a warning")
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.GELU(), nn.Linear(4, 2)), Preprocessing((8, 8), (8, 8))
+
+class Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.fc(x)
+
+def refused():
+    return Refused(), Preprocessing((8, 8), (8, 8))
 
 def broken():
     raise ValueError("no [luck] today")
@@ -152,6 +175,13 @@ def test_inspect_a_model_as_a_table(tmp_path, monkeypatch, capsys):
     assert told.err == ""
 
 
+def test_inspect_tells_what_does_not_fold(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    lines = say(monkeypatch, capsys, "inspect", f"{tmp_path / 'own.py'}:refused").splitlines()
+    assert "not folded: norm: it also feeds add.Tensor in the model" in lines
+    assert "in float32, since they multiply no two stored or computed tensors: add x 1, layer_norm x 1" in lines
+
+
 @pytest.mark.parametrize(
     "environment",
     [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)],
@@ -169,7 +199,7 @@ def test_weights_that_cannot_be_downloaded(tmp_path, environment):
     ("arguments", "told"),
     [
         (["inspect", "own.py:broken"], "own.py:broken failed: no [luck] today; mend it"),
-        (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, broken"),
+        (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, Refused, refused and 1 more"),
         (["inspect", "own.py"], "own.py is not an adalog artifact"),
         (["inspect", "none.py:model"], "none.py cannot be read: No such file or directory"),
         (["inspect", "own.py:model", "--no-pretrained"], "whose function makes its own weights"),
@@ -195,6 +225,235 @@ def test_models_that_are_refused(tmp_path, monkeypatch, capsys, arguments, told)
     assert message.startswith("error: ")
     assert told in message
     assert message.count("\n") == 1
+
+
+# --- images of a folder ----------------------------------------------------------------------------------------------
+
+CLASSIFIER = """
+import torch
+from torch import nn
+from adalog.data import Preprocessing
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 7)), Preprocessing((8, 8), (9, 9))
+
+def other():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8))
+"""
+
+
+def say(monkeypatch, capsys, *arguments):
+    """Standard output of the command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    told = capsys.readouterr()
+    assert (stopped.value.code or 0, told.err) == (0, "")
+    return told.out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A classifier of seven classes, 28 images with labels, and its artifact of three bits."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "own.py").write_text(CLASSIFIER)
+    generator = np.random.default_rng(0)
+    for index in range(28):
+        path = folder / "images" / ("asked" if index % 2 else "known") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(path)
+    rows = [f"{'asked' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
+    (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    loaded = models.load_model(f"{folder / 'own.py'}:model")
+    found = find_images(folder / "images")
+    images = found.load(loaded.preprocessing)
+    config = Config(3, 3, 3, images=28, search=Search(steps=1))
+    quantized = adalog.quantize(loaded.module, images, config)
+    quantized.save(folder / "bare.safetensors")
+    quantized.provenance["preprocessing"] = {**dataclasses.asdict(loaded.preprocessing), "size": [9, 8]}
+    quantized.save(folder / "wrong.safetensors")
+    quantized.provenance["preprocessing"] = dataclasses.asdict(loaded.preprocessing)
+    quantized.save(folder / "out.safetensors")
+    with torch.no_grad():
+        return folder, torch.tensor(found.labels), quantized(images), loaded.module(images)
+
+
+def test_evaluate_a_folder(folder, monkeypatch, capsys):
+    """By the preprocessing that the artifact holds."""
+    folder, labels, logits, _ = folder
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    first, fifth = logits.argmax(1), logits.topk(5).indices
+    assert told["top1"]["value"] == (first == labels).double().mean().item()
+    assert told["top5"]["value"] == (fifth == labels[:, None]).any(1).double().mean().item()
+    assert told["top1"]["low"] < told["top1"]["value"] < told["top1"]["high"]
+    unknown = ("agreement", "kl", "lost", "gained", "p_value", "reference", "full_precision")
+    assert [told[name] for name in unknown] == [None] * 7
+    text = say(monkeypatch, capsys, *arguments)
+    assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
+
+
+@pytest.mark.parametrize("file", ["out.safetensors", "bare.safetensors"])
+def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, file):
+    """An artifact that holds no preprocessing takes the model's."""
+    folder, labels, logits, full = folder
+    arguments = ["evaluate", folder / file, "--data", folder / "images", "--model", f"{folder / 'own.py'}:model"]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--threads", 1, "--json", "-"))
+    assert told["agreement"] == (logits.argmax(1) == full.argmax(1)).double().mean().item()
+    kl = (full.softmax(1) * (full.log_softmax(1) - logits.log_softmax(1))).sum(1).mean().item()
+    assert told["kl"] == pytest.approx(kl, rel=1e-4)
+    right, before = logits.argmax(1) == labels, full.argmax(1) == labels
+    assert (told["lost"], told["gained"]) == (int((before & ~right).sum()), int((right & ~before).sum()))
+    assert told["full_precision"]["top1"]["value"] == before.double().mean().item()
+    text = say(monkeypatch, capsys, *arguments)
+    assert f"agreement with {arguments[-1]} in full precision {100 * told['agreement']:.1f} %, KL divergence" in text
+    assert f"right only in full precision {told['lost']}, right only quantized {told['gained']}: McNemar" in text
+
+
+def test_evaluate_features_by_their_nearest(folder, monkeypatch, capsys):
+    folder, labels, logits, full = folder
+    known = torch.tensor(["known" in str(path) for path in find_images(folder / "images").paths])
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
+    arguments += ["--support", folder / "images" / "known", "--model", f"{folder / 'own.py'}:model", "--json", "-"]
+    told = json.loads(say(monkeypatch, capsys, *arguments))
+    answers = []
+    for given in (logits.double(), full.double()):
+        features = given - given[known].mean(0)
+        closeness = torch.cosine_similarity(features[~known][:, None], features[known][None], dim=2)
+        answers.append(labels[known][closeness.argmax(1)])
+    assert told["images"] == 14
+    assert told["top1"]["value"] == (answers[0] == labels[~known]).double().mean().item()
+    assert told["full_precision"]["top1"]["value"] == (answers[1] == labels[~known]).double().mean().item()
+    assert told["agreement"] == (answers[0] == answers[1]).double().mean().item()
+    assert told["kl"] is None
+
+
+def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
+    folder = folder[0]
+    flat = ["--data", folder / "images" / "known"]
+    model = ["--model", f"{folder / 'own.py'}:model"]
+    told = json.loads(say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat, *model, "--json", "-"))
+    assert (told["images"], told["top1"], told["full_precision"]) == (14, None, None)
+    assert 0 <= told["agreement"] <= 1
+    code, message = call(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat)
+    assert (code, message.count("\n")) == (2, 1)
+    assert "known has no labels to judge by: give them, or --model to compare with" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["out.safetensors"], "is not of the bundled model, whose images are the only ones here: give --data FOLDER"),
+        (["bare.safetensors", "--data", "images"], "does not say how its images are prepared: give --model MODEL"),
+        (
+            ["wrong.safetensors", "--data", "images"],
+            "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
+        ),
+        (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
+        (
+            ["out.safetensors", "--data", "images", "--model", "demo"],
+            "takes inputs of (3, 8, 8), images are prepared to (3, 32, 32) for demo: give",
+        ),
+        (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
+        (["out.safetensors", "--data", "images", "--device", "abacus"], "device = 'abacus' is not one of this machine"),
+    ],
+)
+def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(folder[0])
+    more = folder[0] / "more"
+    if not more.exists():
+        shutil.copytree(folder[0] / "images", more)
+        (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
+    code, message = call(monkeypatch, capsys, "evaluate", *arguments)
+    assert (code, message.count("\n")) == (2, 1)
+    assert told in message
+
+
+def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, capsys):
+    quantized = copy.copy(quantized)
+    quantized.provenance = {**quantized.provenance, "preprocessing": {"size": [32, 32]}}
+    quantized.save(tmp_path / "out.safetensors")
+    code, message = call(monkeypatch, capsys, "evaluate", tmp_path / "out.safetensors")
+    assert code == 2
+    assert "out.safetensors says wrongly how its images are prepared: a preprocessing has the fields" in message
+
+
+def record_reads(monkeypatch):
+    """The lists of images that are read, as they are."""
+    reads, load = [], ImageSet.load
+
+    def recorded(images, *arguments, **named):
+        reads.append(images.paths)
+        return load(images, *arguments, **named)
+
+    monkeypatch.setattr(ImageSet, "load", recorded)
+    return reads
+
+
+def test_only_a_batch_of_images_is_read_at_a_time(folder, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", "--data", folder / "images", "--threads", 1)
+    assert [len(paths) for paths in reads] == [1, 20, 8]  # the first to see whether the model takes it
+    assert reads[1] + reads[2] == find_images(folder / "images").paths
+
+
+def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--seed", 5]
+    say(monkeypatch, capsys, "quantize", *arguments, "-o", tmp_path / "out")
+    order = torch.randperm(28, generator=torch.Generator().manual_seed(5))[:4]
+    paths = find_images(folder / "images").paths
+    assert reads == [tuple(paths[index] for index in order)]
+
+
+def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
+    """The same choices give the same file; a pattern and a checkpoint are heeded."""
+    folder = folder[0]
+    save_file(models.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
+    arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
+    arguments += ["--bits", "w3a4", "--method", "log2", "--keep", "3=8", "--threads", 1]
+    text = say(monkeypatch, capsys, *arguments, "-o", tmp_path / "a")
+    told = say(
+        monkeypatch, capsys, *arguments, "-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"
+    )
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "w.safetensors"}
+    model, told = adalog.load(tmp_path / "a"), json.loads(told)
+    assert [(row.left, row.right) for row in model.ledger] == [
+        ("4-bit uniform", "3-bit uniform x 16"),
+        ("8-bit log 2^(1/1)", "8-bit uniform x 7"),
+    ]
+    assert (model.provenance["seed"], model.provenance["images"]) == (3, 9)
+    assert told["config"]["keep"] == [["3", 8]]
+    assert model.summary() in text
+    assert f"{tmp_path / 'a'}: {(tmp_path / 'a').stat().st_size:,} bytes, in " in text
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_left_of_an_earlier_run(folder, tmp_path, monkeypatch, capsys, resume):
+    """It is handed on to go on with, or taken away."""
+    partial, given = tmp_path / "out.safetensors.partial", {}
+
+    def record(*arguments, **named):
+        given.update(named, there=named["partial"].exists())
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    partial.touch()
+    arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
+    assert call(monkeypatch, capsys, *arguments) == (2, "error: enough\n")
+    assert (given["partial"], given["there"]) == (partial, resume)
+
+
+def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
+    folder = folder[0]
+    for target, bits in ((f"{folder / 'own.py'}:model", 32), (folder / "out.safetensors", 3)):
+        told = json.loads(say(monkeypatch, capsys, "cost", target, "--json", "-"))
+        assert (told["inputs"], told["macs"]) == ([[3, 8, 8]], 192 * 16 + 16 * 7)
+        assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {bits}
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------------

@@ -137,3 +137,43 @@ def test_preset_refuses_an_unknown_method():
 def test_other_mistakes_are_refused_by_name(field, text):
     with pytest.raises(ValueError, match=field):
         Config.from_json(text)
+
+
+# --- sites that keep other bits --------------------------------------------------------------------------------------
+
+
+def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
+    config = Config.preset("w3a4s5")
+    kept = dataclasses.replace(config, keep=(("blocks.*", 6), ("*.qkv", 32), ("head", 8)))
+    assert Config.from_json(kept.to_json()) == kept
+    assert hash(Config.from_json(kept.to_json())) == hash(kept)
+    widths = {}
+    for name in ("blocks.0.fc1", "blocks.0.qkv", "head", "neck", "heads"):
+        at = kept.at([name])
+        widths[name] = (at.weight_bits, at.activation_bits, at.softmax_bits, at.input_bits)
+    assert widths == {
+        "blocks.0.fc1": (6, 6, 6, 6),
+        "blocks.0.qkv": (32, 32, 32, 32),
+        "head": (8, 8, 8, 8),
+        "neck": (3, 4, 5, 8),
+        "heads": (3, 4, 5, 8),
+    }
+    assert kept.at(["neck"]) is kept
+    assert kept.at(["neck", "blocks.1.k"]).weight_bits == 6
+
+
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        ((("head", 9),), "keep of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
+        ((("head", 1),), "keep of 'head' = 1 is not"),
+        ((("head", "8"),), "keep of 'head' = '8' is not"),
+        ((("", 8),), r"keep = \('', 8\) is not \(pattern, bits\)"),
+        (((8, "head"),), r"is not \(pattern, bits\)"),
+        (("head=8",), r"keep = 'head=8' is not \(pattern, bits\), as in \('head', 8\)"),
+        ([("head", 8)], r"is not a tuple of \(pattern, bits\)"),
+    ],
+)
+def test_keep_of_another_form_is_refused(keep, told):
+    with pytest.raises(ValueError, match=told):
+        Config(keep=keep)

@@ -1,6 +1,9 @@
 """Images are read as a person sees them, prepared as timm and Hugging Face do, and found in every layout."""
 
+import dataclasses
 import io
+import json
+import math
 import os
 import random
 import struct
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from adalog import CalibrationError, DataError
-from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, read_image, side_before_crop
+from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, find_support, read_image, side_before_crop
 from adalog.quantize import sample_images
 
 
@@ -516,3 +519,67 @@ def test_real_images():
     support = images.select(index for index, path in enumerate(images.paths) if path.parent.name == "support")
     assert support.labels == tuple(range(1000))
     assert support.sample(3, 0).load(Preprocessing()).shape == (3, 3, 224, 224)
+
+
+# --- preparation by way of JSON, and images beside those that are to be judged ----------------------------------------
+
+
+@pytest.mark.parametrize("resize", [8, (8, 9)])
+def test_a_preprocessing_by_way_of_json(resize):
+    own = Preprocessing((8, 7), resize, (0.1, 0.2, 0.3), (1, 2, 3), "lanczos", 0.5)
+    assert Preprocessing.from_json(json.loads(json.dumps(dataclasses.asdict(own)))) == own
+    assert Preprocessing.from_json(dataclasses.asdict(own)) == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"size": 8}, "size = 8 is not made of finite numbers"),
+        ({"size": [8.0, 8]}, "size = .* is not made of finite numbers"),
+        ({"size": [8, 8, 8]}, "is not \\(height, width\\)"),
+        ({"size": [0, 8]}, "is not \\(height, width\\)"),
+        ({"resize": 4}, "smaller than the crop"),
+        ({"resize": None}, "resize = None"),
+        ({"resize": True}, "resize = True"),
+        ({"mean": [0, 0, math.nan]}, "mean"),
+        ({"mean": "abc"}, "mean"),
+        ({"mean": [0, 0, "0"]}, "mean"),
+        ({"std": [1, 1, 0]}, "std positive"),
+        ({"std": [1, 1, math.inf]}, "std"),
+        ({"rescale": "1"}, "rescale"),
+        ({"rescale": [1]}, "rescale"),
+        ({"interpolation": "fast"}, "interpolation = 'fast'"),
+        ({"interpolation": []}, "interpolation"),
+        ({"more": 1}, "has the fields interpolation, mean, rescale, resize, size, std"),
+    ],
+)
+def test_other_json_is_no_preprocessing(changes, told):
+    fields = dataclasses.asdict(Preprocessing((8, 8), 8)) | changes
+    with pytest.raises(ValueError, match=told):
+        Preprocessing.from_json(fields)
+    with pytest.raises(ValueError, match="has the fields"):
+        Preprocessing.from_json([fields])
+
+
+def test_support_in_the_folder_and_beside_it(tmp_path):
+    fill(tmp_path / "all", "known/a.png", "known/b.png", "asked/a.png", "asked/c.png", "asked/d.png")
+    rows = ["file,label", "known/a.png,3", "known/b.png,5", "asked/a.png,5", "asked/c.png,3", "asked/d.png,3"]
+    (tmp_path / "all" / "labels.csv").write_text("\n".join(rows))
+    fill(tmp_path / "beside", "x/1.png", "y/2.png")
+    (tmp_path / "linked").mkdir()
+    for name in ("known", "asked", "labels.csv"):
+        (tmp_path / "linked" / name).symlink_to(tmp_path / "all" / name)
+    queries, known = find_support(tmp_path / "linked", tmp_path / "linked" / "known")
+    assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
+    queries, known = find_support(tmp_path / "all", tmp_path / "all" / "known")
+    assert names(queries, tmp_path / "all") == ["asked/a.png", "asked/c.png", "asked/d.png"]
+    assert (queries.labels, known.labels) == ((5, 3, 3), (3, 5))
+    assert names(known, tmp_path / "all") == ["known/a.png", "known/b.png"]
+    queries, known = find_support(tmp_path / "all", tmp_path / "beside")
+    assert (len(queries), known.labels) == (5, (0, 1))
+    assert find_support(tmp_path / "all", None) == (find_images(tmp_path / "all"), None)
+    with pytest.raises(DataError, match="has no images but those of"):
+        find_support(tmp_path / "beside", tmp_path / "beside")
+    fill(tmp_path / "bare", "1.png")
+    with pytest.raises(DataError, match=r"bare has no labels: lay it out as a subfolder a class, or with a CSV file"):
+        find_support(tmp_path / "all", tmp_path / "bare")

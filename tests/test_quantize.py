@@ -146,3 +146,81 @@ def test_gelu_keeps_its_logarithmic_quantizer():
     model = Toy(lambda m, x: m.fc(F.gelu(0.05 * x)), fc=nn.Linear(32, 4)).eval()
     (row,) = adalog.quantize(model, IMAGES, CONFIG).ledger
     assert "log" in row.left
+
+
+# --- sites that keep other bits --------------------------------------------------------------------------------------
+
+
+def kept(*keep, **changes):
+    return dataclasses.replace(CONFIG, keep=keep, weight_bits=4, activation_bits=4, softmax_bits=4, **changes)
+
+
+def widths(result):
+    """(left, right) of each site as in the ledger, without how many."""
+    return {row.site: (row.left.split(" ")[0], row.right.split(" ")[0]) for row in result.ledger}
+
+
+@torch.no_grad()
+def test_sites_keep_other_bits(calibration, images, tmp_path):
+    result = calibration.quantize(kept(("blocks.*.mlp.*", 6), ("blocks.1.mlp.fc2", 32), ("*.av", 5)))
+    found = widths(result)
+    assert found.pop("patch_embed.conv1") == ("8-bit", "4-bit")
+    special = {"blocks.1.mlp.fc2": ("float", "float")}
+    special |= dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1", "blocks.0.mlp.fc2"), ("6-bit", "6-bit"))
+    special |= dict.fromkeys(("blocks.0.attn.av", "blocks.1.attn.av"), ("5-bit", "5-bit"))
+    assert {site: bits for site, bits in found.items() if bits != ("4-bit", "4-bit")} == special
+    assert result.refusals["blocks.1.mlp.fc2"] == "stays float: kept at 32 bits"
+    assert "stays float: blocks.1.mlp.fc2: kept at 32 bits" in result.summary()
+    assert result.float_sites() == ["blocks.1.mlp.fc2"]
+    result.save(tmp_path / "model")
+    loaded = adalog.load(tmp_path / "model")
+    assert loaded.config == result.config
+    assert torch.equal(loaded(images), result(images))
+
+
+@torch.no_grad()
+def test_all_sites_kept_in_float_are_the_float_model(calibration, tiny, images):
+    result = calibration.quantize(kept(("*", 32)))
+    assert len(result.float_sites()) == len(result.ledger)
+    assert torch.allclose(result(images), tiny(images), atol=1e-5)
+    other = calibration.quantize(kept(("patch_embed.conv1", 32)))
+    assert other.ledger[0].left == "float"
+
+
+@pytest.mark.parametrize("fold_rows", [1, 10**6])
+@torch.no_grad()
+def test_linears_of_one_activation_keep_the_same_bits(fold_rows):
+    """What matches `q` alone is for `k` and `v` too; for what else reads a norm, where that can be folded."""
+
+    def function(m, x):
+        y = m.norm(x)
+        return m.q(y) * m.k(y) + m.v(y) + m.turned(y.flip(2)) + m.other(x)
+
+    parts = {name: nn.Linear(32, 32) for name in ("q", "k", "v", "turned", "other")}
+    model = Toy(function, norm=nn.LayerNorm(32), **parts).eval()
+    calibration = Calibration(model, IMAGES)
+    quality = []
+    for keep, bits in (((), "4-bit"), ((("q", 8),), "8-bit"), ((("q", 32),), "float")):
+        result = calibration.quantize(kept(*keep, fold_rows=fold_rows))
+        assert widths(result) == {name: ("4-bit", "4-bit") if name == "other" else (bits, bits) for name in parts}
+        quality.append(sqnr(result(IMAGES) - model.other(IMAGES), model(IMAGES) - model.other(IMAGES)))
+    assert result.refusals["norm"] == "not folded: its linears take float activations"
+    assert quality == sorted(quality)
+
+
+@torch.no_grad()
+def test_linears_of_different_activations_keep_their_own_bits():
+    def function(m, x):
+        y = m.norm(x)
+        return m.q(y) + m.turned(y.flip(2)) + y  # which is why nothing folds
+
+    model = Toy(function, norm=nn.LayerNorm(32), q=nn.Linear(32, 32), turned=nn.Linear(32, 32)).eval()
+    result = adalog.quantize(model, IMAGES, kept(("q", 8)))
+    assert widths(result) == {"q": ("8-bit", "8-bit"), "turned": ("4-bit", "4-bit")}
+
+
+def test_a_pattern_without_a_site_names_the_closest(calibration):
+    with pytest.raises(
+        ValueError, match=r"no site's name matches 'blocks.0.mpl.fc1'; the closest are blocks.0.mlp.fc1"
+    ):
+        calibration.quantize(kept(("head", 8), ("blocks.0.mpl.fc1", 8)))

@@ -11,7 +11,6 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -130,11 +129,29 @@ def write_whole(path: Path, content: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as cause:
-        if cause.errno in _FULL:
-            told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
-            raise OSError(cause.errno, told) from cause
-        told = f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to"
-        raise DataError(told) from cause
+        raise write_error(path, cause) from cause
+
+
+def check_writable(path: Path) -> None:
+    """Raise the DataError of `write_whole`, as far as it can be known before there is anything to write."""
+    try:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not folder.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as cause:
+        raise write_error(path, cause) from cause
+
+
+def write_error(path: Path, cause: OSError) -> Exception:
+    """What to raise where a file cannot be written: an OSError where the disk is full or fails, else a DataError."""
+    if cause.errno in _FULL:
+        told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
+        return OSError(cause.errno, told)
+    return DataError(f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to")
 
 
 def serialise(model: QuantizedModel) -> bytes:
@@ -524,12 +541,14 @@ def _decode(value: Any) -> Arg:
 def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """What a file is, as JSON: bits, bytes by part, ledger, float sites and operations, provenance."""
     model = deserialise(content, name)
+    return {"format": FORMAT, **describe(model), "bytes": sizes(content), "total_bytes": len(content)}
+
+
+def describe(model: QuantizedModel) -> dict[str, Any]:
+    """The ledger and all around it, as JSON; an SQNR that is not finite is null."""
     return {
-        "format": FORMAT,
         "bits": model.config.bits,
-        "config": asdict(model.config),
-        "bytes": sizes(content),
-        "total_bytes": len(content),
+        "config": json.loads(model.config.to_json()),
         "float_sites": model.float_sites(),
         "float_operations": model.float_operations(),
         "refusals": model.refusals,

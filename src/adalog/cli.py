@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -18,16 +19,32 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor, nn
+from typer.core import TyperGroup
 
 import adalog
-from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo, models
-from adalog.capture import capture
-from adalog.cost import PRODUCT_ROLES, cost
-from adalog.evaluate import Score, Share, predict, score
+from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo, models, report
+from adalog.cost import cost
+from adalog.data import ImageSet, Preprocessing, find_images, find_support
+from adalog.evaluate import Share, classify_by_nearest, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
 
+
+class Interrupted(Exception):
+    """Ctrl-C, in place of what typer would make of it."""
+
+
+class Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as cause:
+            raise Interrupted from cause
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Vision transformers in 3 to 8 bits, by adaptive logarithm quantizers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -37,12 +54,15 @@ console = Console(stderr=True)
 
 DEMO_BITS = ("w6a6", "w4a4", "w3a3")
 JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
-SeedOption = Annotated[int, typer.Option(help="Which images calibrate: the same seed gives the same file.")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Which images calibrate: the same seed gives the same file.")
+]
 CheckpointOption = Annotated[
     Path | None, typer.Option(help="Weights for the model: a safetensors file, or a state dict of torch.save.")
 ]
 NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Random weights: nothing is downloaded.")]
-ThreadsOption = Annotated[int, typer.Option(help="CPU threads; 0: one a core.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="CPU threads; 0: one a core.")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
 
 
 def main() -> None:
@@ -53,7 +73,8 @@ def main() -> None:
     except (AdalogError, ValueError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt):
+        console.print("interrupted")
         sys.exit(1)
     except Exception as error:
         console.print(
@@ -63,20 +84,28 @@ def main() -> None:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing that other packages print, log or warn of gets to the terminal."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """A spinner on the terminal, while nothing that other packages print or warn of gets there."""
-    with (
-        Console(file=sys.stderr).status(what),
-        warnings.catch_warnings(),
-        redirect_stderr(StringIO()),
-        redirect_stdout(StringIO()),
-    ):
-        warnings.simplefilter("ignore")
+    """A spinner on the terminal, and quiet."""
+    with Console(file=sys.stderr).status(escape(what)), quiet():
         yield
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
+    """A bar on the terminal, with the time that is left; nothing where there is no terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,7 +113,8 @@ def progress_bar() -> Iterator[Progress]:
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    terminal = Console(file=sys.stderr)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
         yield progress
 
 
@@ -105,17 +135,39 @@ def emit_json(result: Any, target: str | None) -> None:
     artifact.write_whole(Path(target), text.encode())
 
 
-def percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
-
-
 def share(value: Share | None) -> float | None:
     return None if value is None else value.value
 
 
-def interval(result: Score) -> str:
-    top1 = result.top1
-    return "" if top1 is None else f"{100 * top1.value:.1f} % ({100 * top1.low:.1f}-{100 * top1.high:.1f})"
+def check_outputs(*paths: Path | str | None) -> None:
+    """Before the long part: whether what comes of it can be written."""
+    for path in paths:
+        if path is not None and path != "-":
+            artifact.check_writable(Path(path))
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, if it is there."""
+    try:
+        with quiet():
+            torch.zeros(1, device=name).item()
+        return torch.device(name)
+    except (RuntimeError, AssertionError, ImportError) as cause:
+        here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        raise ValueError(f"device = {name!r} is not one of this machine: it has {', '.join(here)}") from cause
+
+
+def read_keep(text: str) -> tuple[str, int]:
+    """GLOB=bits."""
+    pattern, _, bits = text.rpartition("=")
+    if not pattern or not bits.isascii() or not bits.isdecimal():
+        raise ValueError(f"--keep {text!r} is not of the form GLOB=bits, as in 'head=8' or 'blocks.0.*=32' for float")
+    return pattern, int(bits)
+
+
+def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> models.LoadedModel:
+    with waiting(f"load {name}"):
+        return models.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
 
 
 @app.command(name="demo")
@@ -131,7 +183,7 @@ def demo_command(
     jobs = cores(threads)
     names = methods.split(",")
     plans = [(method, Config.preset(width, method)) for width in bits.split(",") for method in names]
-    out.mkdir(parents=True, exist_ok=True)
+    check_outputs(out / "levels.png", json_out)
     model = demo.load_model()
     images, labels = demo.test_images()
     rows: list[dict[str, Any]] = []
@@ -149,13 +201,14 @@ def demo_command(
         reference = predict(model, images, jobs=jobs)
         fp32 = score(reference, labels)
         size = sum(value.numel() * 4 for value in model.state_dict().values())
-        table.add_row("fp32", "", interval(fp32), "", f"{size:,}", "")
+        table.add_row("fp32", "", report.interval(fp32.top1), "", f"{size:,}", "")
         progress.advance(whole)
         calibration = Calibration(model, sample_images(demo.calibration_images(), plans[0][1].images, seed), seed=seed)
         for method, config in plans:
             start = time.perf_counter()
-            report = _site_progress(progress, part, f"{config.bits} {method}")
-            quantized = calibration.quantize(config, report, jobs=jobs)
+            watch = _site_progress(progress, part, f"{config.bits} {method}")
+            quantized = calibration.quantize(config, watch, jobs=jobs)
+            quantized.provenance["preprocessing"] = dataclasses.asdict(models.DEMO_PREPROCESSING)
             seconds = time.perf_counter() - start
             result = score(predict(quantized, images, jobs=jobs), labels, reference)
             if method == "adalog":
@@ -167,8 +220,8 @@ def demo_command(
             table.add_row(
                 config.bits,
                 method,
-                interval(result),
-                percent(result.agreement),
+                report.interval(result.top1),
+                report.percent(result.agreement),
                 f"{count:,}",
                 f"{seconds:.1f}",
                 end_section=method == names[-1],
@@ -191,80 +244,186 @@ def _site_progress(progress: Progress, task: TaskID, name: str) -> Any:
 
 def _demo_figure(calibration: Calibration, configs: dict[str, Config], path: Path) -> None:
     """Post-softmax and post-GELU activations of one block with each method's levels."""
-    models = {f"{method}, {config.bits}": calibration.quantize(config) for method, config in configs.items()}
+    made = {f"{method}, {config.bits}": calibration.quantize(config) for method, config in configs.items()}
     panels = []
     for role, source, label in (("av", "softmax", "softmax"), ("linear", "gelu", "GELU")):
         site = [site for site in calibration.sites if site.role == role and site.left_source.kind == source][2]
         suffix = "left" if role == "av" else "input"
-        quantizers = {name: model.program.quantizers[f"{site.name}.{suffix}"] for name, model in models.items()}
+        quantizers = {name: model.program.quantizers[f"{site.name}.{suffix}"] for name, model in made.items()}
         panels.append((f"post-{label}: {site.name}", calibration.operand(site.left), quantizers))
     level_figure(panels, path)
 
 
-def load_calibration(model: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The model that a name means, and images to calibrate it with."""
-    if model != "demo":
-        raise DataError(
-            f"model {model!r} is not known: the command line knows 'demo'. In Python: adalog.quantize(model, images)"
-        )
-    return demo.load_model(), demo.calibration_images()
-
-
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="The model: demo.")],
+    model: Annotated[str, typer.Argument(help=f"The model: {models.KINDS}.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of images, of which some calibrate; demo has images of its own.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The artifact to write.")] = Path("model.safetensors"),
     bits: Annotated[str, typer.Option(help="Bits of weights and activations, like w4a4 or w4a4s3.")] = "w4a4",
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "adalog",
+    images: Annotated[int, typer.Option(min=1, help="How many images calibrate.")] = 32,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB=BITS", help="Bits of the sites of such names, 32 for float; may be repeated."),
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what OUT.partial holds.")] = False,
+    device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
     """Quantize a model and write its artifact."""
-    config = Config.preset(bits, method)
-    network, images = load_calibration(model)
+    config = dataclasses.replace(Config.preset(bits, method), images=images, keep=tuple(map(read_keep, keep or ())))
+    if not models.is_model(model):
+        raise DataError(f"model {model!r} is none of {models.KINDS}")
+    partial = out.with_name(f"{out.name}.partial")
+    check_outputs(out, partial, json_out)
+    place = find_device(device)
+    if data is None and model != "demo":
+        raise DataError(f"{model} brings no images: give --data FOLDER, with {images} or more of what it was made for")
+    sample = None if data is None else find_images(data).sample(images, seed)
+    loaded = load_model(model, no_pretrained, checkpoint)
+    if loaded.preprocessing is None:
+        raise DataError(
+            f"{model} does not say how its images are prepared: return (module, adalog.data.Preprocessing(...)) from "
+            "the function"
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        partial.unlink(missing_ok=True)
     start = time.perf_counter()
-    with progress_bar() as progress:
-        report = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
-        quantized = adalog.quantize(network, images, config, seed=seed, jobs=cores(threads), progress=report)
+    jobs = cores(threads)
+    with progress_bar() as progress, quiet():
+        watch = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
+        given = demo.calibration_images() if sample is None else sample.load(loaded.preprocessing, jobs=jobs)
+        quantized = adalog.quantize(
+            loaded.module.to(place),
+            given.to(place),
+            config,
+            seed=seed,
+            jobs=jobs if place.type == "cpu" else 1,  # a GPU's memory is for one site at a time
+            progress=watch,
+            partial=partial,
+        ).cpu()
     seconds = time.perf_counter() - start
+    quantized.provenance["preprocessing"] = dataclasses.asdict(loaded.preprocessing)
     size = quantized.save(out)
+    partial.unlink(missing_ok=True)
     if json_out != "-":
         print(quantized.summary())
         print(f"{out}: {size:,} bytes, in {seconds:.1f} s")
-    emit_json(
-        {"file": str(out), "bytes": size, "bits": config.bits, "method": method, "seconds": round(seconds, 3)}, json_out
-    )
+    told = {"file": str(out), "bytes": size, "method": method, "seconds": round(seconds, 3)}
+    emit_json(told | artifact.describe(quantized), json_out)
 
 
 @app.command()
 def evaluate(
-    file: Annotated[Path, typer.Argument(help="An artifact of the demo model.")],
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Images: a subfolder a class, or with a CSV file of file,label. Without: the bundled ones."),
+    ] = None,
+    support: Annotated[
+        Path | None,
+        typer.Option(help="For features without a classifier: images whose nearest gives its label; may be in --data."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"The full-precision model to compare with: {models.KINDS}.")
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    device: DeviceOption = "cpu",
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Judge an artifact on the 2,000 bundled test images."""
-    jobs = cores(threads)
-    model = adalog.load(file)
-    images, labels = demo.test_images()
-    with torch.no_grad():
-        scores = model(images[:1])  # before the long part, whether it is a model of these images at all
-    if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
-        raise DataError(f"{file} puts out no row of scores an image; adalog.load(...) in Python gives what it does")
-    with progress_bar() as progress:
-        task = progress.add_task("images", total=2 * len(images))
-        reference = predict(
-            demo.load_model(), images, jobs=jobs, progress=lambda done: progress.update(task, completed=done)
-        )
-        shift = len(images)
-        logits = predict(model, images, jobs=jobs, progress=lambda done: progress.update(task, completed=shift + done))
-    result = score(logits, labels, reference)
+    """Judge an artifact: top-1 and top-5, and how far it is from the full-precision model."""
+    check_outputs(json_out)
+    place, jobs = find_device(device), cores(threads)
+    if model is None and (checkpoint is not None or no_pretrained):
+        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+    if data is None and support is not None:
+        raise ValueError("--support goes with the images of --data: give both")
+    queries, known = (None, None) if data is None else find_support(data, support)
+    if queries is not None and queries.labels is None and model is None:
+        raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
+    quantized = adalog.load(file)
+    stranger = DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
+    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [
+        (3, *models.DEMO_PREPROCESSING.size)
+    ]:
+        raise stranger
+    reference = "demo" if model is None and data is None else model
+    loaded = None if reference is None else load_model(reference, no_pretrained, checkpoint)
+    preprocessing = find_preprocessing(file, quantized, loaded)
+    if queries is None and preprocessing != models.DEMO_PREPROCESSING:
+        raise stranger
+    networks: list[nn.Module] = [quantized] if loaded is None else [quantized, loaded.module]
+    images, labels = demo.test_images() if queries is None else (queries, queries.labels)
+
+    def run(network: nn.Module, given: Tensor | ImageSet, progress: Progress | None = None) -> Tensor:
+        batches = given if isinstance(given, Tensor) else given.batches(preprocessing, jobs=jobs)
+        watch = None if progress is None else _image_progress(progress)
+        return predict(network, batches, jobs=jobs if place.type == "cpu" else 1, device=place, progress=watch)
+
+    def answer(network: nn.Module, progress: Progress) -> Tensor:
+        if known is None:
+            return run(network, images, progress)
+        features = run(network, known, progress)
+        return classify_by_nearest(features, known.labels or (), run(network, images, progress))
+
+    # Before the long part: whether the models take these images, have all classes, and equally many.
+    last = 0 if labels is None else int(torch.as_tensor(labels).argmax())
+    with waiting(f"try {file}"):
+        one = images[[last]] if isinstance(images, Tensor) else images.select([last])
+        tried = [run(network.to(place), one) for network in networks]
+        if known is None:
+            score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
+    with progress_bar() as progress, quiet():
+        progress.add_task("images", total=len(networks) * (len(images) + len(known or ())))
+        answers = [answer(network, progress) for network in networks]
+    result = score(answers[0], labels, *answers[1:])
+    full = None if labels is None or reference is None else score(answers[1], labels)
     if json_out != "-":
-        print(
-            f"{file}: top-1 {interval(result)} on {result.images} images, "
-            f"agreement with fp32 {percent(result.agreement)}"
-        )
-    emit_json({"file": str(file), **dataclasses.asdict(result)}, json_out)
+        print(report.judgement(str(file), result, reference, full))
+    told = {"file": str(file), "reference": reference, **dataclasses.asdict(result)}
+    emit_json(told | {"full_precision": None if full is None else dataclasses.asdict(full)}, json_out)
+
+
+def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: models.LoadedModel | None) -> Preprocessing:
+    """What is done to the images of an artifact: as it says itself, or else as its full-precision model says."""
+    found: list[tuple[Preprocessing, str]] = []
+    stored = quantized.provenance.get("preprocessing")
+    if stored is not None:
+        try:
+            found.append((Preprocessing.from_json(stored), str(file)))
+        except ValueError as cause:
+            raise DataError(
+                f"{file} says wrongly how its images are prepared: {cause}; quantize the model again"
+            ) from cause
+    if loaded is not None and loaded.preprocessing is not None:
+        found.append((loaded.preprocessing, loaded.name))
+    if not found:
+        raise DataError(f"{file} does not say how its images are prepared: give --model MODEL that does")
+    inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
+    for preprocessing, of in found:
+        prepared = str((3, *preprocessing.size))
+        if inputs != prepared:
+            raise DataError(
+                f"{file} takes inputs of {inputs}, images are prepared to {prepared} for {of}: "
+                "give the model that it was made of as --model, or quantize it again"
+            )
+    return found[0][0]
+
+
+def _image_progress(progress: Progress) -> Callable[[int], None]:
+    """For one run over images: those done come on top of what its bar shows."""
+    (bar,) = progress.tasks
+    before = bar.completed
+    return lambda done: progress.update(bar.id, completed=before + done)
 
 
 @app.command()
@@ -276,89 +435,55 @@ def inspect(
     json_out: JsonOption = None,
 ) -> None:
     """Say what an artifact holds: its sites, their bits, its bytes by part; or what a model would have of them."""
+    check_outputs(json_out)
     if models.is_model(target):
         if by_bytes:
             raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
-        with waiting(f"load {target}"):
-            loaded = models.load_model(target, pretrained=not no_pretrained, checkpoint=checkpoint)
+        loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capture {target}"):
             told = models.inspect(loaded)
         if json_out != "-":
-            print_census(told)
+            Console().print(report.census_table(told))
+            print(report.census_lines(told))
         emit_json(told, json_out)
         return
-    if checkpoint is not None or no_pretrained:
-        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {models.KINDS}")
+    refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
     if json_out != "-":
-        model: QuantizedModel = artifact.deserialise(content, target)
+        quantized: QuantizedModel = artifact.deserialise(content, target)
         if by_bytes:
-            print_bytes(content)
+            Console().print(report.bytes_table(content))
         else:
-            print(model.summary())
-        parts = artifact.sizes(content)
-        print(", ".join(f"{name} {count:,}" for name, count in parts.items()) + f"; {len(content):,} bytes in all")
+            print(quantized.summary())
+        print(f"{report.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all")
     emit_json(artifact.inspect(content, target), json_out)
+
+
+def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
+    if checkpoint is not None or no_pretrained:
+        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {models.KINDS}")
 
 
 @app.command(name="cost")
 def cost_command(
-    target: Annotated[str, typer.Argument(help="An artifact, or demo: the bundled model in full precision.")],
-    size: Annotated[tuple[int, int], typer.Option(help="Height and width of an image.")] = (32, 32),
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
     """Count what one image costs: multiplications, FixOPs, BOPs and bytes, by operation."""
-    program = capture(*load_calibration(target)) if target == "demo" else adalog.load(target).program
-    result = cost(program, [(3, *size)])
+    check_outputs(json_out)
+    if models.is_model(target):
+        loaded = load_model(target, no_pretrained, checkpoint)
+        with waiting(f"capture {target}"):
+            program, images = models.captured(loaded)
+        inputs = [list(images.shape[1:])]
+    else:
+        refuse_weights(target, no_pretrained, checkpoint)
+        quantized = adalog.load(target)
+        program, inputs = quantized.program, [list(value.shape[1:]) for value in quantized.example]
+    result = cost(program, inputs)
     if json_out != "-":
-        table = Table(title=f"{target}, one image of {size[0]} x {size[1]}")
-        table.add_column("role")
-        for column in ("count", "FixOPs", "BOPs", "weight bytes"):
-            table.add_column(column, justify="right")
-        for role, row in result.by_role().items():
-            kind = "" if role in PRODUCT_ROLES else "dim"
-            table.add_row(
-                role, f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}", style=kind
-            )
-        Console().print(table)
-        print(f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs")
-        print(f"the rest: {result.elementwise_fixops:,.0f} FixOPs")
-        parts = ", ".join(f"{part} {count:,}" for part, count in result.size_bytes.items())
-        print(f"bytes: {parts}; {sum(result.size_bytes.values()):,} in all")
-    emit_json({"target": target, "size": list(size), **result.to_json()}, json_out)
-
-
-def print_census(told: dict[str, Any]) -> None:
-    """What `models.inspect` found: the sites, what folds and what does not."""
-    table = Table(title=f"{told['model']}: {told['parameters']:,} parameters, images {told['images']}")
-    for column in ("site", "role", "left", "right", "weight"):
-        table.add_column(column, overflow="fold")
-    for row in told["sites"]:
-        shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"]))
-        table.add_row(escape(row["site"]), row["role"], row["left"], row["right"], shape)
-    Console().print(table)
-    print(
-        f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
-        f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
-    )
-    for norm, why in told["refusals"].items():
-        print(f"not folded: {norm}: {why}")
-    kept = ", ".join(f"{name} x {count}" for name, count in sorted(told["float_ops"].items()))
-    print(f"in float32, since they multiply no two stored or computed tensors: {kept}")
-
-
-def print_bytes(content: bytes) -> None:
-    """An artifact's bytes, one row a tensor."""
-    parts = artifact.sizes(content)
-    columns = [part for part in parts if part != "header"]
-    table = Table(title="Bytes")
-    table.add_column("tensor", overflow="fold")
-    for column in (*columns, "all"):
-        table.add_column(column, justify="right")
-    for name, counts in artifact.tensor_sizes(content).items():
-        cells = [f"{counts[part]:,}" if part in counts else "" for part in columns]
-        table.add_row(escape(name), *cells, f"{sum(counts.values()):,}")
-    table.add_section()
-    table.add_row("header", *("" for _ in columns), f"{parts['header']:,}")
-    table.add_row("all", *(f"{parts[part]:,}" for part in columns), f"{len(content):,}", style="bold")
-    Console().print(table)
+        Console().print(report.cost_table(f"{target}, inputs {' and '.join(map(str, inputs))}", result))
+        print(report.cost_lines(result))
+    emit_json({"target": target, "inputs": inputs, **result.to_json()}, json_out)

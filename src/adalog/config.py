@@ -4,7 +4,9 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS, Beyond, Rounding
@@ -16,6 +18,13 @@ Strategy = Literal["fpcs", "alternating", "brute-force"]
 def _check_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
+
+
+def _check_bits(name: str, bits: object) -> None:
+    if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
+        raise ValueError(
+            f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class Config:
     per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_rows: a norm is folded where
     at least so many rows of calibration give its channels their scales (a head on one token an image has 32, and is the
     worse for it: benchmarks/results/folds.json). fold_head: whether the last norm is one to fold (released: not).
-    images: how many calibrate (32).
+    images: how many calibrate (32). keep: (pattern, bits) for sites whose name matches, as file names do: both operands
+    get these bits, 32 for float. Where several match the last decides; see `at` for sites that are searched as one.
     """
 
     weight_bits: int = 4
@@ -94,15 +104,18 @@ class Config:
     fold_rows: int = 128
     fold_head: bool = True
     images: int = 32
+    keep: tuple[tuple[str, int], ...] = ()
     search: Search | ReleasedSearch = field(default_factory=Search)
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
-            bits = getattr(self, name)
-            if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
-                raise ValueError(
-                    f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
-                )
+            _check_bits(name, getattr(self, name))
+        if not isinstance(self.keep, tuple):
+            raise ValueError(f"keep = {self.keep!r} is not a tuple of (pattern, bits)")
+        for entry in self.keep:
+            if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str) or not entry[0]:
+                raise ValueError(f"keep = {entry!r} is not (pattern, bits), as in ('head', 8)")
+            _check_bits(f"keep of {entry[0]!r}", entry[1])
         choices = {"post_softmax": PowerLaw, "post_gelu": PowerLaw, "beyond": Beyond, "rounding": Rounding}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
@@ -133,6 +146,20 @@ class Config:
         softmax = "" if self.softmax_bits == self.activation_bits else f"s{self.softmax_bits}"
         return f"w{self.weight_bits}a{self.activation_bits}{softmax}"
 
+    def at(self, sites: Iterable[str]) -> "Config":
+        """The choices for sites that are searched as one: with the bits that `keep` has for any of them.
+
+        One search have the linears of one activation (separate q, k and v), or of one folded norm.
+        """
+        names = list(sites)
+        found = [bits for pattern, bits in self.keep if any(fnmatchcase(name, pattern) for name in names)]
+        if not found:
+            return self
+        bits = found[-1]
+        return dataclasses.replace(
+            self, weight_bits=bits, activation_bits=bits, softmax_bits=bits, input_bits=bits, keep=()
+        )
+
     def to_json(self) -> str:
         kind = next(name for name, search in _SEARCHES.items() if isinstance(self.search, search))
         fields = dataclasses.asdict(self)
@@ -150,6 +177,8 @@ class Config:
             unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
             if unknown:
                 raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
+        if "keep" in fields:
+            fields["keep"] = tuple(tuple(entry) for entry in fields["keep"])
         if "init" in search:
             search["init"] = tuple(search["init"])
         return Config(search=searcher(**search), **fields)

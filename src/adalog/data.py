@@ -1,13 +1,14 @@
 """Images from disk: folders and their labels, reading a file rightly, what a model wants done to it, seeded draws."""
 
 import csv
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -138,6 +139,24 @@ class Preprocessing:
         if self.interpolation not in get_args(Interpolation):
             raise ValueError(f"interpolation = {self.interpolation!r} is none of {', '.join(get_args(Interpolation))}")
 
+    @staticmethod
+    def from_json(fields: Any) -> "Preprocessing":
+        """What `dataclasses.asdict` makes of one, also by way of JSON. Raises ValueError for anything else."""
+        names = {field.name for field in dataclasses.fields(Preprocessing)}
+        if not isinstance(fields, dict) or fields.keys() != names:
+            raise ValueError(f"a preprocessing has the fields {', '.join(sorted(names))}")
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        for name in ("size", "resize", "mean", "std", "rescale"):
+            single = name == "rescale" or (name == "resize" and not isinstance(given[name], tuple))
+            numbers = (given[name],) if single else given[name]
+            kinds = (int,) if name in ("size", "resize") else (int, float)
+            good = isinstance(numbers, tuple) and all(type(value) in kinds for value in numbers)
+            if not good or not all(map(math.isfinite, numbers)):
+                raise ValueError(f"{name} = {fields[name]!r} is not made of finite numbers")
+        return Preprocessing(**given)
+
     def __call__(self, image: Image.Image) -> Tensor:
         """An RGB image as float32, (3, H, W). Raises DataError for one too long and thin to be resized."""
         width, height = self._resized(*image.size)
@@ -267,6 +286,29 @@ def find_images(folder: str | Path) -> ImageSet:
         raise DataError(f"{folder / empty[0]} has no images, so it is not clear what the classes are: remove it")
     pairs = [(folder / name / image, label) for label, name in enumerate(classes) for image in classes[name]]
     return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs))
+
+
+def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
+    """The images of a folder without those of `support`, a folder in it or elsewhere, and these, which have labels.
+
+    Raises DataError as `find_images` does, and where either of them has no images, or the support no labels.
+    """
+    images = find_images(data)
+    if support is None:
+        return images, None
+    known, place, root = None, Path(support).absolute(), Path(data).absolute()  # links stay links
+    if place.is_relative_to(root):
+        part = Path(data) / place.relative_to(root)
+        inside = [path.is_relative_to(part) for path in images.paths]
+        if any(inside):
+            known = images.select(index for index, belongs in enumerate(inside) if belongs)
+            images = images.select(index for index, belongs in enumerate(inside) if not belongs)
+    known = known or find_images(support)
+    if known.labels is None:
+        raise DataError(f"{support} has no labels: lay it out as a subfolder a class, or with a CSV file of file,label")
+    if not len(images):
+        raise DataError(f"{data} has no images but those of {support}: give the images to be judged too")
+    return images, known
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:

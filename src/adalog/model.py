@@ -124,9 +124,7 @@ class QuantizedModel(nn.Module):
         ]
         count = len(self.float_sites())
         lines.append(f"bits {self.config.bits}; {len(rows)} sites, {count} of them float")
-        lines += [f"{why.partition(': ')[0]}: {name}: {why.partition(': ')[2]}" for name, why in self.refusals.items()]
-        kept = ", ".join(f"{name} x {count}" for name, count in sorted(self.float_operations().items()))
-        lines.append(f"in float32, since they multiply no two stored or computed tensors: {kept}")
+        lines += float_lines(self.refusals, self.float_operations())
         return "\n".join(line.rstrip() for line in lines)
 
     def save(self, path: str | Path) -> int:
@@ -137,6 +135,16 @@ class QuantizedModel(nn.Module):
 
     def ledger_json(self) -> list[dict[str, Any]]:
         return [asdict(row) for row in self.ledger]
+
+
+def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> list[str]:
+    """What stays float and why, a line each. refusals: as of a model; operations: how many of each run in float32."""
+    told = ((name, *why.partition(": ")) for name, why in refusals.items())
+    kept = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
+    return [
+        *(f"{what}: {name}: {why}" for name, what, _, why in told),
+        f"in float32, since they multiply no two stored or computed tensors: {kept}",
+    ]
 
 
 def digest(images: Sequence[Tensor]) -> str:

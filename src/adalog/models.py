@@ -30,11 +30,13 @@ from adalog.capture import capture
 from adalog.data import Preprocessing, side_before_crop
 from adalog.demo.model import DemoViT
 from adalog.errors import AdalogError, CaptureError, DataError
+from adalog.program import Program
 from adalog.sites import census, find_pairs, find_sites
 
 KINDS = "timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py:function"
 OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
 PATIENCE = 5  # seconds until a server that does not answer counts as out of reach
+DEMO_PREPROCESSING = Preprocessing((32, 32), (32, 32), demo.MEAN, demo.STD, "bilinear")
 SHOWN = 3  # tensors or names listed before "and n more"
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _WEIGHTS = "the pretrained weights of "  # before a name
@@ -71,28 +73,34 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
 def inspect(loaded: LoadedModel, *, seed: int = 0) -> dict[str, Any]:
     """What capture sees in a model, as JSON: its name, size and preprocessing, and its census.
 
-    It is captured on two random images of the size that its preprocessing says, else 224 x 224.
     Raises CaptureError.
     """
-    preprocessing = loaded.preprocessing
-    size = (224, 224) if preprocessing is None else preprocessing.size
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
-    try:
-        program = capture(loaded.module, images)
-    except CaptureError as cause:
-        if preprocessing is not None:
-            raise
-        raise CaptureError(
-            f"{cause} (on images of 224 x 224; for another size return (module, Preprocessing) from the function)"
-        ) from cause
+    program, images = captured(loaded, seed=seed)
     sites = find_sites(program)
     return {
         "model": loaded.name,
         "parameters": sum(value.numel() for value in loaded.module.parameters()),
-        "images": [3, *size],
-        "preprocessing": None if preprocessing is None else asdict(preprocessing),
+        "images": list(images.shape[1:]),
+        "preprocessing": None if loaded.preprocessing is None else asdict(loaded.preprocessing),
         **census(program, sites, find_pairs(program, sites, (images,))),
     }
+
+
+def captured(loaded: LoadedModel, *, seed: int = 0) -> tuple[Program, Tensor]:
+    """A model's program, and the two random images it was captured on, of the size that its preprocessing says.
+
+    Without preprocessing they are of 224 x 224. Raises CaptureError.
+    """
+    size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
+    try:
+        return capture(loaded.module, images), images
+    except CaptureError as cause:
+        if loaded.preprocessing is not None:
+            raise
+        raise CaptureError(
+            f"{cause} (on images of 224 x 224; for another size return (module, Preprocessing) from the function)"
+        ) from cause
 
 
 def is_model(text: str) -> bool:
@@ -110,8 +118,7 @@ def _build(spec: str, pretrained: bool, weights: bool) -> _Built:
     kind, _, name = spec.partition(":")
     path, _, function = spec.rpartition(":")
     if spec == "demo":
-        own = Preprocessing((32, 32), (32, 32), demo.MEAN, demo.STD, "bilinear")
-        return demo.load_model() if pretrained and weights else DemoViT(), own
+        return demo.load_model() if pretrained and weights else DemoViT(), DEMO_PREPROCESSING
     if name and kind == "timm":
         return _timm(name, pretrained and weights)
     if name and kind == "torchvision":

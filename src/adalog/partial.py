@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.artifact import write_error
 from adalog.calibrate import Found
 from adalog.errors import DataError
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
@@ -61,10 +62,13 @@ class Partial:
         return lines
 
     def _append(self, line: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as cause:
+            raise write_error(self.path, cause) from cause
 
 
 def _read(line: dict[str, Any]) -> tuple[str, tuple[Found, Fold]]:

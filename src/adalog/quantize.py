@@ -1,5 +1,6 @@
 """The story: capture a model, observe it once on calibration images, search every site, build the quantized model."""
 
+import difflib
 import functools
 import hashlib
 from collections import deque
@@ -7,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -55,7 +57,8 @@ def quantize(
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. Searches
     hold about MEMORY bytes of temporaries beside what the sites saw. The model is not changed.
-    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, or where a pattern
+    of `keep` matches no site.
     """
     config = config or Config.preset("w4a4")
     sample = sample_images(images, config.images, seed)
@@ -91,6 +94,10 @@ class _Group:
     @property
     def first(self) -> Site:
         return self.sites[0]
+
+    def choices(self, config: Config) -> Config:
+        """Those of these sites."""
+        return config.at(self.pair.sites if self.pair is not None else [site.name for site in self.sites])
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,7 @@ class Calibration:
 
         partial: a file that finished searches are read from and added to; of no more use once the result is saved.
         """
+        self._check_keep(config)
         build = _Build(self.program)
         ledger: list[LedgerRow] = []
         done = None if partial is None else Partial(partial, self._fingerprint(config))
@@ -215,9 +223,14 @@ class Calibration:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        reasons = ((pair.norm.scope, pair.refusal or self._unfolded(pair, config)) for pair in self.pairs)
+        reasons = (
+            (pair.norm.scope, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs
+        )
         refusals = {scope: f"not folded: {reason}" for scope, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
+        for group in self._groups:
+            if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
+                refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
     def _fingerprint(self, config: Config) -> str:
@@ -232,23 +245,42 @@ class Calibration:
 
     @torch.no_grad()
     def _restored(self, group: _Group, config: Config, found: Found, fold: tuple[Tensor, Tensor] | None) -> Searched:
+        config = group.choices(config)
+
+        def place(value: Tensor) -> Tensor:
+            return value.to(self.images[0].device)
+
+        found = replace(found, left=found.left and found.left.map(place), right=found.right and found.right.map(place))
+        fold = fold and (place(fold[0]), place(fold[1]))
         left, right = self._operands(group, config, fold, self._activations(group.first, config)[0])
         return Searched(group.sites, left, right, found, fold)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """Products' quantizers under these choices, in order of execution: all, or those of these sites."""
+        self._check_keep(config)
         groups = [group for group in self._groups if sites is None or group.first.name in sites]
         return [self._search(group, config) for group in groups]
+
+    def _check_keep(self, config: Config) -> None:
+        names = [site.name for site in self.sites]
+        for pattern, _ in config.keep:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
+                raise ValueError(
+                    f"keep: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
+                    "(`adalog inspect MODEL` lists all; * stands for anything)"
+                )
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
         group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
-        left, right = self._operands(group, config, searched.fold, searched.left.format)
+        left, right = self._operands(group, group.choices(config), searched.fold, searched.left.format)
         return replace(searched, left=left, right=right)
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
+        config = group.choices(config)
         fold = None
         if group.pair is not None and not self._unfolded(group.pair, config):
             fold = self._fold(group.pair, config)

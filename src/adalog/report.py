@@ -1,0 +1,103 @@
+"""What the command line says, as text and tables; printing it is the command line's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from adalog import artifact
+from adalog.cost import PRODUCT_ROLES, Cost
+from adalog.evaluate import Score, Share
+from adalog.model import float_lines
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def interval(share: Share | None) -> str:
+    """A share with its 95 % interval: "90.4 % (89.0-91.6)"."""
+    return "" if share is None else f"{100 * share.value:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
+
+
+def judgement(name: str, score: Score, reference: str | None, full: Score | None) -> str:
+    """What a model's answers are worth, one line a question. reference: the full-precision model; full: its score."""
+    lines = [f"{name}, {score.images:,} images"]
+    for title, field in (("top-1", "top1"), ("top-5", "top5")):
+        if getattr(score, field) is not None:
+            beside = "" if full is None else f", in full precision {interval(getattr(full, field))}"
+            lines.append(f"{title} {interval(getattr(score, field))}{beside}")
+    if score.agreement is not None:
+        divergence = "" if score.kl is None else f", KL divergence {score.kl:.4g} nats"
+        lines.append(f"agreement with {reference} in full precision {percent(score.agreement)}{divergence}")
+    if score.p_value is not None:
+        lines.append(
+            f"right only in full precision {score.lost}, right only quantized {score.gained}: "
+            f"McNemar's p {score.p_value:.2g}"
+        )
+    return "\n".join(lines)
+
+
+def census_table(told: Mapping[str, Any]) -> Table:
+    """The sites that `models.inspect` found."""
+    table = Table(title=f"{told['model']}: {told['parameters']:,} parameters, images {told['images']}")
+    for column in ("site", "role", "left", "right", "weight"):
+        table.add_column(column, overflow="fold")
+    for row in told["sites"]:
+        shape = "" if row["shape"] is None else " x ".join(map(str, row["shape"]))
+        table.add_row(escape(row["site"]), row["role"], row["left"], row["right"], shape)
+    return table
+
+
+def census_lines(told: Mapping[str, Any]) -> str:
+    """Its counts, what does not fold or stays float, and what is no multiplication."""
+    counts = (
+        f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
+        f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
+    )
+    return "\n".join([counts, *float_lines(told["refusals"], told["float_ops"])])
+
+
+def parts_line(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {count:,}" for part, count in parts.items())
+
+
+def bytes_table(content: bytes) -> Table:
+    """An artifact's bytes, one row a tensor."""
+    parts = artifact.sizes(content)
+    columns = [part for part in parts if part != "header"]
+    table = Table(title="Bytes")
+    table.add_column("tensor", overflow="fold")
+    for column in (*columns, "all"):
+        table.add_column(column, justify="right")
+    for name, counts in artifact.tensor_sizes(content).items():
+        cells = [f"{counts[part]:,}" if part in counts else "" for part in columns]
+        table.add_row(escape(name), *cells, f"{sum(counts.values()):,}")
+    table.add_section()
+    table.add_row("header", *("" for _ in columns), f"{parts['header']:,}")
+    table.add_row("all", *(f"{parts[part]:,}" for part in columns), f"{len(content):,}", style="bold")
+    return table
+
+
+def cost_table(title: str, result: Cost) -> Table:
+    """One row a role."""
+    table = Table(title=escape(title))
+    table.add_column("role")
+    for column in ("count", "FixOPs", "BOPs", "weight bytes"):
+        table.add_column(column, justify="right")
+    for role, row in result.by_role().items():
+        kind = "" if role in PRODUCT_ROLES else "dim"
+        table.add_row(
+            role, f"{row.count:,}", f"{row.fixops:,.0f}", f"{row.bops:,}", f"{row.weight_bytes:,}", style=kind
+        )
+    return table
+
+
+def cost_lines(result: Cost) -> str:
+    """The sums."""
+    return (
+        f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs\n"
+        f"the rest: {result.elementwise_fixops:,.0f} FixOPs\n"
+        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in all"
+    )
