@@ -272,7 +272,7 @@ def test_a_model_without_inputs_is_not_written(quantized):
 
 
 def test_names_that_do_not_print_are_not_written(quantized, images):
-    model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {"a\nb": ""}, images=images)
+    model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {"a\nb": ""}, images=[images])
     with pytest.raises(ArtifactError, match=r"the text 'a\\nb' does not print"):
         serialise(model)
 

@@ -81,7 +81,9 @@ def test_refusals_are_by_norm():
     _, program = zoo.captured("timm_pvt")
     sites = find_sites(program)
     told = census(program, sites, find_pairs(program, sites, (IMAGES,)))
-    assert told["refusals"] == {"stages.0.blocks.0.norm1": "it also feeds conv2d.default in stages.0.blocks.0.attn.sr"}
+    assert told["refusals"] == {
+        "stages.0.blocks.0.norm1": "not folded: it also feeds conv2d.default in stages.0.blocks.0.attn.sr"
+    }
     assert told["pairs"] == 4
     rows = {row["site"]: row for row in told["sites"]}
     assert rows["stages.0.blocks.0.attn.q"]["folds_with"] is None

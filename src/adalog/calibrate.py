@@ -99,7 +99,7 @@ class Operand:
         if point is None:
             return None
         if form.twin:
-            return self._twin(point[:1])
+            return self._twin(point[:1]).map(lambda scale: scale.reshape(()))
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.spread(scale)[0], self.spread(zero_point)[0], form.bits)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.errors import ProgramError
 from adalog.program import FAKE_QUANTIZE, Node, Program, aten
-from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.sites import Site, find_sites
 
 FLOAT_BITS = 32
@@ -176,7 +177,7 @@ def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str
 
     try:
         program.run(inputs, watch)
-    except (RuntimeError, TypeError, IndexError) as cause:
+    except (ProgramError, TypeError) as cause:
         sizes = ", ".join(str(tuple(shape)) for shape in input_shapes)
         raise ValueError(
             f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape it was made for"
@@ -255,6 +256,8 @@ def _size_bytes(program: Program) -> dict[str, int]:
         sizes["activation"] += quantizer.scale.nbytes
         if isinstance(quantizer, UniformQuantizer):
             sizes["activation"] += quantizer.zero_point.numel()
+        if isinstance(quantizer, TwinUniformQuantizer):
+            sizes["activation"] += quantizer.negative_scale.nbytes
     return sizes
 
 
