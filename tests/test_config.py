@@ -124,7 +124,8 @@ def test_preset_refuses_other_names(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("w1a4", "weight_bits"), ("w44a4", "weight_bits"), ("w4a9", "activation_bits"), ("w4a4s0", "softmax")]
+    ("name", "field"),
+    [("w1a4", "weight_bits"), ("w44a4", "weight_bits"), ("w4a9", "activation_bits"), ("w4a4s0", "softmax")],
 )
 def test_preset_refuses_bits_out_of_range(name, field):
     with pytest.raises(ValueError, match=field):
@@ -132,7 +133,9 @@ def test_preset_refuses_bits_out_of_range(name, field):
 
 
 def test_preset_refuses_an_unknown_method():
-    with pytest.raises(ValueError, match="method = 'gptq' is none of uniform, .*, adalog, adalog-paper, adalog-released"):
+    with pytest.raises(
+        ValueError, match="method = 'gptq' is none of uniform, .*, adalog, adalog-paper, adalog-released"
+    ):
         Config.preset("w4a4", "gptq")
 
 
