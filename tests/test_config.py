@@ -134,7 +134,7 @@ def test_preset_refuses_bits_out_of_range(name, field):
 
 def test_preset_refuses_an_unknown_method():
     with pytest.raises(
-        ValueError, match="method = 'gptq' is none of uniform, .*, adalog, adalog-paper, adalog-released"
+        ValueError, match=r"method = 'gptq' is none of uniform, .*, adalog, adalog-paper, adalog-released"
     ):
         Config.preset("w4a4", "gptq")
 
