@@ -13,13 +13,14 @@ It differs from Algorithm 1 as the paper prints it, which `search` and `calibrat
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
-from adalog.objective import OwnError, ProductError
+from adalog.objective import CHUNK_ELEMENTS, ProductError
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -28,7 +29,7 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.search import Loss, best_points
+from adalog.search import Loss
 
 POINTS = 128  # n, of every step
 _RADIX = 37
@@ -78,19 +79,30 @@ def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> Pro
     return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask)
 
 
+def _best(points: Tensor, losses: Tensor, keep: int) -> Tensor:
+    """The `keep` points of least loss in each group.
+
+    Where nothing is clipped all zero points cost the same. The released code leaves the choice to `torch.topk`; here
+    the last of equal ones wins, which came closest to it.
+    """
+    last_first = losses.flip(0).sort(dim=0, stable=True).indices[:keep]
+    order = (len(losses) - 1 - last_first).unsqueeze(1)
+    return points.gather(0, order.expand(-1, *points.shape[1:]))
+
+
 def _refined(loss: Loss, points: Tensor, spacing: Tensor, steps: int, *, keep: int, least: float) -> Tensor:
     """The released FPCS: the first of the hyperparameters of `points` (K, P, *groups), the scale, is refined."""
     losses = loss(points)
     fan = POINTS // keep
-    part = torch.linspace(-0.5, 0.5, fan, dtype=points.dtype, device=points.device)
+    part = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
-        parents, _ = best_points(points, losses, keep)
+        parents = _best(points, losses, keep)
         points = parents.repeat_interleave(fan, dim=0)
         offsets = part.repeat(len(parents)).view(-1, *(1 for _ in spacing.shape)) * spacing
         points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
         spacing = spacing / (fan - 0.5)
         losses = loss(points)
-    return best_points(points, losses, 1)[0][0]
+    return _best(points, losses, 1)[0]
 
 
 @dataclass(frozen=True)
@@ -131,17 +143,23 @@ class _UniformSpace:
         """By the operand's own error, or the last zero point with the last scale but one."""
         if not own_error:
             return self._quantizer(self._grid()[0][POINTS - 2])
-        own, bits = OwnError(self.operand.groups()), self.operand.format.bits
-        return self._found(lambda points: own.uniform_loss(points[:, 0], points[:, 1], bits))
+        values, keep = self.operand.values.double(), self.operand.format.keep
+        summed = [dim + 1 for dim in range(values.ndim) if dim not in keep]
+        chunk = max(1, CHUNK_ELEMENTS // values.numel())
+
+        def loss(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
+            errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
+            return torch.cat([error.sum(summed) if summed else error for error in errors])
+
+        return self._found(loss)
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """By the product's error. current: not looked at."""
+        return self._found(lambda points: error.loss(partial(self._hat, error.left), points))
 
-        def candidates(points: Tensor) -> Tensor:
-            scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
-            return uniform_fake_quantize(error.left, scale, zero_point, self.operand.format.bits)
-
-        return self._found(lambda points: error.loss(candidates, points))
+    def _hat(self, values: Tensor, points: Tensor) -> Tensor:
+        scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
+        return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,7 @@ class _LogSpace:
             return error.loss(candidates, points)
 
         def best(points: Tensor, keep: int = 1) -> Tensor:
-            return best_points(points, loss(points), keep)[0]
+            return _best(points, loss(points), keep)
 
         q = torch.arange(form.q_min, form.q_max + 1).to(error.left)
         bases = best(torch.stack([current.scale.expand(len(q)), q], dim=1), 8)
@@ -235,7 +253,7 @@ class _TwinSpace:
             return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in part[:, 0]])
 
         losses = error.loss(candidates, points)
-        return self._quantizer(best_points(points, losses, 1)[0][0, 0])
+        return self._quantizer(_best(points, losses, 1)[0, 0])
 
 
 def _quantiles(groups: Tensor) -> list[Tensor]:
