@@ -17,7 +17,7 @@ from adalog.quantizers import LogQuantizer, UniformQuantizer
 
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
-SLOW = [name for name in SETTINGS if name not in ("w3a3", "w4a4_nofpcs", "w4a4_gelu_log2")]
+SLOW = [name for name in SETTINGS if name not in ("w3a3", "w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
 every_setting = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
 )
@@ -149,14 +149,8 @@ def corrupt_zero_point(content):
     content["hyperparameters"]["blocks.0.attn.matmul1.B_quantizer"]["zero_point"][-1] -= 1
 
 
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        corrupt_error,
-        pytest.param(corrupt_q, marks=pytest.mark.slow),
-        pytest.param(corrupt_zero_point, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("corrupt", [corrupt_error, corrupt_q, corrupt_zero_point])
 def test_the_command_fails_on_a_corrupted_copy(folder, tmp_path, corrupt):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -343,6 +343,24 @@ def test_the_last_round_stands_even_if_an_earlier_one_was_better():
     assert_points(third.right, rows)
 
 
+def test_a_weights_row_of_zeros_stays_zero():
+    left, right = linear(4)
+    values = right.values.clone()
+    values[1] = 0
+    found = search_product("linear", left, replace(right, values=values), SHORT)
+    hat = found.right.fake_quantize(values)
+    assert bool((found.right.scale > 0).all())
+    assert not hat[1].any()
+    assert bool(torch.isfinite(hat).all())
+
+
+def test_the_last_of_equal_points_wins():
+    """Where all is zero every point is: the last zero point, and the scale at its floor."""
+    scale, zero_point = search_channels(torch.zeros(20, 2), 4, GRID_ALONE)
+    assert zero_point.tolist() == [15, 15]
+    assert scale.tolist() == pytest.approx([1e-4, 1e-4])
+
+
 def test_channels():
     values = normal(60, 4, seed=9) * torch.tensor([0.1, 1, 3, 10], dtype=torch.float64) + 1
     scale, zero_point = search_channels(values, 4, SHORT)
