@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PowerLaw, Search
-from adalog.objective import Candidates, OwnError, ProductError, quantiles
+from adalog.objective import PART_ELEMENTS, Candidates, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -186,11 +186,11 @@ class Operand:
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
         lift = 0.0 if form.twin else form.offset
-        lifted = sample[sample + lift > 0] + lift
+        some, top = thinned(sample), sample.max() + lift
+        lifted = some[some + lift > 0] + lift
         if not len(lifted):
-            lifted = sample.new_ones(1)
-        scale = quantiles(lifted[None], (0.9, 1.0))
-        low, high = (value.to(self.values.dtype).reshape(shape) for value in scale)
+            lifted = top = sample.new_ones(1)
+        low, high = quantiles(lifted[None], (0.9,))[0].reshape(shape), top.reshape(shape)
         low = torch.minimum(low, high * 0.5)
         if form.log2_base is None or form.log2_base[0]:
             return low[None], high[None], (128,)
@@ -305,8 +305,13 @@ def _search_operand(
 
 
 def _loss(error: ProductError, operand: Operand) -> Loss:
-    candidates = operand.candidates(error.left)
-    return lambda points: error.loss(candidates, points)
+    parts = [(part, operand.candidates(part.left)) for part in error.parts()]
+
+    def loss(points: Tensor) -> Tensor:
+        first, *others = (part.loss(candidates, points) for part, candidates in parts)
+        return sum(others, start=first)
+
+    return loss
 
 
 def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> Tensor:
@@ -325,10 +330,17 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
 
 def fake_quantize(operand: Operand, quantizer: Quantizer | None) -> Tensor:
     """The operand's values after quantization, a convolution's padding left as it is."""
+    values, mask = operand.values, operand.mask
     if quantizer is None:
-        return operand.values
-    hat = quantizer.fake_quantize(operand.values)
-    return hat if operand.mask is None else torch.where(operand.mask.bool(), hat, operand.values)
+        return values
+    parts = 1 if 0 in operand.format.keep else min(-(-values.numel() // PART_ELEMENTS), len(values))
+    result = torch.empty_like(values)
+    for index, part in enumerate(values.tensor_split(parts)):
+        hat = quantizer.fake_quantize(part)
+        if mask is not None:
+            hat = torch.where(mask.tensor_split(parts)[index].bool(), hat, part)
+        result.tensor_split(parts)[index].copy_(hat)
+    return result
 
 
 def _apply(operand: Operand, point: Tensor | None) -> Tensor:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 # Candidates are scored in chunks of about this many elements, so that the temporaries stay in the cache.
 CHUNK_ELEMENTS = 1 << 19
-OWN_ELEMENTS = 1 << 22
+# Larger operands are scored in parts of about this many elements, so that temporaries are a few times 16 MiB, and only
+# about so many of a sample's values, evenly spread, are sorted.
+PART_ELEMENTS = 1 << 22
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 
@@ -70,6 +72,24 @@ class ProductError:
         # The constant is that of the whole: it moves no candidate, and a rough loss is never compared with a full one.
         return replace(self, left=self.left[take].contiguous(), factor=factor, base=self.base[take], mask=mask)
 
+    def parts(self) -> "list[ProductError]":
+        """The same error as the sum over slices of the first dimension that is summed over, where it is large."""
+        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
+        count = -(-self.left.numel() // PART_ELEMENTS)
+        if count == 1 or not summed:
+            return [self]
+        dim = summed[0]
+        shared = dim >= self.factor.ndim - 2  # the rows of a matrix product, which the factor knows nothing of
+        size = -(-self.left.shape[dim] // count)
+        lefts, bases = self.left.split(size, dim), self.base.split(size, dim)
+        factors = [self.factor] * len(lefts) if shared else self.factor.split(size, dim)
+        masks = [None] * len(lefts) if self.mask is None else self.mask.split(size, dim)
+        constants = [self.constant] + [torch.zeros_like(self.constant)] * (len(lefts) - 1)
+        return [
+            replace(self, left=left, factor=factor, base=base, constant=constant, mask=mask)
+            for left, factor, base, constant, mask in zip(lefts, factors, bases, constants, masks, strict=True)
+        ]
+
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """points (K, P, *groups) -> squared output error (K, *groups)."""
         chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
@@ -94,12 +114,11 @@ def _total(values: Tensor, keep: tuple[int, ...]) -> Tensor:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) a candidate.
 
-    sample: (G, T), one row a group, of which about OWN_ELEMENTS values are looked at, evenly spread.
+    sample: (G, T), one row a group, of which `thinned` leaves some.
     """
 
     def __init__(self, sample: Tensor):
-        stride = sample.numel() // OWN_ELEMENTS
-        sample = sample[:, :: stride + 1 - stride % 2]  # odd, so that it meets every column of a grid
+        sample = thinned(sample)
         self.sorted = sample.double().sort(dim=1).values.contiguous()
         zero = self.sorted.new_zeros(len(sample), 1)
         self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
@@ -133,11 +152,21 @@ class OwnError:
         return error.sum(-1).t()
 
 
+def thinned(sample: Tensor) -> Tensor:
+    """About PART_ELEMENTS values of a sample (G, T), evenly spread over each row; all of a smaller one."""
+    stride = sample.numel() // PART_ELEMENTS
+    return sample[:, :: stride + 1 - stride % 2]  # odd, so that it meets every column of a grid
+
+
 def quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:
-    """Per row, by linear interpolation; torch.quantile refuses large inputs, so by sorting."""
-    ordered = sample.sort(dim=1).values
+    """Per row, by linear interpolation; of large samples the extremes are exact, the rest by what `thinned` leaves."""
+    ordered = thinned(sample).sort(dim=1).values
+    ends = {0.0: sample.amin(dim=1), 1.0: sample.amax(dim=1)}
     result = []
     for fraction in fractions:
+        if fraction in ends:
+            result.append(ends[fraction])
+            continue
         position = fraction * (ordered.shape[1] - 1)
         below = int(position)
         above = min(below + 1, ordered.shape[1] - 1)

@@ -1,14 +1,20 @@
 """The story: capture a model, observe it once on calibration images, search every site, build the quantized model."""
 
-from collections.abc import Callable, Sequence
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import adalog
 from adalog import released
 from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product
 from adalog.capture import batched, capture, take
@@ -16,11 +22,15 @@ from adalog.config import Config, ReleasedSearch
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel, digest
+from adalog.partial import Partial
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
 from adalog.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site, find_blocks, find_pairs, find_refused, find_sites
 from adalog.submodule import exchange, record_call
+
+MEMORY = 1 << 30  # bytes of temporaries that the searches of all jobs may hold together
+_BYTES_AN_ELEMENT = 16  # of temporaries for each element of a left operand, more or less
 
 Progress = Callable[[int, int, str], None]
 Images = Tensor | tuple[Tensor, ...]  # one input, or several of as many images each
@@ -32,6 +42,7 @@ def quantize(
     config: Config | None = None,
     *,
     within: nn.Module | None = None,
+    partial: Path | None = None,
     seed: int = 0,
     jobs: int = 1,
     progress: Progress | None = None,
@@ -41,15 +52,17 @@ def quantize(
     images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves;
     or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
-    jobs: sites searched at once. progress(done, total, site): called as sites are done. The model is not changed.
+    jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
+    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. Searches
+    hold about MEMORY bytes of temporaries beside what the sites saw. The model is not changed.
     Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model.
     """
     config = config or Config.preset("w4a4")
     sample = sample_images(images, config.images, seed)
     if within is None:
-        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs)
+        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
     call, inputs = record_call(model, within, batched(sample))
-    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs)
+    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
     result.provenance |= {"calibration": digest(batched(sample)), "images": config.images}
     result.call = call
     exchange(model, within, result)
@@ -103,6 +116,27 @@ class Searched:
         )
 
 
+class _Room:
+    """Memory that searches share: one waits until there is enough; one larger than all of it goes alone."""
+
+    def __init__(self, size: int):
+        self._size = self._free = size
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        size = min(size, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
 class Calibration:
     """A captured model with everything its sites saw in one forward of the calibration images.
 
@@ -145,17 +179,34 @@ class Calibration:
         return seen
 
     @torch.no_grad()
-    def quantize(self, config: Config, progress: Progress | None = None, *, jobs: int = 1) -> QuantizedModel:
-        """The model under these choices. jobs: sites searched at once, in threads; the result does not depend on it."""
+    def quantize(
+        self, config: Config, progress: Progress | None = None, *, jobs: int = 1, partial: Path | None = None
+    ) -> QuantizedModel:
+        """The model under these choices. jobs: sites searched at once, in threads; the result does not depend on it.
+
+        partial: a file that finished searches are read from and added to; of no more use once the result is saved.
+        """
         build = _Build(self.program)
         ledger: list[LedgerRow] = []
+        done = None if partial is None else Partial(partial, self._fingerprint(config))
+        room = _Room(MEMORY)
+
+        def find(group: _Group) -> Searched:
+            known = done and done.get(group.first.name)
+            if known:
+                return self._restored(group, config, *known)
+            with room.taken(self._seen[group.first.left].numel() * _BYTES_AN_ELEMENT):
+                return self._search(group, config)
+
         with ThreadPoolExecutor(jobs) as pool:
-            searches = [pool.submit(self._search, group, config) for group in self._groups]
+            searches = deque(pool.submit(find, group) for group in self._groups)
             try:
-                for index, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
+                for index, group in enumerate(self._groups):
                     if progress is not None:
                         progress(index, len(self._groups), group.first.name)
-                    searched = search.result()
+                    searched = searches.popleft().result()
+                    if done is not None and not done.get(group.first.name):
+                        done.add(group.first.name, searched.found, searched.fold)
                     if searched.fold is not None and group.pair is not None:
                         build.fold_norm(group.pair.norm, *searched.fold)
                     build.place(group.sites, searched.found, searched.right.values)
@@ -168,6 +219,21 @@ class Calibration:
         refusals = {scope: f"not folded: {reason}" for scope, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
+
+    def _fingerprint(self, config: Config) -> str:
+        """Of all that decides what the searches find."""
+        content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
+        for name, value in self.program.tensors.items():
+            content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            content.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        versions = (adalog.__version__, torch.__version__)
+        content.update(repr((digest(self.images), config.to_json(), *versions)).encode())
+        return content.hexdigest()
+
+    @torch.no_grad()
+    def _restored(self, group: _Group, config: Config, found: Found, fold: tuple[Tensor, Tensor] | None) -> Searched:
+        left, right = self._operands(group, config, fold, self._activations(group.first, config)[0])
+        return Searched(group.sites, left, right, found, fold)
 
     def search(self, config: Config) -> list[Searched]:
         """Every product's quantizers under these choices, one after the other, in order of execution."""
@@ -385,7 +451,7 @@ class _Build:
         start = 0
         for site in sites:
             end = start + self._program.tensors[site.right].shape[0]
-            part = partial(_rows, start, end)
+            part = functools.partial(_rows, start, end)
             weights = found.right and found.right.map(part)
             self._place_weight(site, input_ref, part(right_values), weights, offset)
             start = end

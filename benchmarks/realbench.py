@@ -1,0 +1,122 @@
+"""What quantization costs a real pretrained transformer on real images.
+
+    python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform] [--json FILE]
+
+DIR (or the environment's ADALOG_REALBENCH) holds TinyViT-5M without a classifier and 2,000 labelled images: each query
+takes the label of the nearest support image by its features. 32 support images, drawn with the seed, calibrate. Prints
+one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float and of each quantized model, its
+agreement with the float one, McNemar's p, and the SQNR of every site. `--work DIR` keeps finished rows.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from adalog import METHODS, Calibration, Config
+from adalog.data import Preprocessing, find_images
+from adalog.evaluate import classify_by_nearest, predict, score
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+IMAGES = 32
+
+
+def load_model(folder: Path) -> nn.Module:
+    import timm
+
+    model = timm.create_model("tiny_vit_5m_224", num_classes=0)
+    model.load_state_dict(load_file(folder / "tiny_vit_5m_224_in22k.safetensors"))
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
+    parser.add_argument("--bits", nargs="+", default=["w8a8", "w6a6", "w4a4", "w3a3"])
+    parser.add_argument("--methods", nargs="+", default=["adalog", "uniform"], choices=METHODS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--json", type=Path, default=RESULTS / "realbench.json")
+    given = parser.parse_args()
+    if given.realbench is None or not Path(given.realbench).is_dir():
+        print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
+        sys.exit(0)
+    torch.set_num_threads(1)
+    folder = Path(given.realbench)
+    model, preprocessing = load_model(folder), Preprocessing(size=(224, 224), resize=256)
+    images = find_images(folder)
+    labels = torch.tensor(images.labels)
+    support = torch.tensor([path.parent.name == "support" for path in images.paths])
+
+    def classes(network: nn.Module) -> torch.Tensor:
+        features = predict(network, images.batches(preprocessing, jobs=given.jobs), jobs=given.jobs)
+        return classify_by_nearest(features[support], labels[support], features[~support])
+
+    work = given.work
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+    cached = None if work is None else work / "fp32.json"
+    if cached is not None and cached.exists():
+        reference = torch.tensor(json.loads(cached.read_text()))
+    else:
+        reference = classes(model)
+        if cached is not None:
+            cached.write_text(json.dumps(reference.tolist()))
+    truth = labels[~support]
+    calibration: Calibration | None = None
+    rows: list[dict[str, Any]] = []
+    for bits in given.bits:
+        for method in given.methods:
+            done = None if work is None else work / f"{bits}-{method}-{given.seed}.json"
+            if done is None or not done.exists():
+                if calibration is None:
+                    pool = images.select(torch.nonzero(support).flatten().tolist())
+                    sample = pool.sample(IMAGES, given.seed).load(preprocessing)
+                    calibration = Calibration(model, sample, seed=given.seed)
+                start = time.process_time()
+                quantized = calibration.quantize(Config.preset(bits, method), jobs=given.jobs)
+                seconds = time.process_time() - start
+                result = score(classes(quantized), truth, reference)
+                row = {
+                    "bits": bits,
+                    "method": method,
+                    "top1": result.top1.value,
+                    "agreement": result.agreement,
+                    "mcnemar_p": result.p_value,
+                    "lost": result.lost,
+                    "gained": result.gained,
+                    "seconds": round(seconds, 1),
+                    "sqnr": {row.site: round(row.sqnr, 2) for row in quantized.ledger},
+                    "left": {row.site: row.left for row in quantized.ledger},
+                }
+                if done is not None:
+                    done.write_text(json.dumps(row))
+                print(f"{bits} {method}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
+            else:
+                row = json.loads(done.read_text())
+            rows.append(row)
+    float_score = score(reference, truth)
+    result = {
+        "fp32": {"top1": float_score.top1.value, "low": float_score.top1.low, "high": float_score.top1.high},
+        "queries": len(truth),
+        "calibration_images": IMAGES,
+        "seed": given.seed,
+        "rows": rows,
+        "machine": machine(),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    given.json.write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The finished searches of a calibration in a file, a line each, so that one that was killed goes on where it was."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.calibrate import Found
+from adalog.errors import DataError
+from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+
+Fold = tuple[Tensor, Tensor] | None
+
+_KINDS = {kind.__name__: kind for kind in (UniformQuantizer, LogQuantizer, TwinUniformQuantizer)}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Partial:
+    """What a file holds of the searches that `fingerprint` names; a file of other searches is not touched.
+
+    A line that was cut off by a kill is searched again. Numbers are written so that they read back to the bit.
+    """
+
+    def __init__(self, path: Path, fingerprint: str):
+        self.path = path
+        self._found: dict[str, tuple[Found, Fold]] = {}
+        lines = self._lines()
+        if lines and lines[0] != {"searches": fingerprint}:
+            raise DataError(
+                f"{path} holds searches of another model, other images or other choices: give those again, or remove it"
+            )
+        try:
+            self._found.update(_read(line) for line in lines[1:])
+        except (LookupError, TypeError, ValueError, RuntimeError) as cause:
+            raise DataError(f"{path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
+        if not lines:
+            self._append({"searches": fingerprint})
+
+    def get(self, name: str) -> tuple[Found, Fold] | None:
+        """What was found for the site of this name, and its norm's fold."""
+        return self._found.get(name)
+
+    def add(self, name: str, found: Found, fold: Fold) -> None:
+        folded = None if fold is None else [_plain(part) for part in fold]
+        sides = {"left": _fields(found.left), "right": _fields(found.right)}
+        self._append({"name": name, **sides, "sqnr": found.sqnr, "fold": folded})
+
+    def _lines(self) -> list[Any]:
+        """The whole lines of the file, which is cut after the last of them."""
+        try:
+            content = self.path.read_bytes() if self.path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            lines = [json.loads(line) for line in whole.splitlines()]
+            if len(whole) < len(content):
+                os.truncate(self.path, len(whole))
+        except (OSError, ValueError) as cause:
+            raise DataError(f"{self.path} holds no finished searches ({cause}): remove it, or name another") from cause
+        return lines
+
+    def _append(self, line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read(line: dict[str, Any]) -> tuple[str, tuple[Found, Fold]]:
+    found = Found(_quantizer(line["left"]), _quantizer(line["right"]), line["sqnr"])
+    fold = None if line["fold"] is None else (_tensor(line["fold"][0]), _tensor(line["fold"][1]))
+    return line["name"], (found, fold)
+
+
+def _plain(value: Tensor) -> dict[str, Any]:
+    numbers = [float(str(number)) for number in value.reshape(-1).cpu().numpy()]  # shortest decimals that read back
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": numbers}
+
+
+def _tensor(plain: dict[str, Any]) -> Tensor:
+    return torch.tensor(plain["values"], dtype=_DTYPES[plain["dtype"]]).reshape(plain["shape"])
+
+
+def _fields(quantizer: Quantizer | None) -> dict[str, Any] | None:
+    if quantizer is None:
+        return None
+    fields = {name: getattr(quantizer, name) for name in quantizer.__dataclass_fields__}
+    plain = {name: _plain(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
+    return {"kind": type(quantizer).__name__, **plain}
+
+
+def _quantizer(fields: dict[str, Any] | None) -> Quantizer | None:
+    if fields is None:
+        return None
+    values: dict[str, Any] = {
+        name: _tensor(value) if isinstance(value, dict) else value for name, value in fields.items()
+    }
+    return _KINDS[values.pop("kind")](**values)
