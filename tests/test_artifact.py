@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from safetensors.torch import save as to_bytes
 import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
 from adalog.artifact import FORMAT, KEY, deserialise, inspect, pack, serialise, sizes, unpack, write_whole
+from adalog.config import ReleasedSearch
+from adalog.quantizers import TwinUniformQuantizer
 from strategies import bits, quick
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -72,6 +75,17 @@ def content(quantized):
     return serialise(quantized)
 
 
+@pytest.fixture(scope="module")
+def twin(calibration, fast):
+    return calibration.quantize(replace(fast, post_gelu="twin"))
+
+
+@pytest.fixture(scope="module")
+def twin_content(twin):
+    """With quantizers of every kind."""
+    return serialise(twin)
+
+
 def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
     file = tmp_path / "deep" / "folder" / "model.safetensors"
     size = quantized.save(file)
@@ -88,11 +102,38 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("w2a2", "log2"), ("w3a5s2", "adalog"), ("w8a7s6", "log-sqrt2"), ("w5a3s8", "uniform")],
+    [
+        *(("w2a2", "log2"), ("w3a5s2", "adalog"), ("w8a7s6", "log-sqrt2"), ("w5a3s8", "uniform")),
+        *(("w3a3", "adalog-paper"), ("w4a32", "adalog"), ("w32a4", "adalog"), ("w32a32", "adalog")),
+    ],
 )
 def test_other_choices_round_trip(calibration, images, fast, name, method):
     choices = Config.preset(name, method)
-    config = Config(**{**vars(choices), "images": 4, "search": fast.search})
+    config = replace(choices, images=4, search=fast.search)
+    model = calibration.quantize(config)
+    loaded = deserialise(serialise(model))
+    assert torch.equal(loaded(images), model(images))
+    assert loaded.config == config
+
+
+def test_twin_quantizers_round_trip(twin, twin_content, images):
+    loaded = deserialise(twin_content)
+    assert torch.equal(loaded(images), twin(images))
+    assert loaded.config.post_gelu == "twin"
+    kept = {name: q for name, q in loaded.program.quantizers.items() if isinstance(q, TwinUniformQuantizer)}
+    assert len(kept) == sum(row.left == "4-bit twin uniform" for row in twin.ledger) == 2
+    for name, quantizer in kept.items():
+        original = twin.program.quantizers[name]
+        assert quantizer.scale.shape == original.scale.shape == original.negative_scale.shape == ()
+        assert torch.equal(quantizer.scale, original.scale)
+        assert torch.equal(quantizer.negative_scale, original.negative_scale)
+    assert serialise(loaded) == twin_content
+
+
+@pytest.mark.parametrize("post_gelu", ["adalog", "twin"])
+def test_released_models_round_trip(calibration, images, post_gelu):
+    search = ReleasedSearch(steps=1, rounds=1)
+    config = replace(Config.preset("w4a4", "adalog-released"), post_gelu=post_gelu, images=4, search=search)
     model = calibration.quantize(config)
     loaded = deserialise(serialise(model))
     assert torch.equal(loaded(images), model(images))
@@ -570,14 +611,19 @@ def test_damaged_weights(content, bits, shape, match):
         *(("log", "rounding", value) for value in ("up", 1)),
         *(("log", "table", value) for value in (1, "yes")),
         *(("log", "keeps_offset", value) for value in (0, None)),
+        *(("twin", "scale", value) for value in ([-1.0], [0.0], [float("nan")], [1e400], ["x"], None, [1.0] * 3, [])),
+        *(("twin", "negative_scale", value) for value in ([-1.0], [0.0], [1e400], ["x"], None, [1.0] * 3, [])),
+        *(("twin", "bits", value) for value in (1, 9, 4.0, True)),
+        *(("twin", "shape", value) for value in ([7], "x", None)),
+        *(("twin", "kind", value) for value in ("uniform", "log", "triplet")),
     ],
 )
-def test_damaged_quantizers(content, kind, field, value):
+def test_damaged_quantizers(twin_content, kind, field, value):
     def change(header):
         entry = next(entry for entry in header["quantizers"].values() if entry["kind"] == kind)
         entry[field] = value
 
-    refused(rebuilt(content, change), "some.file is damaged")
+    refused(rebuilt(twin_content, change), "some.file is damaged")
 
 
 @pytest.mark.parametrize("make", ["directory", "missing", "text", "empty", "pipe"])

@@ -9,9 +9,10 @@ from hypothesis import given
 from torch.nn.functional import gelu
 
 import adalog.calibrate
-from adalog.calibrate import Format, Operand, search_channels, search_product, search_right
+from adalog.calibrate import Format, Operand, search_channels, search_own, search_product
 from adalog.config import Config, Search
 from adalog.quantizers import (
+    FLOAT_BITS,
     LogQuantizer,
     bounds_to_uniform,
     log_levels,
@@ -108,22 +109,33 @@ def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
     monkeypatch.setattr(adalog.calibrate, "minimise", counted)
     left, right = problem()
     found = search_product(left, right, replace(SMALL, rounds=40))
-    assert 3 <= len(searches) < 80
-    rounds = 1 + (len(searches) - 1) // 2
+    assert 3 <= len(searches) < 80  # left by its own error, right, then both a round, or left alone in the last
+    rounds = max(1, (len(searches) - 1) // 2)
     assert found.sqnr == search_product(left, right, replace(SMALL, rounds=rounds)).sqnr
 
 
 @every_problem
-def test_a_start_in_hand_saves_the_first_search_and_changes_nothing(problem):
+def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_error(problem, monkeypatch):
     left, right = problem()
-    start = search_right(left, right, ONE_ROUND)
-    assert search_product(left, right, ONE_ROUND, start).sqnr == search_product(left, right, ONE_ROUND).sqnr
+    seen = []
+    of = adalog.calibrate.ProductError.of
+
+    def recorded(values, exact, hat, *rest):
+        seen.append((values, hat))
+        return of(values, exact, hat, *rest)
+
+    monkeypatch.setattr(adalog.calibrate.ProductError, "of", recorded)
+    search_product(left, right, ONE_ROUND)
+    start = left.quantizer(search_own(left, ONE_ROUND)).fake_quantize(left.values)
+    assert seen[0][0] is right.values
+    assert torch.equal(seen[0][1], start.transpose(-1, -2))
+    assert seen[1][0] is left.values
 
 
 def test_rounds_help():
     left, right = linear(3)
     errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]
-    assert errors[1] < 0.99 * errors[0]
+    assert errors[1] < 0.995 * errors[0]
 
 
 @every_problem
@@ -192,11 +204,11 @@ def test_uniform_search_beats_min_and_max():
 def test_search_is_no_worse_than_min_and_max_in_any_channel():
     """They are the corner of its first grid."""
     left, right = linear()
-    left = replace(left, format=Format(8))
+    left = replace(left, format=Format(FLOAT_BITS))
     found = search_product(left, right, ONE_ROUND)
+    assert found.left is None
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
     widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
-    # The first search of the weight sees the activation as it is.
     error, of_widest = (
         ((hat - right.values) @ left.values.T).square().sum(1)
         for hat in (found.right.fake_quantize(right.values), widest)
@@ -322,19 +334,21 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
     [("uniform", None, True), ("log2", (1, 1), False), ("log-sqrt2", (1, 2), False), ("adalog", (0, 41), True)],
 )
 def test_power_law_formats(kind, base, table):
-    config = Config(r=41, q_max=99, beyond="saturate", rounding="log")
+    config = Config(r=41, q_min=3, q_max=99, beyond="saturate", rounding="log")
     form = Format.power_law(kind, 3, config, 0.17)
     assert (form.bits, form.log2_base, form.table) == (3, base, table)
     if base is not None:
-        assert (form.q_max, form.beyond, form.rounding, form.offset) == (99, "saturate", "log", 0.17)
+        assert (form.q_min, form.q_max) == (3, 99)
+        assert (form.beyond, form.rounding, form.offset) == ("saturate", "log", 0.17)
 
 
 @pytest.mark.parametrize(
-    ("q_max", "exponent", "expected"), [(137, -0.4, 1), (137, 0.0, 1), (137, 5.0, 32), (137, 7.5, 137), (20, 5.0, 20)]
+    ("q_min", "q_max", "exponent", "expected"),
+    [(1, 137, -0.4, 1), (1, 137, 0, 1), (1, 137, 5, 32), (1, 137, 7.5, 137), (1, 20, 5, 20), (10, 137, 3, 10)],
 )
-def test_bases_stay_in_their_range(q_max, exponent, expected):
+def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
     """A search refines log2 q, a little beyond the box as well."""
-    operand = Operand(torch.ones(2, 2), Format(4, log2_base=(0, R), q_max=q_max))
+    operand = Operand(torch.ones(2, 2), Format(4, log2_base=(0, R), q_min=q_min, q_max=q_max))
     assert operand.quantizer(torch.tensor([exponent, 1.0])).q == expected
 
 

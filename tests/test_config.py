@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from adalog.config import METHODS, Config, Search
+from adalog.config import METHODS, Config, ReleasedSearch, Search
 
 BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 
@@ -18,9 +18,9 @@ BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 def test_preset(name, widths, method):
     config = Config.preset(name, method)
     assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
-    assert config.input_bits == 8
+    assert config.input_bits == (32 if method == "adalog-released" else 8)
     assert config.bits == name
-    assert (config.post_softmax, config.post_gelu) == (method, method)
+    assert (config.post_softmax, config.post_gelu) == 2 * (method.partition("-paper")[0].partition("-released")[0],)
 
 
 def test_defaults_are_those_of_the_paper():
@@ -36,18 +36,24 @@ def test_defaults_are_those_of_the_paper():
 
 def test_methods_are_choices_of_config():
     fields = {field.name for field in dataclasses.fields(Config)}
-    for method, choices in METHODS.items():
+    for choices in METHODS.values():
         assert set(choices) <= fields
-        assert Config(**choices).post_gelu == method
+    for method in ("uniform", "log2", "log-sqrt2", "adalog"):  # which differ in nothing else
+        power_law = {"post_softmax": method, "post_gelu": method}
+        assert Config.preset("w4a4", method) == dataclasses.replace(Config(), **power_law)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method):
-    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_stride=1)
+    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_stride=1, reach=0.2)
     config = dataclasses.replace(
         Config.preset("w3a5s4", method),
         r=41,
+        q_min=7,
         q_max=99,
+        offset=0.25,
+        fold_rows=3,
+        fold_head=False,
         beyond="saturate",
         rounding="log",
         per_head=False,
@@ -59,6 +65,16 @@ def test_json_round_trip(method):
     assert hash(again) == hash(config)
     assert again.to_json() == text
     assert json.loads(text)["search"]["init"] == [8, 8]
+    plain = Config.preset("w32a4s8", method)
+    assert Config.from_json(plain.to_json()) == plain
+
+
+def test_json_names_the_search():
+    search = ReleasedSearch(progressive=False, steps=2, rounds=1)
+    text = Config(search=search).to_json()
+    assert json.loads(text)["search"] == {"kind": "released", "progressive": False, "steps": 2, "rounds": 1}
+    assert Config.from_json(text).search == search
+    assert json.loads(Config().to_json())["search"]["kind"] == "bounds"
 
 
 def test_json_may_leave_defaults_out():
@@ -76,21 +92,23 @@ def test_configs_do_not_change():
 
 
 @pytest.mark.parametrize("field", BITS_FIELDS)
-@pytest.mark.parametrize("value", [1, 9, 0, -4, 4.0, "4", None])
-def test_bits_are_whole_numbers_from_2_to_8(field, value):
-    with pytest.raises(ValueError, match=rf"^{field} = .* is not a whole number from 2 to 8$"):
+@pytest.mark.parametrize("value", [1, 9, 31, 33, 0, -4, 4.0, "4", None])
+def test_bits_are_whole_numbers_from_2_to_8_or_32(field, value):
+    with pytest.raises(ValueError, match=rf"^{field} = .* is not a whole number from 2 to 8, or 32 for float$"):
         Config(**{field: value})
+    assert getattr(Config(**{field: 32}), field) == 32
 
 
 @pytest.mark.parametrize("field", ["post_softmax", "post_gelu"])
 def test_unknown_quantizers_are_refused_with_the_known_ones(field):
-    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of uniform, log2, log-sqrt2, adalog$"):
+    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of uniform, twin, log2, log-sqrt2, adalog$"):
         Config(**{field: "log3"})
 
 
-def test_values_that_no_model_can_store_are_refused():
-    with pytest.raises(ValueError, match=r'2\*\*bits \+ 1 values.*take "zero-coded"'):
-        Config(beyond="zero")
+def test_a_twin_quantizer_is_not_for_values_of_one_sign():
+    assert Config(post_gelu="twin").post_gelu == "twin"
+    with pytest.raises(ValueError, match="post_softmax = 'twin': a twin quantizer is for values of both signs"):
+        Config(post_softmax="twin")
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -99,14 +117,15 @@ def test_calibration_takes_an_image(count):
         Config(images=count)
 
 
-@pytest.mark.parametrize("name", ["", "4", "w4", "a4w4", "w4a4s", "w4a4 ", "w44a4", "W4A4", "w4a4s3x"])
+@pytest.mark.parametrize("name", ["", "4", "w4", "a4w4", "w4a4s", "w4a4 ", "W4A4", "w4a4s3x"])
 def test_preset_refuses_other_names(name):
     with pytest.raises(ValueError, match=r"is not of the form w4a4 or w4a4s3"):
         Config.preset(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("w1a4", "weight_bits"), ("w4a9", "activation_bits"), ("w4a4s0", "softmax")]
+    ("name", "field"),
+    [("w1a4", "weight_bits"), ("w44a4", "weight_bits"), ("w4a9", "activation_bits"), ("w4a4s0", "softmax")],
 )
 def test_preset_refuses_bits_out_of_range(name, field):
     with pytest.raises(ValueError, match=field):
@@ -114,7 +133,9 @@ def test_preset_refuses_bits_out_of_range(name, field):
 
 
 def test_preset_refuses_an_unknown_method():
-    with pytest.raises(ValueError, match="method = 'gptq' is none of uniform, log2, log-sqrt2, adalog"):
+    with pytest.raises(
+        ValueError, match=r"method = 'gptq' is none of uniform, .*, adalog, adalog-paper, adalog-released"
+    ):
         Config.preset("w4a4", "gptq")
 
 
@@ -123,6 +144,12 @@ def test_preset_refuses_an_unknown_method():
     [
         ("r", '{"r": 0}'),
         ("q_max", '{"q_max": 0}'),
+        ("q_min", '{"q_min": 0}'),
+        ("q_min = 9 is above q_max = 8", '{"q_min": 9, "q_max": 8}'),
+        ("offset", '{"offset": 0}'),
+        ("offset", '{"offset": -0.17}'),
+        ("offset", '{"offset": Infinity}'),
+        ("fold_rows", '{"fold_rows": 0}'),
         ("beyond", '{"beyond": "wrap"}'),
         ("rounding", '{"rounding": "up"}'),
         ("images", '{"images": 1.5}'),
@@ -130,6 +157,12 @@ def test_preset_refuses_an_unknown_method():
         ("rounds", '{"search": {"rounds": 0}}'),
         ("keep", '{"search": {"keep": 5}}'),
         ("steps", '{"search": {"steps": -1}}'),
+        ("reach", '{"search": {"reach": 0}}'),
+        ("reach", '{"search": {"reach": 0.51}}'),
+        ("steps", '{"search": {"kind": "released", "steps": 0}}'),
+        ("rounds", '{"search": {"kind": "released", "rounds": 1.0}}'),
+        ("keep", '{"search": {"kind": "released", "keep": 16}}'),
+        ("kind 'magic' is none of bounds, released", '{"search": {"kind": "magic"}}'),
         ("bitz", '{"bitz": 4}'),
         ("stepz", '{"search": {"stepz": 4}}'),
     ],

@@ -97,11 +97,14 @@ def first_summed(name):
 )
 def test_a_sample_scores_every_stride_th_image_or_row(name, masked):
     """Up to a constant, which moves no candidate."""
-    shape, right, keep = PRODUCTS[name]
+    (shape, right, keep), dim = PRODUCTS[name], first_summed(name)
+    shape, right = list(shape), list(right)
+    if dim < len(shape) - 2:
+        right[dim] = 33  # images of both operands
+    shape[dim] = 33
     left, right, right_hat = operands(shape, right)
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
     sample = ProductError.of(left, right, right_hat, keep, mask).sample(2, least=1)
-    dim = first_summed(name)
     take = (slice(None),) * dim + (slice(None, None, 2),)
     loss = sample.loss(rounding_candidates(left[take], keep), points_of(shape, keep))
     rights = (value[take] if dim < left.ndim - 2 else value for value in (right, right_hat))
@@ -110,9 +113,11 @@ def test_a_sample_scores_every_stride_th_image_or_row(name, masked):
 
 
 def test_no_sample_of_what_is_short_or_has_losses_of_its_own():
-    left, right = normal(9, 12, seed=1), normal(12, 5, seed=2)
+    left, right = normal(32, 12, seed=1), normal(12, 5, seed=2)
     assert ProductError.of(left, right, right).sample(2) is None
-    assert ProductError.of(left, right, right).sample(2, least=9) is not None
+    assert ProductError.of(left, right, right).sample(2, least=32) is not None
+    assert ProductError.of(left, right, right).sample(2, least=33) is None
+    assert ProductError.of(left[:31], right, right).sample(2, least=1) is None
     assert ProductError.of(left, right, right, keep=(0,)).sample(2, least=1) is None
 
 

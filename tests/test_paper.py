@@ -4,6 +4,8 @@ Equations are numbered as LaTeX counts them in arXiv 2407.12951.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
-from adalog.calibrate import Format, Operand
+from adalog import Calibration
+from adalog.calibrate import Format, Operand, search_product
+from adalog.config import Config, Search
 from adalog.objective import ProductError
 from adalog.quantizers import (
     LogQuantizer,
@@ -340,6 +344,134 @@ def test_sec_3_4_objective_is_the_output_error(width: int) -> None:
                 quantized = sum(round(v / step) * step * u for v, u in zip(row, w_hat, strict=True))
                 total += (quantized - sum(v * u for v, u in zip(row, w, strict=True))) ** 2
         assert got == pytest.approx(total, rel=1e-10)
+
+
+# --- the method `adalog-paper`: the text taken literally ----------------------------------------------------
+
+
+PAPER = replace(Config.preset("w4a4", "adalog-paper"), images=4)
+
+
+def by_bounds(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
+    """Asymmetric uniform between two bounds, of which the lower is at most and the upper at least zero."""
+    lower, upper = min(point[0], 0.0), max(point[1], 0.0)
+    s = (upper - lower) / (2**bits - 1)
+    z = round(-lower / s)
+    return s * (((x / s).round() + z).clamp(0, 2**bits - 1) - z)
+
+
+def by_logarithm(x: Tensor, point: Sequence[float], bits: int) -> Tensor:
+    """Eqs. 5-9 with log2 q and s as they are searched, Eqs. 13-14 with the offset 0.17; codes saturate."""
+    q, s = round(2 ** point[0]), point[1]
+    k = (-((x + 0.17) / s).log2() * R / q).round().clamp(0, 2**bits - 1).long()
+    levels = [round(2.0 ** -((i * q) % R / R) * 2 * (2**bits - 1)) * 2.0 ** -(i * q // R) for i in range(2**bits)]
+    return s * torch.tensor(levels, dtype=torch.float64)[k] / (2 * (2**bits - 1)) - 0.17
+
+
+def percentiles(x: Tensor, fractions: Sequence[float]) -> list[float]:
+    ordered = sorted(x.flatten().tolist())
+    places = [fraction * (len(ordered) - 1) for fraction in fractions]
+    return [
+        ordered[int(place)] + (place % 1) * (ordered[min(int(place) + 1, len(ordered) - 1)] - ordered[int(place)])
+        for place in places
+    ]
+
+
+def printed_algorithm(
+    low: Sequence[float], high: Sequence[float], loss: Callable[[Sequence[float]], float]
+) -> tuple[float, ...]:
+    """Algorithm 1 with n = 128 = 16 x 8, p = 4 and z_1 = z_2 = 1, a parent being one of its own children."""
+    tau = [(high[0] - low[0]) / 15, (high[1] - low[1]) / 7]
+    candidates = [(low[0] + i * tau[0], low[1] + j * tau[1]) for i in range(16) for j in range(8)]
+    for _ in range(4):
+        parents = sorted(candidates, key=loss)[:16]
+        tau = [spacing / 2 for spacing in tau]
+        candidates = [(a + i * tau[0], b + j * tau[1]) for a, b in parents for i in (0, -1, 1) for j in (0, -1, 1)]
+    return min(candidates, key=loss)
+
+
+def square(x: Tensor) -> float:
+    return float(x.square().sum())
+
+
+def bounds_of(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The corners of Algorithm 1's box, lines 1-2."""
+    lowest, low, high, highest = percentiles(x, (0.0, 0.1, 0.9, 1.0))
+    return (lowest, high), (low, highest)
+
+
+def test_paper_literally_after_gelu() -> None:
+    """A linear: the activation by its own error, then the weight's rows, the activation, the rows by the output's."""
+    search = PAPER.search
+    assert isinstance(search, Search)
+    assert (search.strategy, math.prod(search.init), search.steps, search.rough_stride) == ("fpcs", 128, 4, 1)
+    assert (PAPER.beyond, PAPER.rounding, PAPER.offset) == ("saturate", "log", 0.17)
+    x, weight = gelu(normal(40, 6, seed=3) * 2), normal(3, 6, seed=4)
+    exact = x @ weight.T
+    s_low, s_high = percentiles(x + 0.17, (0.9, 1.0))
+    box = (0.0, s_low), (math.log2(137), s_high)
+    Rows = list[tuple[float, ...]]
+
+    def rows_for(x_hat: Tensor, incumbents: Rows | None = None) -> Rows:
+        points = []
+        for index, row in enumerate(weight):
+
+            def loss(point: Sequence[float], row: Tensor = row) -> float:
+                return square(x_hat @ by_bounds(row, point, 4) - x @ row)
+
+            best = printed_algorithm(*bounds_of(row), loss)
+            points.append(best if incumbents is None else min(incumbents[index], best, key=loss))
+        return points
+
+    def hat_of(points: Rows) -> Tensor:
+        return torch.stack([by_bounds(row, point, 4) for row, point in zip(weight, points, strict=True)])
+
+    first = printed_algorithm(*box, lambda point: square(by_logarithm(x, point, 4) - x))
+    rows = rows_for(by_logarithm(x, first, 4))
+
+    def loss(point: Sequence[float]) -> float:
+        return square(by_logarithm(x, point, 4) @ hat_of(rows).T - exact)
+
+    first = min(first, printed_algorithm(*box, loss), key=loss)
+    x_hat = by_logarithm(x, first, 4)
+    rows = rows_for(x_hat, rows)
+
+    left, right = Operand(x, Format.power_law("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, keep=(0,)))
+    found = search_product(left, right, search)
+    assert isinstance(found.left, LogQuantizer)
+    assert found.right is not None
+    assert found.left.q == round(2 ** first[0])
+    assert float(found.left.scale) == pytest.approx(first[1], rel=1e-9)
+    torch.testing.assert_close(found.left.fake_quantize(x), x_hat, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.right.fake_quantize(weight), hat_of(rows), rtol=0, atol=1e-9)
+
+
+def test_paper_literally_layer_wise(calibration: Calibration) -> None:
+    """Queries, keys and values have one scale and zero point each, from both bounds refined."""
+    assert PAPER.per_head is False
+    for searched in calibration.search(replace(PAPER, search=Search(steps=1, reach=0.1))):
+        if searched.sites[0].role in ("qk", "av"):
+            quantizers = searched.found.left, searched.found.right
+            assert [quantizer.scale.numel() for quantizer in quantizers if quantizer is not None] == [1, 1]
+
+    q, k = normal(2, 2, 5, 4, seed=5), normal(2, 2, 5, 4, seed=6) * 0.3 + 0.1
+    exact = q @ k.mT
+    first = printed_algorithm(*bounds_of(q), lambda point: square(by_bounds(q, point, 3) - q))
+
+    def right_loss(point: Sequence[float]) -> float:
+        return square(by_bounds(q, first, 3) @ by_bounds(k, point, 3).mT - exact)
+
+    def left_loss(point: Sequence[float]) -> float:
+        return square(by_bounds(q, point, 3) @ by_bounds(k, second, 3).mT - exact)
+
+    second = printed_algorithm(*bounds_of(k), right_loss)
+    first = min(first, printed_algorithm(*bounds_of(q), left_loss), key=left_loss)
+    second = min(second, printed_algorithm(*bounds_of(k), right_loss), key=right_loss)
+    assert isinstance(PAPER.search, Search)
+    found = search_product(Operand(q, Format(3)), Operand(k, Format(3)), PAPER.search)
+    for quantizer, values, point in ((found.left, q, first), (found.right, k, second)):
+        assert quantizer is not None
+        torch.testing.assert_close(quantizer.fake_quantize(values), by_bounds(values, point, 3), rtol=0, atol=1e-9)
 
 
 # --- Sec. 3.2 of RepQ-ViT, which Sec. 4.1 takes over: LayerNorm scale reparameterization --------------------

@@ -1,6 +1,8 @@
 """What a model may take and hold: several inputs, masks, products that stay float, activations of either quantizer."""
 
+import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Search
 from adalog.calibrate import Format, Operand, search_product
+from adalog.config import ReleasedSearch
 from adalog.model import digest
 from test_capture import Toy
 
@@ -119,6 +122,20 @@ def test_a_table_that_all_images_share_is_quantized_like_keys(per_head):
     assert sqnr(result(IMAGES), model(IMAGES)) > 35
 
 
+@pytest.mark.parametrize("kind", ["adalog", "twin"])
+@torch.no_grad()
+def test_only_uniform_activations_have_a_scale_a_head_or_group(kind):
+    config = dataclasses.replace(CONFIG, post_gelu=kind)
+    word = {"adalog": "log", "twin": "twin uniform"}[kind]
+    product = Toy(lambda _, x: F.gelu(x) @ x.transpose(-1, -2)).eval()
+    grouped = Toy(lambda m, x: m.conv(F.gelu(x)), conv=nn.Conv2d(3, 6, 3, padding=1, groups=3)).eval()
+    for model in (product, grouped):
+        result = adalog.quantize(model, IMAGES, config)
+        assert result.ledger[0].left.startswith(f"8-bit {word}")
+        assert " x " not in result.ledger[0].left
+        assert sqnr(result(IMAGES), model(IMAGES)) > 35
+
+
 # --- activations that may go either way ------------------------------------------------------------------------------
 
 
@@ -224,3 +241,109 @@ def test_a_pattern_without_a_site_names_the_closest(calibration):
         ValueError, match=r"no site's name matches 'blocks.0.mpl.fc1'; the closest are blocks.0.mlp.fc1"
     ):
         calibration.quantize(kept(("head", 8), ("blocks.0.mpl.fc1", 8)))
+
+
+# --- float operands --------------------------------------------------------------------------------------------------
+
+
+def with_bits(bits, method="adalog", **changes):
+    config = Config.preset(bits, method)
+    search = Search(rounds=1, steps=1) if isinstance(config.search, Search) else ReleasedSearch(steps=1, rounds=1)
+    return dataclasses.replace(config, images=4, search=search, **changes)
+
+
+@pytest.mark.parametrize("method", ["adalog", "adalog-released", "uniform"])
+@torch.no_grad()
+def test_32_bits_are_the_float_model(calibration, tiny, images, method):
+    result = calibration.quantize(with_bits("w32a32", method, input_bits=32))
+    torch.testing.assert_close(result(images), tiny(images), rtol=1e-5, atol=1e-5)
+    assert {(row.left, row.right, row.sqnr) for row in result.ledger} == {("float", "float", float("inf"))}
+    assert not result.program.quantizers
+    assert not result.program.weights
+
+
+@pytest.mark.parametrize("method", ["adalog", "adalog-released"])
+@torch.no_grad()
+def test_float_activations_leave_the_weights_alone_in_codes(calibration, tiny, images, method):
+    result = calibration.quantize(with_bits("w4a32", method, input_bits=32))
+    assert not result.program.quantizers
+    weights = {row.site: row.right for row in result.ledger if row.role in ("linear", "conv")}
+    assert all(right.startswith("4-bit uniform x ") for right in weights.values())
+    assert len(result.program.weights) == len(weights)
+    assert {(row.left, row.right) for row in result.ledger if row.role in ("qk", "av")} == {("float", "float")}
+    assert not any(why.startswith("stays float") for why in result.refusals.values())
+    assert all("float activations" in why for why in result.refusals.values())  # no norm is folded
+    # The program on its dequantized weights, by a model that never saw a quantizer.
+    twin = copy.deepcopy(tiny)
+    parameters = dict(twin.named_parameters())
+    for name, weight in result.program.weights.items():
+        assert parameters[name].shape == weight.codes.shape
+        parameters[name].data = weight.dequantize()
+    torch.testing.assert_close(result(images), twin(images), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_float_weights_are_those_of_the_model(calibration, tiny, images):
+    result = calibration.quantize(with_bits("w32a4"))
+    assert not result.program.weights
+    assert all(row.right == "float" for row in result.ledger if row.role in ("linear", "conv"))
+    assert all(row.left != "float" for row in result.ledger)
+    finer = calibration.quantize(with_bits("w32a8"))
+    assert sqnr(finer(images), tiny(images)) > 20 + sqnr(result(images), tiny(images))
+
+
+@torch.no_grad()
+def test_the_softmax_has_bits_of_its_own(calibration):
+    rows = calibration.quantize(with_bits("w32a32s4")).ledger
+    assert all(row.left.startswith("4-bit log") and row.right == "float" for row in rows if row.role == "av")
+    assert all(row.left == row.right == "float" for row in rows if row.role in ("qk", "linear"))
+
+
+# --- searches and what they found ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_error_of_what_was_found_is_that_of_the_products(calibration):
+    """The mean square of each product of the float model minus the same product of fake-quantized operands."""
+    for searched in calibration.search(with_bits("w4a4")):
+        left, right = searched.left.values.double(), searched.right.values.double()
+        hats = searched.found.left.fake_quantize(left), searched.found.right.fake_quantize(right)
+        error = (hats[0] @ hats[1].mT - left @ right.mT).square().mean().item()
+        if searched.left.mask is None:
+            assert searched.mean_square_error() == pytest.approx(error, rel=1e-3)
+        noise = searched.mean_square_error()
+        signal = (left @ right.mT).square().mean().item()
+        assert searched.found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
+
+
+@torch.no_grad()
+def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
+    config = with_bits("w4a4")
+    found = calibration.search(config)
+    other = Calibration(tiny, images.flip(0))
+    same = [calibration.judge(site, config).mean_square_error() for site in found]
+    assert same == [site.mean_square_error() for site in found]
+    shuffled = [other.judge(site, config).mean_square_error() for site in found]
+    assert shuffled == pytest.approx(same, rel=1e-4)  # the same images in another order
+    noise = Calibration(tiny, torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(9)))
+    unseen = [noise.judge(site, config) for site in found]
+    assert [site.found for site in unseen] == [site.found for site in found]
+    assert all(one.mean_square_error() != site.mean_square_error() for one, site in zip(unseen, found, strict=True))
+
+
+def test_a_norm_whose_linears_read_few_rows_is_not_folded(calibration):
+    rows = {
+        pair.norm.name: min(
+            calibration.operand(site.left)[..., 0].numel() for site in calibration.sites if site.name in pair.sites
+        )
+        for pair in calibration.pairs
+    }
+    assert min(rows.values()) == 4  # the head reads one token of each image
+    least = sorted(rows.values())[1]
+    for fold_rows, count in ((1, 0), (4, 0), (5, 1), (least, 1), (10**6, len(rows))):
+        refusals = calibration.quantize(with_bits("w4a4", fold_rows=fold_rows)).refusals.values()
+        told = [
+            why for why in refusals if f"rows of calibration are too few for a scale a channel ({fold_rows} are" in why
+        ]
+        assert len(told) == count
+        assert all(why.startswith("not folded: ") for why in told)

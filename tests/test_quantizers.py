@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adalog.quantizers import (
     LogQuantizer,
+    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
     log_dequantize,
@@ -316,6 +317,7 @@ def test_log_candidates_of_the_base_alone(rounds, count):
 def every_quantizer(dtype, offset=0.0):
     scale = torch.tensor(0.13, dtype=dtype)
     uniform = [] if offset else [UniformQuantizer(scale, scale.new_tensor(5.0), 4)]
+    uniform += [TwinUniformQuantizer(scale, scale / 9, 4)]
     return uniform + [
         LogQuantizer(scale * 20, 20, R, 6, reading, rounds, table=table, offset=offset, keeps_offset=not table)
         for reading in READINGS
@@ -378,6 +380,79 @@ def test_functions_do_not_modify_their_inputs():
     assert all(torch.equal(now, then) for now, then in zip((x, scale, other, code), before, strict=True))
 
 
+# --- twin uniform -------------------------------------------------------------------------------------------------
+
+
+def twin_of(scale, negative, width, dtype=torch.float64):
+    return TwinUniformQuantizer(torch.tensor(scale, dtype=dtype), torch.tensor(negative, dtype=dtype), width)
+
+
+@quick
+@given(bits, scales, scales, dtypes)
+def test_twin_representable_values_are_fixed_points(width, scale, negative, dtype):
+    quantizer, code = twin_of(scale, negative, width, dtype), torch.arange(2**width, dtype=dtype)
+    value = quantizer.dequantize(code)
+    assert torch.equal(quantizer.quantize(value), code)
+    assert torch.equal(quantizer.fake_quantize(value), value)
+
+
+@quick
+@given(tensors(), bits, scales, scales)
+def test_twin_codes_are_whole_in_range_and_monotone(x, width, scale, negative):
+    code = twin_of(scale, negative, width).quantize(x.sort().values)
+    assert torch.equal(code, code.round())
+    assert bool(((code >= 0) & (code < 2**width)).all())
+    assert bool((code.diff() >= 0).all())
+
+
+@quick
+@given(tensors(), bits, scales, scales)
+def test_twin_takes_the_nearest_level_of_the_values_sign(x, width, scale, negative):
+    """By brute force over the levels: h of them above zero with zero, h below."""
+    half = 2 ** (width - 1)
+    above = [scale * code for code in range(half)]
+    below = [-negative * code for code in range(half + 1)]
+    hat = twin_of(scale, negative, width).fake_quantize(x)
+    for value, got in zip(x.tolist(), hat.tolist(), strict=True):
+        levels = above if value >= 0 else below
+        least = min(abs(value - level) for level in levels)
+        assert abs(value - got) <= least + 1e-9 * max(abs(value), scale, negative)
+        assert any(got == pytest.approx(level, rel=1e-12, abs=0) for level in levels)
+
+
+def test_twin_keeps_zero_and_the_offset():
+    quantizer = twin_of(0.5, 0.17 / 8, 4)
+    assert float(quantizer.fake_quantize(f64(0.0))) == 0
+    assert float(quantizer.fake_quantize(f64(-0.17))) == pytest.approx(-0.17)
+    assert float(quantizer.fake_quantize(f64(100.0))) == 3.5
+
+
+@quick
+@given(tensors(), bits, st.integers(-10, 10))
+def test_twin_with_equal_scales_is_symmetric_uniform(x, width, exponent):
+    scale = 2.0**exponent
+    uniform = UniformQuantizer(f64(scale), f64(symmetric_zero_point(width)), width)
+    twin = twin_of(scale, scale, width)
+    assert torch.equal(twin.quantize(x), uniform.quantize(x))
+    assert torch.equal(twin.fake_quantize(x), uniform.fake_quantize(x))
+
+
+# --- beyond="zero", the released code's reading -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("base", "r", "table"), KINDS)
+def test_the_released_reading_has_one_value_more_than_codes(width, base, r, table):
+    """2**bits levels (fewer where rounded mantissas are equal), and zero."""
+    count = len(log_levels(base, r, width, beyond="saturate", table=table).unique())
+    powers = torch.exp2(-torch.arange(2**width + 3, dtype=torch.float64) * base / r)
+    x = torch.cat([powers, powers.new_zeros(1)])
+    assert len(log_fake_quantize(x, f64(1.0), base, r, width, beyond="zero", table=table).unique()) == count + 1
+    code = log_quantize(x, f64(1.0), base, r, width, beyond="zero", table=table)
+    assert code.unique().tolist() == list(range(2**width + 1))
+    assert not log_dequantize(f64(2.0**width), f64(3.0), base, r, width, beyond="zero", table=table).any()
+
+
 # --- the classes ---------------------------------------------------------------------------------------------
 
 
@@ -385,6 +460,8 @@ def test_functions_do_not_modify_their_inputs():
 def test_bits_outside_2_to_8_are_refused(width):
     with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
         UniformQuantizer(torch.tensor(1.0), torch.tensor(0.0), width)
+    with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
+        TwinUniformQuantizer(torch.tensor(1.0), torch.tensor(1.0), width)
     with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
         LogQuantizer(torch.tensor(1.0), 20, R, width)
 
@@ -422,3 +499,5 @@ def test_map_keeps_everything_but_the_tensors():
     assert [getattr(mapped, name) for name in names] == [20, R, 6, "saturate", "log", False, 0.17, True]
     uniform = UniformQuantizer(f64(1.0), f64(2.0), 5).map(lambda value: value * 2)
     assert (float(uniform.scale), float(uniform.zero_point), uniform.bits) == (2.0, 4.0, 5)
+    twin = TwinUniformQuantizer(f64(1.0), f64(2.0), 5).map(lambda value: value * 2)
+    assert (float(twin.scale), float(twin.negative_scale), twin.bits) == (2.0, 4.0, 5)

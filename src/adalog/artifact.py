@@ -233,14 +233,19 @@ def _encode_node(node: Node) -> list[Any]:
 
 
 def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
-    scale = [float(str(value)) for value in quantizer.scale.reshape(-1).numpy()]  # shortest decimals that read back
+    scale = _decimals(quantizer.scale)
     fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
     if isinstance(quantizer, UniformQuantizer):
         return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
     if isinstance(quantizer, TwinUniformQuantizer):
-        return {"kind": "twin", **fields, "negative_scale": [float(str(quantizer.negative_scale.numpy()))]}
+        return {"kind": "twin", **fields, "negative_scale": _decimals(quantizer.negative_scale)}
     names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
     return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
+
+
+def _decimals(values: Tensor) -> list[float]:
+    """The shortest that read back the same."""
+    return [float(str(value)) for value in values.reshape(-1).numpy()]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -503,8 +508,12 @@ def _decode_quantizer(name: str, fields: Mapping[str, Any]) -> Quantizer:
         zero_point = torch.tensor(fields["zero_point"], dtype=torch.float32).reshape(fields["shape"])
         _check_parameters(name, scale, zero_point, bits)
         return UniformQuantizer(scale, zero_point, bits)
-    _check(fields["kind"] == "log", f"quantizer {name} is of the unknown kind {fields['kind']!r}")
+    _check(fields["kind"] in ("log", "twin"), f"quantizer {name} is of the unknown kind {fields['kind']!r}")
     _check_parameters(name, scale, torch.zeros_like(scale), bits)
+    if fields["kind"] == "twin":
+        negative = torch.tensor(fields["negative_scale"], dtype=torch.float32).reshape(fields["shape"])
+        _check_parameters(name, negative, torch.zeros_like(negative), bits)
+        return TwinUniformQuantizer(scale, negative, bits)
     choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}
     sane = scale.numel() == 1 and all(_is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
     sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)

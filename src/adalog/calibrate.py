@@ -49,6 +49,10 @@ class Format:
     rounding: Rounding = "nearest"
     offset: float = 0.0
 
+    @property
+    def is_uniform(self) -> bool:
+        return self.log2_base is None and not self.twin
+
     @staticmethod
     def power_law(kind: PowerLaw, bits: int, config: Config, offset: float) -> "Format":
         """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
@@ -100,7 +104,7 @@ class Operand:
         if point is None:
             return None
         if form.twin:
-            return self._twin(point[:1])
+            return self._twin(point[:1]).map(lambda scale: scale.reshape(()))
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.spread(scale)[0], self.spread(zero_point)[0], form.bits)
@@ -182,7 +186,7 @@ class Operand:
         form = self.format
         shape = [self.values.shape[dim] for dim in form.keep]
         sample = self.groups()
-        if form.log2_base is None and not form.twin:
+        if form.is_uniform:
             own = quantiles(sample, (0.0, reach, 1 - reach, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
@@ -289,8 +293,7 @@ def search_own(operand: Operand, search: Search) -> Tensor:
         steps = ((part.to(device)[None, None] for part in operand.steps(point)) for point in points)
         return torch.stack([own.loss(*pair)[0, 0] for pair in steps])
 
-    is_uniform = form.log2_base is None and not form.twin
-    return minimise(uniform if is_uniform else stepwise, operand, replace(search, strategy="fpcs"), None, None)
+    return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"), None, None)
 
 
 def _search_operand(

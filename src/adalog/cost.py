@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adalog.errors import ProgramError
 from adalog.program import FAKE_QUANTIZE, Node, Program, aten
-from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.sites import Site, find_sites
 
 FLOAT_BITS = 32
@@ -256,6 +256,8 @@ def _size_bytes(program: Program) -> dict[str, int]:
         sizes["activation"] += quantizer.scale.nbytes
         if isinstance(quantizer, UniformQuantizer):
             sizes["activation"] += quantizer.zero_point.numel()
+        if isinstance(quantizer, TwinUniformQuantizer):
+            sizes["activation"] += quantizer.negative_scale.nbytes
     return sizes
 
 

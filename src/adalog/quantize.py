@@ -3,6 +3,7 @@
 import difflib
 import functools
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -355,7 +356,7 @@ class Calibration:
             right = self._seen[site.right].transpose(-1, -2).contiguous()
             lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
             x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
-            if site.role == "qk":
+            if site.role == "qk" and activation.is_uniform:
                 activation = replace(activation, keep=heads)
             return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))
         weights = [self.program.tensors[member.right] for member in group.sites]
@@ -382,18 +383,24 @@ def _conv_operands(
 ) -> tuple[Operand, Operand]:
     """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
 
-    A grouped convolution's input has one scale a group: each output sees one group alone.
+    A grouped convolution's input has one scale a group: each output sees one group alone. Where patches overlap, so that
+    each value is in n of them, every n-th patch serves, as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node, weight)
     batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
-    x = x.reshape(batch * groups, channels // groups, height, width)
+    x = x.reshape(batch, groups, channels // groups, height, width)
+    overlap = math.prod(kernel) // math.prod(stride)
 
-    def rows(image: Tensor) -> Tensor:
-        patches = unfolded_patches(image, kernel, stride, padding, dilation)
-        if groups == 1:
-            return patches
-        return patches.view(batch, groups, -1, patches.shape[-1]).transpose(0, 1).reshape(groups, -1, patches.shape[-1])
+    def rows(images: Tensor) -> Tensor:
+        parts = []
+        for index, image in enumerate(images):
+            patches = unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1))
+            step = max(1, min(overlap, batch * patches.shape[1] // 1024))
+            step -= 1 - step % 2  # odd, so that it meets every column
+            parts.append(patches[:, index % step :: step])
+        result = torch.cat(parts, dim=1)
+        return result if groups > 1 else result[0]
 
     mask = None
     if any(padding) and activation.log2_base is not None:
@@ -401,7 +408,7 @@ def _conv_operands(
     if groups == 1:
         return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format(weight_bits, keep=(0,)))
     kernels = weight.reshape(groups, -1, weight[0].numel())
-    if activation.log2_base is None:
+    if activation.is_uniform:
         activation = replace(activation, keep=(0,))
     return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, keep=(0, 1)))
 
@@ -546,8 +553,14 @@ def _rows(start: int, end: int, value: Tensor) -> Tensor:
 
 
 def _transposed(value: Tensor) -> Tensor:
-    """For an operand that was searched transposed: one value a head, or one in all, is the same either way."""
-    return value.transpose(-1, -2)
+    """For an operand that was searched transposed: one value a head, or one in all, is the same either way.
+
+    Without the leading axes of one, which a table that all images share does not have.
+    """
+    value = value.transpose(-1, -2)
+    while value.ndim and value.shape[0] == 1:
+        value = value[0]
+    return value
 
 
 def _per_channel(value: Tensor, weight: Tensor, groups: int) -> Tensor:

@@ -33,7 +33,7 @@ from adalog.search import Loss
 
 POINTS = 128  # n, of every step
 _RADIX = 37
-_LEAST_SCALE = 1e-4  # of an activation
+_LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
@@ -42,7 +42,7 @@ def search_product(role: str, left: Operand, right: Operand, search: ReleasedSea
     half = symmetric_zero_point(right.format.bits)
     of_activations = role in ("qk", "av")
     zero_points = min(half, POINTS // 2) if role == "conv" else min(half, 16)
-    seconds = _UniformSpace(right, zero_points, search, _LEAST_SCALE if of_activations else 0.0)
+    seconds = _UniformSpace(right, zero_points, search, _LEAST_SCALE if of_activations else _TINY)
     firsts: _UniformSpace | _LogSpace | _TwinSpace
     if left.format.twin:
         firsts = _TwinSpace(left)

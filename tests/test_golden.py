@@ -1,0 +1,171 @@
+"""`adalog-released` beside outputs of the released code, GoatWu/AdaLog commit 75a57d2, on a random tiny ViT."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import golden
+from adalog import Calibration, Config
+from adalog.quantizers import LogQuantizer, UniformQuantizer
+
+FOLDER = Path(__file__).parent / "golden"
+SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
+SLOW = [name for name in SETTINGS if name not in ("w3a3", "w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
+every_setting = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
+)
+
+
+class Head(nn.Module):
+    """The last linear by itself, under its name."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.head = whole.head
+
+    def forward(self, features):
+        return self.head(features)
+
+
+@pytest.fixture(scope="module")
+def search():
+    """Every product's quantizers under some choices; the head, behind a block that is not stored, on its own input."""
+    tensors = load_file(FOLDER / "tiny_vit.safetensors")
+    codes, values = tensors["image_codes"].long(), tensors["image_values"]
+    images = torch.stack([values[channel][codes[:, channel]] for channel in range(3)], dim=1)
+    model = golden.load_vit({**tensors, "images": images}, heads=2)
+    head = Calibration(Head(model), tensors["features"])
+    model.head = nn.Identity()
+    body = Calibration(model, images)
+    return lambda config: body.search(config) + head.search(config)
+
+
+@every_setting
+def test_released_search_gives_the_released_outputs(search, name):
+    content = SETTINGS[name]
+    found = search(golden.released_config(content))
+    row = golden.compare(content, found)
+    assert row["sites"] == len(content["relative_output_mse"]) == 8
+    if content["post_gelu"] == "adalog":
+        assert row["max_mse_ratio"] <= 1.01
+        assert row["within_0.1_percent"] >= 0.9
+        assert row["activation_zero_points_equal"]
+    else:
+        assert row["max_mse_ratio"] <= 1.03
+    assert row["q_equal"]
+    assert golden.passes(content, row)
+
+
+@pytest.mark.parametrize(
+    ("name", "bar"),
+    [("w3a3", 1.0), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("w4a4", 1.0), ("w6a6", 0.85)))],
+)
+def test_our_search_leaves_less_error(search, name, bar):
+    content = SETTINGS[name]
+    found = search(Config.preset(name, "adalog"))
+    layers = content["relative_output_mse"]
+    ratios = [site.mean_square_error() / layers[golden.layer_name(site)]["mse"] for site in found]
+    assert len(ratios) == len(layers)
+    assert golden.geometric_mean(ratios) <= bar
+
+
+# --- the command on a folder of another layout -----------------------------------------------------------------------
+
+BITS = {"weight": 5, "activation": 5, "softmax": 5, "head": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A ViT of other sizes, where the expected outputs are our own, in one setting with and one without FPCS."""
+    from timm.models import VisionTransformer
+
+    path = tmp_path_factory.mktemp("golden")
+    torch.manual_seed(0)
+    size = {"img_size": 24, "patch_size": 8, "in_chans": 1, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    model = VisionTransformer(**size, mlp_ratio=2, num_classes=7).eval()
+    images = torch.randn(5, 1, 24, 24, generator=torch.Generator().manual_seed(1)) * 2 + 0.5
+    state = {f"state.{name}": value for name, value in model.state_dict().items()}
+    save_file({**state, "images": images}, path / "vit.safetensors")
+    calibration = Calibration(model, images)
+    for name, fpcs, post_gelu in (("some", True, "adalog"), ("other", False, "uniform")):
+        content = {"bits": BITS, "fpcs": fpcs, "steps": 2, "rounds": 1, "post_gelu": post_gelu}
+        layers, values = {}, {}
+        for site in calibration.search(golden.released_config(content)):
+            layer = golden.layer_name(site)
+            layers[layer] = {"mse": site.mean_square_error()}
+            sides = ("A", "B") if layer.endswith(("matmul1", "matmul2")) else ("a",)
+            for side, quantizer in zip(sides, (site.found.left, site.found.right), strict=False):
+                fields = {} if quantizer is None else {"scale": quantizer.scale.flatten().tolist()}
+                if isinstance(quantizer, LogQuantizer):
+                    fields["q"] = [quantizer.q]
+                if isinstance(quantizer, UniformQuantizer):
+                    fields["zero_point"] = quantizer.zero_point.flatten().tolist()
+                values[f"{layer}.{side}_quantizer"] = fields
+        (path / f"{name}.json").write_text(
+            json.dumps({**content, "relative_output_mse": layers, "hyperparameters": values})
+        )
+    return path
+
+
+def command(folder):
+    script = Path(golden.__file__)
+    words = [sys.executable, str(script), "--golden", str(folder), "--json", str(folder / "result")]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.stdout == (folder / "result").read_text(), done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_command_takes_another_layout(folder):
+    code, result = command(folder)
+    assert code == 0
+    assert result["ok"] is True
+    assert result["images"] == 5
+    assert set(result["files"]) == {"some", "other"}
+    for row in result["files"].values():
+        assert row["max_mse_ratio"] == pytest.approx(1, abs=1e-5)
+        assert row["sites"] == 8
+        assert row["within_0.1_percent"] == 1
+    assert set(result["adalog_over_released"]) == {"w5a5"}
+    by_site = result["adalog_over_released_by_site"]["w5a5"].values()
+    assert result["adalog_over_released"]["w5a5"]["calibration"] == golden.geometric_mean(list(by_site))
+
+
+def corrupt_error(content):
+    content["relative_output_mse"]["blocks.0.mlp.fc2"]["mse"] *= 1.02
+
+
+def corrupt_q(content):
+    content["hyperparameters"]["blocks.0.attn.matmul2.A_quantizer"]["q"][0] += 1
+
+
+def corrupt_zero_point(content):
+    content["hyperparameters"]["blocks.0.attn.matmul1.B_quantizer"]["zero_point"][-1] -= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("corrupt", [corrupt_error, corrupt_q, corrupt_zero_point])
+def test_the_command_fails_on_a_corrupted_copy(folder, tmp_path, corrupt):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = json.loads((folder / "some.json").read_text())
+    corrupt(content)
+    (tmp_path / "some.json").write_text(json.dumps(content))
+    code, result = command(tmp_path)
+    assert code == 1
+    assert result["ok"] is False
+
+
+def test_settings_that_have_no_config_are_refused():
+    content = {**SETTINGS["w4a4"], "bits": {**BITS, "head": 8}}
+    with pytest.raises(golden.typer.BadParameter, match="the head has 8 bits, the other activations 5"):
+        golden.released_config(content)
+    config = golden.released_config(SETTINGS["w4a4_gelu_ptq4vit"])
+    released = Config.preset("w4a4", "adalog-released")
+    assert config == replace(released, post_gelu="twin")

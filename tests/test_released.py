@@ -1,0 +1,527 @@
+"""The released code's search against slow oracles, written from a description of what that code computes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import gelu
+
+from adalog import released
+from adalog.calibrate import Format, Operand
+from adalog.config import Config, ReleasedSearch
+from adalog.objective import ProductError
+from adalog.quantizers import FLOAT_BITS, LogQuantizer, TwinUniformQuantizer
+from adalog.released import search_channels, search_product
+from strategies import normal
+
+DELTA = 0.16997124254703522
+SEARCH = ReleasedSearch()
+GRID_ALONE = ReleasedSearch(progressive=False)
+SHORT = ReleasedSearch(steps=3, rounds=2)
+searches = pytest.mark.parametrize("search", [SHORT, GRID_ALONE], ids=["fpcs", "alternating"])
+
+# --- the oracle: one value, one channel or one head at a time, in float64 ---------------------------------------------
+
+
+def rounded(values):
+    return values.round()  # halves to even
+
+
+def uniform(x, point, bits):
+    s, z = point
+    return s * ((rounded(x / s) + z).clamp(0, 2**bits - 1) - z)
+
+
+def adalog(x, point, bits, delta=0.0):
+    """With its tables T1 and T2, zero beyond the last code."""
+    s, q = point
+    last = 2**bits - 1
+    k = rounded(-((x + delta) / s).clamp(1e-15, 1).log2() * 37 / q)
+    t1 = torch.tensor([float(i * q // 37) for i in range(last + 1)], dtype=torch.float64)
+    t2 = torch.tensor([round(2 ** -((i * q % 37) / 37) * 2 * last) / (2 * last) for i in range(last + 1)]).double()
+    code = k.clamp(0, last).long()
+    return torch.where(k > last, 0.0, s * 2.0 ** -t1[code] * t2[code]) - delta
+
+
+def twin(x, positive, bits):
+    h = 2 ** (bits - 1)
+    negative = DELTA / h
+    return positive * rounded(x / positive).clamp(0, h - 1) + negative * rounded(x / negative).clamp(-h, 0)
+
+
+def quantile(values, p):
+    ordered = sorted(values.flatten().tolist())
+    place = p * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def grid(values, bits, zero_points, least=0.0):
+    """128 (scale, zero point), scales running fastest, and the spacing of the scales."""
+    h, top, count = 2 ** (bits - 1), 2**bits - 1, 128 // zero_points
+    narrow = (quantile(values, 0.9) - quantile(values, 0.1)) / top
+    wide = (quantile(values, 1) - quantile(values, 0)) / top
+    scales = [max(narrow + i / (count - 1) * (wide - narrow), least) for i in range(count)]
+    points = [(s, h - zero_points // 2 + j) for j in range(zero_points) for s in scales]
+    return points, scales[1] - scales[0]
+
+
+def children(parents, spacing, fan, least):
+    return [(max(s + (t / (fan - 1) - 0.5) * spacing, least), z) for s, z in parents for t in range(fan)]
+
+
+def refine(points, spacing, loss, steps, keep=16, least=0.0):
+    """The best of the last step's points alone."""
+    fan = 128 // keep
+    for _ in range(steps):
+        points = children(sorted(points, key=loss)[:keep], spacing, fan, least)
+        spacing = spacing / (fan - 0.5)
+    return min(points, key=loss)
+
+
+def best_uniform(values, bits, zero_points, loss, search, least=0.0):
+    points, spacing = grid(values, bits, zero_points, least)
+    return refine(points, spacing, loss, search.steps - 1 if search.progressive else 0, least=least)
+
+
+WEIGHTS = {3: 4, 4: 8, 6: 16, 8: 16}  # how many zero points
+ACTIVATIONS = {3: 8, 4: 16, 6: 16, 8: 16}
+MATMULS = WEIGHTS
+CONVS = {3: 4, 4: 8, 6: 32}
+
+
+def square(values):
+    return float(values.square().sum())
+
+
+def weights_by_own_error(weight, bits, search):
+    return [
+        best_uniform(row, bits, WEIGHTS[bits], lambda point, row=row: square(uniform(row, point, bits) - row), search)
+        for row in weight
+    ]
+
+
+def weights_by_output(weight, x, x_hat, bits, search, zero_points=None):
+    def loss(row):
+        return lambda point: square(x_hat @ uniform(row, point, bits) - x @ row)
+
+    return [best_uniform(row, bits, (zero_points or WEIGHTS)[bits], loss(row), search) for row in weight]
+
+
+def by_rows(weight, points, bits):
+    return torch.stack([uniform(row, point, bits) for row, point in zip(weight, points, strict=True)])
+
+
+def linear_oracle(x, weight, bits, search):
+    """(activation's point, weights' points)."""
+
+    def activation(loss):
+        return best_uniform(x, bits, ACTIVATIONS[bits], loss, search, least=1e-4)
+
+    rows = weights_by_own_error(weight, bits, search)
+    point = activation(lambda point: square(uniform(x, point, bits) - x))
+    for _ in range(search.rounds):
+        rows = weights_by_output(weight, x, uniform(x, point, bits), bits, search)
+        w_hat = by_rows(weight, rows, bits)
+        point = activation(lambda point, w_hat=w_hat: square(uniform(x, point, bits) @ w_hat.T - x @ weight.T))
+    return point, rows
+
+
+def fc2_oracle(x, weight, bits, search):
+    """Activation before weights: q at the scale in hand, then scales for the best q."""
+    positive = sorted(value for value in x.flatten().tolist() if value > 0)
+    a, b = (positive[math.ceil(p * len(positive)) - 1] + DELTA for p in (0.9, 1.0))
+    rows = weights_by_own_error(weight, bits, search)
+    s, q = a + (b - a) * 126 / 127, 37
+    for _ in range(search.rounds):
+        w_hat = by_rows(weight, rows, bits)
+
+        def loss(point, w_hat=w_hat):
+            return square(adalog(x, point, bits, DELTA) @ w_hat.T - x @ weight.T)
+
+        bases = sorted([(s, q) for q in range(10, 138)], key=loss)
+        if search.progressive:
+            points = [(a + (b - a) * i / 15, q) for _, q in bases[:8] for i in range(16)]
+            s, q = refine(points, (b - a) / 15, loss, search.steps - 1, keep=32, least=1e-4)
+        else:
+            s, q = min([(a + (b - a) * i / 127, bases[0][1]) for i in range(128)], key=loss)
+        rows = weights_by_output(weight, x, adalog(x, (s, q), bits, DELTA), bits, search)
+    return (s, q), rows
+
+
+def heads_by_output(values, others, others_hat, bits, search):
+    """The best point of each head, the error summed over images and the whole output."""
+
+    def loss(head):
+        exact = values[:, head] @ others[:, head].mT
+        return lambda point: square(uniform(values[:, head], point, bits) @ others_hat[:, head].mT - exact)
+
+    return [
+        best_uniform(values[:, head], bits, MATMULS[bits], loss(head), search, least=1e-4)
+        for head in range(values.shape[1])
+    ]
+
+
+def by_heads(values, points, bits):
+    return torch.stack([uniform(values[:, head], point, bits) for head, point in enumerate(points)], dim=1)
+
+
+def start_of_heads(values, bits):
+    return [grid(values[:, head], bits, MATMULS[bits], 1e-4)[0][126] for head in range(values.shape[1])]
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+
+def linear(bits):
+    x = normal(40, 6, seed=1) * torch.tensor([1, 2, 0.5, 1, 3, 1], dtype=torch.float64) + 0.3
+    return Operand(x, Format(bits)), Operand(normal(3, 6, seed=2), Format(bits, keep=(0,)))
+
+
+def after_gelu(bits, kind="adalog"):
+    form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
+    return Operand(gelu(normal(40, 6, seed=3) * 2), form), Operand(normal(3, 6, seed=4), Format(bits, keep=(0,)))
+
+
+def queries(bits):
+    spread = torch.tensor([0.3, 2.0], dtype=torch.float64).view(1, 2, 1, 1)
+    form = Format(bits, keep=(1,))
+    return Operand(normal(3, 2, 5, 4, seed=5) * spread, form), Operand(normal(3, 2, 5, 4, seed=6), form)
+
+
+def after_softmax(bits, kind="adalog"):
+    form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
+    a = (normal(3, 2, 5, 5, seed=7) * 2).softmax(-1)
+    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), Format(bits, keep=(1,)))
+
+
+def assert_points(quantizer, points):
+    assert quantizer.zero_point.flatten().tolist() == [z for _, z in points]
+    assert quantizer.scale.flatten().tolist() == pytest.approx([s for s, _ in points], rel=1e-5)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """The candidates of every evaluation on the output's error, as they come."""
+    seen = []
+    loss = ProductError.loss
+
+    def recorded(self, candidates, points):
+        seen.append(points.clone())
+        return loss(self, candidates, points)
+
+    monkeypatch.setattr(ProductError, "loss", recorded)
+    return seen
+
+
+def assert_candidates(points, wanted):
+    """points: (128, 2, *groups); wanted: for each group, its pairs."""
+    flat = points.double().reshape(len(points), 2, -1)
+    assert flat.shape[2] == len(wanted)
+    for group, pairs in enumerate(wanted):
+        torch.testing.assert_close(flat[..., group], torch.tensor(pairs, dtype=torch.float64), rtol=1e-5, atol=1e-12)
+
+
+# --- the first grids --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", WEIGHTS)
+def test_grids_of_a_linear(scored, bits):
+    left, right = linear(bits)
+    search_product("linear", left, right, replace(GRID_ALONE, rounds=1))
+    assert len(scored) == 2  # weights first
+    assert_candidates(scored[0], [grid(row, bits, WEIGHTS[bits])[0] for row in right.values])
+    assert_candidates(scored[1], [grid(left.values, bits, ACTIVATIONS[bits], 1e-4)[0]])
+
+
+@pytest.mark.parametrize("bits", MATMULS)
+def test_grids_of_a_product_of_activations(scored, bits):
+    left, right = queries(bits)
+    search_product("qk", left, right, replace(GRID_ALONE, rounds=1))
+    assert len(scored) == 2  # left first
+    for points, operand in zip(scored, (left, right), strict=True):
+        heads = operand.values.unbind(1)
+        assert_candidates(points, [grid(head, bits, MATMULS[bits], 1e-4)[0] for head in heads])
+
+
+@pytest.mark.parametrize("bits", CONVS)
+def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
+    left, right = linear(bits)
+    left = replace(left, format=Format(FLOAT_BITS))
+    found = search_product("conv", left, right, replace(SHORT, rounds=3))
+    assert found.left is None
+    assert len(scored) == SHORT.steps
+    assert_candidates(scored[0], [grid(row, bits, CONVS[bits])[0] for row in right.values])
+    assert_points(found.right, weights_by_output(right.values, left.values, left.values, bits, SHORT, CONVS))
+
+
+def test_bases_are_10_to_137(scored):
+    search_product("linear", *after_gelu(4), replace(SHORT, rounds=1))
+    assert scored[0][:, 1].tolist() == list(range(10, 138))
+    assert len(scored[0][:, 0].unique()) == 1
+
+
+def test_scales_of_activations_have_a_floor():
+    left, right = linear(4)
+    found = search_product("linear", replace(left, values=left.values * 1e-6), right, SHORT)
+    assert float(found.left.scale) == pytest.approx(1e-4, rel=1e-6)
+    small = search_product("linear", left, replace(right, values=right.values * 1e-6), SHORT)
+    assert float(small.right.scale.max()) < 1e-5
+
+
+def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch):
+    monkeypatch.setattr(released, "_QUANTILE_LIMIT", 60)  # of 240 values: four pieces
+    left, right = linear(4)
+    search_product("linear", left, right, replace(GRID_ALONE, rounds=1))
+    pieces = left.values.flatten().split(60)
+    q = [sum(quantile(piece, p) for piece in pieces) / 4 for p in (0, 0.1, 0.9, 1)]
+    scales = scored[1][:, 0].double()
+    assert float(scales[0]) == pytest.approx((q[2] - q[1]) / 15, rel=1e-5)
+    assert float(scales[7]) == pytest.approx((q[3] - q[0]) / 15, rel=1e-5)
+    assert float(scales[7]) < 0.99 * grid(left.values, 4, 16)[0][7][0]
+    assert_candidates(scored[0], [grid(row, 4, 8)[0] for row in right.values])
+
+
+# --- the refinement ---------------------------------------------------------------------------------------------------
+
+
+def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
+    """Each step's candidates from the last one's: no parent among them, and the spacing divided by 7.5 instead of 7."""
+    left, right = linear(4)
+    left = replace(left, format=Format(FLOAT_BITS))
+    row, x = right.values[:1], left.values
+    found = search_product("linear", left, replace(right, values=row), SEARCH)
+
+    def loss(point):
+        return square(x @ uniform(row[0], point, 4) - x @ row[0])
+
+    points, spacing = grid(row[0], 4, WEIGHTS[4])
+    assert len(scored) == 6
+    best = []
+    for step, seen in enumerate(scored):
+        assert_candidates(seen, [points])
+        best.append(min(map(loss, points)))
+        parents = sorted(points, key=loss)[:16]
+        points = children(parents, spacing, 8, 0.0)
+        assert not {parent[0] for parent in parents} & {point[0] for point in points}
+        assert spacing == pytest.approx((scored[0][1, 0, 0] - scored[0][0, 0, 0]).item() / 7.5**step, rel=1e-5)
+        spacing /= 7.5
+    assert float(found.right.scale) == pytest.approx(
+        min(zip(scored[5][:, 0, 0].tolist(), scored[5][:, 1, 0].tolist(), strict=True), key=loss)[0]
+    )
+    winner = (float(found.right.scale), float(found.right.zero_point))
+    assert loss(winner) == pytest.approx(best[-1], rel=1e-5)
+
+
+@searches
+@pytest.mark.parametrize("bits", [3, 4])
+def test_linear(bits, search):
+    left, right = linear(bits)
+    found = search_product("linear", left, right, search)
+    point, rows = linear_oracle(left.values, right.values, bits, search)
+    assert_points(found.left, [point])
+    assert_points(found.right, rows)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_linear_in_full(bits):
+    left, right = linear(bits)
+    found = search_product("linear", left, right, SEARCH)
+    point, rows = linear_oracle(left.values, right.values, bits, SEARCH)
+    assert_points(found.left, [point])
+    assert_points(found.right, rows)
+
+
+def test_the_last_round_stands_even_if_an_earlier_one_was_better():
+    left, right = linear(4)
+    right = replace(right, values=normal(3, 6, seed=57))
+    second, third = (search_product("linear", left, right, replace(SHORT, rounds=rounds)) for rounds in (2, 3))
+    assert third.sqnr < second.sqnr
+    point, rows = linear_oracle(left.values, right.values, 4, replace(SHORT, rounds=3))
+    assert_points(third.left, [point])
+    assert_points(third.right, rows)
+
+
+def test_a_weights_row_of_zeros_stays_zero():
+    left, right = linear(4)
+    values = right.values.clone()
+    values[1] = 0
+    found = search_product("linear", left, replace(right, values=values), SHORT)
+    hat = found.right.fake_quantize(values)
+    assert bool((found.right.scale > 0).all())
+    assert not hat[1].any()
+    assert bool(torch.isfinite(hat).all())
+
+
+def test_the_last_of_equal_points_wins():
+    """Where all is zero every point is: the last zero point, and the scale at its floor."""
+    scale, zero_point = search_channels(torch.zeros(20, 2), 4, GRID_ALONE)
+    assert zero_point.tolist() == [15, 15]
+    assert scale.tolist() == pytest.approx([1e-4, 1e-4])
+
+
+def test_channels():
+    values = normal(60, 4, seed=9) * torch.tensor([0.1, 1, 3, 10], dtype=torch.float64) + 1
+    scale, zero_point = search_channels(values, 4, SHORT)
+    for channel in range(4):
+        x = values[:, channel]
+        s, z = best_uniform(x, 4, 16, lambda point, x=x: square(uniform(x, point, 4) - x), SHORT, least=1e-4)
+        assert float(scale[channel]) == pytest.approx(s, rel=1e-5)
+        assert float(zero_point[channel]) == z
+
+
+# --- products of activations ------------------------------------------------------------------------------------------
+
+
+@searches
+def test_queries_and_keys(scored, search):
+    left, right = queries(4)
+    found = search_product("qk", left, right, search)
+    q, k = left.values, right.values
+    first, second = start_of_heads(q, 4), start_of_heads(k, 4)
+    for _ in range(search.rounds):
+        first = heads_by_output(q, k, by_heads(k, second, 4), 4, search)
+        second = heads_by_output(k, q, by_heads(q, first, 4), 4, search)
+    assert_points(found.left, first)
+    assert_points(found.right, second)
+    assert len(scored) == 2 * search.rounds * (search.steps if search.progressive else 1)
+
+
+@searches
+def test_attention_and_values(search):
+    left, right = after_softmax(4)
+    found = search_product("av", left, right, search)
+    a, v = left.values, right.values
+    second = start_of_heads(v, 4)
+    for _ in range(search.rounds):
+        v_hat = by_heads(v, second, 4)
+        exact = a @ v.mT
+        base = min(range(10, 138), key=lambda q, v_hat=v_hat: square(adalog(a, (1.0, q), 4) @ v_hat.mT - exact))
+        second = heads_by_output(v, a, adalog(a, (1.0, base), 4), 4, search)
+    assert isinstance(found.left, LogQuantizer)
+    assert (float(found.left.scale), found.left.q) == (1.0, base)
+    torch.testing.assert_close(found.left.fake_quantize(a), adalog(a, (1.0, base), 4), rtol=1e-6, atol=1e-12)
+    assert_points(found.right, second)
+
+
+@pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
+def test_fixed_bases_after_softmax_have_scale_one(kind, base):
+    left, right = after_softmax(4, kind)
+    found = search_product("av", left, right, SHORT)
+    assert (found.left.q, found.left.r) == base
+    assert (float(found.left.scale), found.left.table) == (1.0, False)
+    last, power = 15, base[0] / base[1]
+    k = rounded(-left.values.clamp(1e-15, 1).log2() / power)
+    hat = torch.where(k > last, 0.0, 2.0 ** (-k * power))
+    torch.testing.assert_close(found.left.fake_quantize(left.values), hat)
+    assert_points(found.right, heads_by_output(right.values, left.values, hat, 4, SHORT))
+
+
+# --- after GELU -------------------------------------------------------------------------------------------------------
+
+
+@searches
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_fc2(bits, search):
+    left, right = after_gelu(bits)
+    found = search_product("linear", left, right, search)
+    (s, q), rows = fc2_oracle(left.values, right.values, bits, search)
+    assert found.left.q == q
+    assert float(found.left.scale) == pytest.approx(s, rel=1e-5)
+    assert_points(found.right, rows)
+    exact = adalog(left.values, (float(found.left.scale), q), bits, DELTA)
+    torch.testing.assert_close(found.left.fake_quantize(left.values), exact, rtol=1e-6, atol=1e-9)
+
+
+def test_fc2_keeps_8_bases_then_32_pairs(scored):
+    search_product("linear", *after_gelu(4), replace(SEARCH, rounds=1))
+    bases = scored[1][:, 1].reshape(8, 16)
+    assert torch.equal(bases, bases[:, :1].expand(-1, 16))
+    assert len(bases[:, 0].unique()) == 8
+    assert [len(points) for points in scored] == [128] * (7 + 6)  # and the weights
+    for points in scored[2:7]:
+        pairs = points.reshape(32, 4, 2)
+        assert torch.equal(pairs[..., 1], pairs[:, :1, 1].expand(-1, 4))
+    widths = [
+        float((points.reshape(32, 4, 2)[:, 3, 0] - points.reshape(32, 4, 2)[:, 0, 0]).max()) for points in scored[2:7]
+    ]
+    first = float(scored[1][1, 0] - scored[1][0, 0])
+    assert widths == pytest.approx([first / 3.5**step for step in range(5)], rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
+def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
+    best = search_product("linear", *after_gelu(4), SHORT)
+    left, right = after_gelu(4, kind)
+    found = search_product("linear", left, right, SHORT)
+    assert (found.left.q, found.left.r, found.left.table) == (*base, False)
+    assert torch.equal(found.left.scale, best.left.scale)
+    assert torch.equal(found.right.scale, best.right.scale)
+    assert torch.equal(found.right.zero_point, best.right.zero_point)
+    assert found.sqnr < best.sqnr
+
+
+@searches
+def test_twin(scored, search):
+    bits = 4
+    left, right = after_gelu(bits, "twin")
+    found = search_product("linear", left, right, search)
+    x, weight, h = left.values, right.values, 2 ** (bits - 1)
+    rows = weights_by_own_error(weight, bits, search)
+    powers = [DELTA / h * 2.0**i for i in range(-5, 24)]
+    for _ in range(search.rounds):
+        w_hat = by_rows(weight, rows, bits)
+        positive = min(powers, key=lambda s, w_hat=w_hat: square(twin(x, s, bits) @ w_hat.T - x @ weight.T))
+        rows = weights_by_output(weight, x, twin(x, positive, bits), bits, search)
+    assert isinstance(found.left, TwinUniformQuantizer)
+    assert float(found.left.scale) == pytest.approx(positive, rel=1e-6)
+    assert float(found.left.negative_scale) == pytest.approx(DELTA / h, rel=1e-6)
+    assert_points(found.right, rows)
+    assert scored[0].flatten().tolist() == pytest.approx(powers, rel=1e-6)
+
+
+def test_uniform_after_gelu_is_a_plain_linear():
+    left, right = after_gelu(4, "uniform")
+    found = search_product("linear", left, right, SHORT)
+    point, rows = linear_oracle(left.values, right.values, 4, SHORT)
+    assert_points(found.left, [point])
+    assert_points(found.right, rows)
+
+
+# --- the whole model --------------------------------------------------------------------------------------------------
+
+
+def released_config(bits):
+    return replace(Config.preset(bits, "adalog-released"), images=4, search=ReleasedSearch(steps=1, rounds=1))
+
+
+def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images):
+    result = calibration.quantize(released_config("w4a4"))
+    rows = {row.site: row for row in result.ledger}
+    conv = next(row for row in result.ledger if row.role == "conv")
+    assert (conv.left, conv.right) == ("float", "4-bit uniform x 8")
+    assert all(row.left != "float" for row in result.ledger if row is not conv)
+    assert [why for why in result.refusals.values() if "not folded" in why] == ["not folded: it is the head's"]
+    assert sum("a zero beyond its codes" in row.left for row in rows.values()) == 4  # after softmax and GELU
+    assert bool(torch.isfinite(result(images)).all())
+
+
+def test_unequal_bits_fold_nothing(calibration):
+    config = released_config("w3a4")
+    assert all(searched.fold is None for searched in calibration.search(config))
+    folded = [searched for searched in calibration.search(released_config("w4a4")) if searched.fold is not None]
+    assert len(folded) == 4
+    refusals = calibration.quantize(config).refusals.values()
+    assert sum("unequal bits" in why for why in refusals) >= 4
+
+
+def test_a_fold_is_the_mean_of_the_channels(calibration):
+    config = released_config("w4a4")
+    searched = next(searched for searched in calibration.search(config) if searched.fold is not None)
+    pair = next(pair for pair in calibration.pairs if searched.sites[0].name in pair.sites)
+    values = calibration.operand(pair.norm.name).flatten(0, -2)
+    s, z = search_channels(values, 4, config.search)
+    ratio, beta = searched.fold
+    torch.testing.assert_close(ratio, s / s.mean())
+    torch.testing.assert_close(beta, s.mean() * (z.mean().round() - z))
