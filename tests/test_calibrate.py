@@ -362,7 +362,7 @@ def channels():
     return values
 
 
-@pytest.mark.parametrize("width", [3, 4, 6])
+@pytest.mark.parametrize("width", [3, 4])
 def test_search_channels_is_no_worse_than_min_and_max(width):
     values = channels()
     scale, zero_point = search_channels(values, width, SEARCH)
@@ -375,8 +375,34 @@ def test_search_channels_is_no_worse_than_min_and_max(width):
 
     found, of_widest = error(scale, zero_point), error(*widest)
     assert bool((found <= of_widest * (1 + 1e-9) + 1e-12).all())
-    assert found[4] < {3: 0.7, 4: 0.9, 6: 1.0}[width] * of_widest[4]  # the more bits, the less there is to clip
+    assert found[4] < {3: 0.7, 4: 0.9}[width] * of_widest[4]  # the more bits, the less there is to clip
     assert torch.equal(zero_point, zero_point.round())
+
+
+@pytest.mark.parametrize("width", [5, 6, 8])
+def test_search_channels_with_many_bits_takes_one_range_in_deviations(width):
+    values = channels()
+    scale, zero_point = search_channels(values, width, SEARCH)
+    deviation, mean = values.std(0, correction=0), values.mean(0)
+    lower, upper = -zero_point * scale, (2**width - 1 - zero_point) * scale
+    holds_zero = [1, 4, 0]  # channels whose range is not widened to reach zero
+    lower, upper = ((edge - mean) / deviation for edge in (lower, upper))
+    for edge in (lower, upper):
+        assert edge[holds_zero].max() - edge[holds_zero].min() < 2 * (scale / deviation)[holds_zero].max()
+    assert bool(torch.isfinite(scale).all() and (scale > 0).all())
+    assert torch.equal(zero_point, zero_point.round())
+
+
+def test_ranges_in_deviations_fit_unseen_values_better():
+    """40 rows tell little of how far a channel goes: its own best range clips others."""
+    scales = torch.logspace(-1, 1, 64)
+    seen, unseen = normal(40, 64, seed=2) * scales, normal(4000, 64, seed=3) * scales
+
+    def lost(parameters):
+        return ((uniform_fake_quantize(unseen, *parameters, 8) - unseen).square().mean(0) / scales.square()).mean()
+
+    own = search_own(Operand(seen, Format(8, keep=(1,))), SEARCH)
+    assert lost(search_channels(seen, 8, SEARCH)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
 def test_search_channels_treats_each_channel_alone():

@@ -129,11 +129,22 @@ def test_only_uniform_activations_have_a_scale_a_head_or_group(kind):
     word = {"adalog": "log", "twin": "twin uniform"}[kind]
     product = Toy(lambda _, x: F.gelu(x) @ x.transpose(-1, -2)).eval()
     grouped = Toy(lambda m, x: m.conv(F.gelu(x)), conv=nn.Conv2d(3, 6, 3, padding=1, groups=3)).eval()
-    for model in (product, grouped):
+    for model in (product, grouped) if kind == "twin" else (product,):
         result = adalog.quantize(model, IMAGES, config)
         assert result.ledger[0].left.startswith(f"8-bit {word}")
         assert " x " not in result.ledger[0].left
         assert sqnr(result(IMAGES), model(IMAGES)) > 35
+
+
+@torch.no_grad()
+def test_a_grouped_convolution_after_gelu_takes_the_better_quantizer():
+    """A uniform one with a scale a group where channels differ in width, a logarithmic one where they do not."""
+    for widths, kind in (((0.1, 1.0, 10.0), "uniform x 3"), ((9.0, 10.0, 11.0), "log")):
+        scale = torch.tensor(widths).view(3, 1, 1)
+        model = Toy(lambda m, x, scale=scale: m.conv(F.gelu(x * scale)), conv=nn.Conv2d(3, 3, 3, groups=3)).eval()
+        heavy = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)) ** 3
+        result = adalog.quantize(model, heavy, dataclasses.replace(CONFIG, activation_bits=4))
+        assert kind in result.ledger[0].left
 
 
 # --- activations that may go either way ------------------------------------------------------------------------------
@@ -323,8 +334,10 @@ def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
     other = Calibration(tiny, images.flip(0))
     same = [calibration.judge(site, config).mean_square_error() for site in found]
     assert same == [site.mean_square_error() for site in found]
-    shuffled = [other.judge(site, config).mean_square_error() for site in found]
-    assert shuffled == pytest.approx(same, rel=1e-4)  # the same images in another order
+    # The same images in another order; of a convolution's patches, that decides which ones serve.
+    shuffled = [other.judge(site, config) for site in found]
+    for site, before in zip(shuffled, same, strict=True):
+        assert site.mean_square_error() == pytest.approx(before, rel=0.01 if site.sites[0].role == "conv" else 1e-4)
     noise = Calibration(tiny, torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(9)))
     unseen = [noise.judge(site, config) for site in found]
     assert [site.found for site in unseen] == [site.found for site in found]

@@ -331,7 +331,8 @@ class Calibration:
     def _activations(self, site: Site, config: Config) -> list[Format]:
         """The formats that the left operand of a site is tried in; the first of equally good ones wins.
 
-        After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one.
+        After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one, and
+        so it does before a grouped convolution, where a uniform one has a scale a group.
         """
         bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
         kind = site.left_source.kind
@@ -342,7 +343,8 @@ class Calibration:
         own = -site.left_source.minimum
         offset = config.offset if config.offset is not None and kind == "gelu" else own
         power_law = Format.power_law(config.post_gelu, bits, config, offset)
-        sure = kind in GELUS or power_law.log2_base is None
+        grouped = site.role == "conv" and conv_geometry(site.node, self.program.tensors[site.right])[3] > 1
+        sure = (kind in GELUS and not grouped) or power_law.log2_base is None
         return [power_law] if sure else [power_law, Format(bits)]
 
     def _operands(
@@ -383,8 +385,8 @@ def _conv_operands(
 ) -> tuple[Operand, Operand]:
     """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
 
-    A grouped convolution's input has one scale a group: each output sees one group alone. Where patches overlap, so that
-    each value is in n of them, every n-th patch serves, as long as 1,024 are left.
+    A grouped convolution's input has one scale a group: each output sees one group alone. Where patches overlap, so
+    that each value is in n of them, every n-th patch serves, as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node, weight)
     batch, channels, height, width = x.shape
