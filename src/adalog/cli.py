@@ -53,6 +53,7 @@ app = typer.Typer(
 console = Console(stderr=True)
 
 DEMO_BITS = ("w6a6", "w4a4", "w3a3")
+DEMO_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # which differ after softmax and GELU alone
 JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=2**63 - 1, help="Which images calibrate: the same seed gives the same file.")
@@ -174,7 +175,7 @@ def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> model
 def demo_command(
     out: Annotated[Path, typer.Option(help="Folder for the artifacts and the figure.")] = Path("adalog-demo"),
     bits: Annotated[str, typer.Option(help="Comma-separated bits, widest first.")] = ",".join(DEMO_BITS),
-    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(DEMO_METHODS),
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,

@@ -176,6 +176,18 @@ def minimum_of(function: Any) -> float:
     return float(function(torch.tensor([(low + high) / 2], dtype=torch.float64)).item())
 
 
+def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
+    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
+
+    def pair(name: str, default: int) -> tuple[int, ...]:
+        value = given.get(name, (default, default))
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return value * 2 if len(value) == 1 else value
+
+    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
+
+
 def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[Pair]:
     """For every LayerNorm that feeds a linear: the linears to fold it with, or the reason not to.
 
