@@ -17,10 +17,10 @@ demo: $(DEMO)/.stamp
 	$(DEMO)/bin/adalog demo $(ARGS)
 
 test: lint
-	$(TEST)/bin/python -m pytest
+	$(TEST)/bin/python -m pytest -n auto --dist loadfile
 
 check: lint
-	$(TEST)/bin/python -m pytest -m "not slow"
+	$(TEST)/bin/python -m pytest -n auto --dist loadfile -m "not slow"
 
 lint: $(TEST)/.stamp
 	$(TEST)/bin/ruff check

@@ -9,23 +9,22 @@ Prints one JSON object and saves it as benchmarks/results/folds.json.
 """
 
 import json
-import math
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
 
-from adalog import Calibration, Config, calibrate, demo
+from adalog import Calibration, Config, demo
+from adalog.calibrate import search_channels
 from adalog.quantize import Searched, sample_images
-from provenance import machine
+from provenance import geometric_mean, machine
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:
@@ -39,10 +38,11 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
         sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
         plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
         folds = {}
-        for name, own_bits in (("own", 8), ("shared", 0)):
-            calibrate._OWN_RANGE_BITS = own_bits
+        for name, own in (("own", True), ("shared", False)):
             fresh = Calibration(model, calibration.images[0], seed=seed)
-            folds[name] = {each.sites[0].name: each for each in fresh.search(replace(config, fold_rows=1), sites)}
+            chosen = partial(search_channels, own_ranges=own)
+            with mock.patch.object(sys.modules["adalog.quantize"], "search_channels", chosen):
+                folds[name] = {each.sites[0].name: each for each in fresh.search(replace(config, fold_rows=1), sites)}
         errors = {
             site: {
                 name: {

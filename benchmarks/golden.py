@@ -13,7 +13,6 @@ q or activation zero point, or a geometric mean of our errors over the released 
 """
 
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from adalog import Calibration, Config
 from adalog.config import ReleasedSearch
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from provenance import machine
+from provenance import geometric_mean, machine
 
 RESULTS = Path(__file__).parent / "results"
 POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
@@ -100,10 +99,6 @@ def passes(content: dict[str, Any], row: dict[str, Any]) -> bool:
         return row["max_mse_ratio"] <= 1.03
     close = row["max_mse_ratio"] <= 1.01 and row["within_0.1_percent"] >= 0.9
     return close and row["q_equal"] and row["activation_zero_points_equal"]
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def main(

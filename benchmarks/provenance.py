@@ -1,5 +1,6 @@
-"""What a result was measured on."""
+"""What a result was measured on, and how its figures are put together."""
 
+import math
 import os
 import platform
 from importlib.metadata import version
@@ -18,3 +19,7 @@ def machine() -> dict[str, Any]:
         processor = names[0] if names else processor
     packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
     return {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import adalog
 from adalog import METHODS, Calibration, Config
+from adalog.artifact import write_whole
 from adalog.data import Preprocessing, find_images
 from adalog.evaluate import classify_by_nearest, predict, score
 from provenance import machine
@@ -62,31 +65,38 @@ def main() -> None:
         return classify_by_nearest(features[support], labels[support], features[~support])
 
     work = given.work
-    if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
-    cached = None if work is None else work / "fp32.json"
-    if cached is not None and cached.exists():
-        reference = torch.tensor(json.loads(cached.read_text()))
-    else:
-        reference = classes(model)
-        if cached is not None:
-            cached.write_text(json.dumps(reference.tolist()))
+
+    def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """What `make` gives, kept in the work folder; made again where it was for another key."""
+        path = None if work is None else work / f"{name}.json"
+        if path is not None and path.exists() and (kept := json.loads(path.read_text()))["key"] == key:
+            return kept["value"]
+        value = make()
+        if path is not None:
+            write_whole(path, json.dumps({"key": key, "value": value}).encode())
+        return value
+
+    data = {"images": len(images), "folder": folder.resolve().name, "adalog": adalog.__version__}
+    reference = torch.tensor(finished("fp32", data, lambda: classes(model).tolist()))
     truth = labels[~support]
     calibration: Calibration | None = None
     rows: list[dict[str, Any]] = []
     for bits in given.bits:
         for method in given.methods:
-            done = None if work is None else work / f"{bits}-{method}-{given.seed}.json"
-            if done is None or not done.exists():
+            config = Config.preset(bits, method)
+
+            def row(config: Config = config, bits: str = bits, method: str = method) -> dict[str, Any]:
+                nonlocal calibration
                 if calibration is None:
                     pool = images.select(torch.nonzero(support).flatten().tolist())
                     sample = pool.sample(IMAGES, given.seed).load(preprocessing)
                     calibration = Calibration(model, sample, seed=given.seed)
                 start = time.process_time()
-                quantized = calibration.quantize(Config.preset(bits, method), jobs=given.jobs)
+                quantized = calibration.quantize(config, jobs=given.jobs)
                 seconds = time.process_time() - start
                 result = score(classes(quantized), truth, reference)
-                row = {
+                print(f"{bits} {method}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
+                return {
                     "bits": bits,
                     "method": method,
                     "top1": result.top1.value,
@@ -95,15 +105,12 @@ def main() -> None:
                     "lost": result.lost,
                     "gained": result.gained,
                     "seconds": round(seconds, 1),
-                    "sqnr": {row.site: round(row.sqnr, 2) for row in quantized.ledger},
-                    "left": {row.site: row.left for row in quantized.ledger},
+                    "sqnr": {entry.site: round(entry.sqnr, 2) for entry in quantized.ledger},
+                    "left": {entry.site: entry.left for entry in quantized.ledger},
                 }
-                if done is not None:
-                    done.write_text(json.dumps(row))
-                print(f"{bits} {method}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
-            else:
-                row = json.loads(done.read_text())
-            rows.append(row)
+
+            key = {**data, "config": config.to_json(), "seed": given.seed, "calibration_images": IMAGES}
+            rows.append(finished(f"{bits}-{method}-{given.seed}", key, row))
     float_score = score(reference, truth)
     result = {
         "fp32": {"top1": float_score.top1.value, "low": float_score.top1.low, "high": float_score.top1.high},

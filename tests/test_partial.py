@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -34,7 +35,7 @@ def same(first, second):
             assert left == right
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
     torch.manual_seed(0)
     scale, zero_point = torch.rand(3, 1, dtype=dtype) + 1e-7, torch.tensor([[0.0], [3.0], [7.0]], dtype=dtype)
@@ -83,6 +84,15 @@ def test_searches_of_something_else_are_refused_and_kept(tmp_path):
     with pytest.raises(DataError, match="another model, other images or other choices"):
         Partial(path, "others")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b'{"my": "only copy"}', b'{"searches": "others"}\n{"name": "cut'])
+def test_another_file_is_not_touched(tmp_path, content):
+    path = tmp_path / "partial"
+    path.write_bytes(content)
+    with pytest.raises(DataError):
+        Partial(path, "these")
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -180,13 +190,24 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_bytes(tmp_path):
     assert len(names) == len(set(names))
 
 
-def test_room_is_shared_and_a_search_larger_than_it_goes_alone():
-    room = _Room(10)
-    with room.taken(4), room.taken(6):
-        assert room._free == 0
-    with room.taken(100):
-        assert room._free == 0
-    assert room._free == 10
+@pytest.mark.parametrize("size", [6, 100])
+def test_a_search_waits_until_there_is_room(size):
+    room, inside, done = _Room(10), threading.Event(), threading.Event()
+
+    def second():
+        with room.taken(size):
+            inside.set()
+        done.set()
+
+    with room.taken(6):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not inside.wait(0.2)
+    assert inside.wait(10)
+    assert done.wait(10)
+    thread.join()
+    with room.taken(4), room.taken(6):  # which fit together
+        pass
 
 
 MEMORY_SCRIPT = """
@@ -196,9 +217,10 @@ from adalog.config import Search
 from adalog.quantize import MEMORY
 torch.set_num_threads(1)
 kind = sys.argv[1]
-x = torch.randn(1 << 17, 256).abs_()
+width, columns = (256, 64) if kind == "log" else (64, 256)
+x = torch.randn((1 << 25) // max(width, columns), width).abs_()
 form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
-left, right = Operand(x, form), Operand(torch.randn(64, 256), Format(4, keep=(0,)))
+left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, keep=(0,)))
 small = Operand(x[:64].clone(), form)
 search = Search(init=(4, 2), keep=1, steps=1)
 search_product(small, right, search)  # what only starting costs
@@ -212,7 +234,7 @@ print(search_product(left, right, search).sqnr)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["log", "uniform"])
 def test_a_search_keeps_to_its_memory(kind):
-    """The operand has 2**25 elements, 128 MiB: a Swin-B's largest at 32 images has half as many again."""
+    """The operand, or the output, has 2**25 elements, 128 MiB: a Swin-B's largest at 32 images has half as many again."""
     result = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, kind], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) > 5

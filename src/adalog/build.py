@@ -14,11 +14,11 @@ from adalog.reparam import absorb_offset, fold_linear, fold_norm
 from adalog.sites import Site, conv_geometry
 
 
-def describe(quantizer: Quantizer | None) -> str:
-    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)"."""
+def describe(quantizer: Quantizer | None, count: int = 0) -> str:
+    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)". count: of its scales, not all of them."""
     if quantizer is None:
         return "float"
-    count = quantizer.scale.numel()
+    count = count or quantizer.scale.numel()
     several = f" x {count}" if count > 1 else ""
     if isinstance(quantizer, UniformQuantizer):
         return f"{quantizer.bits}-bit uniform{several}"
@@ -55,7 +55,7 @@ class Build:
         self._nodes[norm.name] = replace(norm, args=args)
         self._folds[norm.name] = (ratio, beta)
 
-    def place(self, sites: Sequence[Site], found: Found, right_values: Tensor) -> None:
+    def place(self, sites: Sequence[Site], found: Found) -> None:
         """Quantize the operands of a group of sites."""
         first = sites[0]
         if first.role in ("qk", "av"):
@@ -74,13 +74,18 @@ class Build:
         start = 0
         for site in sites:
             end = start + self._program.tensors[site.right].shape[0]
-            part = functools.partial(_rows, start, end)
-            weights = found.right and found.right.map(part)
-            self._place_weight(site, input_ref, part(right_values), weights, offset)
+            weights = found.right and found.right.map(functools.partial(_rows, start, end))
+            self._place_weight(site, input_ref, weights, offset)
             start = end
 
-    def _place_weight(self, site: Site, x: Ref, values: Tensor, quantizer: Quantizer | None, offset: float) -> None:
-        shape = self._program.tensors[site.right].shape
+    def _place_weight(self, site: Site, x: Ref, quantizer: Quantizer | None, offset: float) -> None:
+        original = self._program.tensors[site.right]
+        values, shape = original.flatten(1), original.shape
+        bias = None if site.bias is None else self._tensors[site.bias]
+        new_bias = bias
+        fold = self._folds.get(site.left_source.node)
+        if fold is not None:
+            values, new_bias = fold_linear(original, bias, *fold)
         lead = (-1, *(1 for _ in shape[1:]))
         weight_name = self._own(site.right, site.node)
         if quantizer is None:
@@ -91,11 +96,6 @@ class Build:
             stored = QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead)))
             self._weights[weight_name] = stored
             self._tensors[weight_name] = stored.dequantize()
-        bias = None if site.bias is None else self._tensors[site.bias]
-        new_bias = bias
-        fold = self._folds.get(site.left_source.node)
-        if fold is not None:
-            new_bias = fold_linear(self._program.tensors[site.right], bias, *fold)[1]
         if offset:
             new_bias = absorb_offset(self._tensors[weight_name].flatten(1), new_bias, offset)
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
@@ -131,7 +131,7 @@ class Build:
 
 
 def _rows(start: int, end: int, value: Tensor) -> Tensor:
-    """Some of the rows of (..., rows, columns), all groups counted through."""
+    """Some of the rows of (..., rows, 1), all groups counted through."""
     return value.flatten(0, -2)[start:end]
 
 

@@ -26,7 +26,6 @@ from adalog.search import Loss, alternating, brute_force, fpcs
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13
-_OWN_RANGE_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,8 @@ class Operand:
         assert self.format.log2_base is not None
         return self.format.log2_base[1]
 
-    def box(self, reach: float = 0.1) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """(low, high), each (P, *groups), and the sizes of the first grid.
+    def box(self, reach: float) -> tuple[Tensor, Tensor]:
+        """(low, high), each (P, *groups).
 
         Uniform: (lower, upper) bounds between the percentiles 0 and reach, 1 - reach and 1 (Algorithm 1, lines 1-2).
         Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1 of the lifted
@@ -189,7 +188,7 @@ class Operand:
         if form.is_uniform:
             own = quantiles(sample, (0.0, reach, 1 - reach, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
-            return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]]), (16, 8)
+            return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
         lift = 0.0 if form.twin else form.offset
         some, top = thinned(sample), sample.max() + lift
         lifted = some[some + lift > 0] + lift
@@ -198,10 +197,10 @@ class Operand:
         low, high = quantiles(lifted[None], (0.9,))[0].reshape(shape), top.reshape(shape)
         low = torch.minimum(low, high * 0.5)
         if form.log2_base is None or form.log2_base[0]:
-            return low[None], high[None], (128,)
+            return low[None], high[None]
         ones = torch.ones_like(low)
         ends = (math.log2(form.q_min), math.log2(form.q_max))
-        return torch.stack([ones * ends[0], low]), torch.stack([ones * ends[1], high]), (16, 8)
+        return torch.stack([ones * ends[0], low]), torch.stack([ones * ends[1], high])
 
 
 def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
@@ -214,19 +213,20 @@ def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
 
 def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | None, rough: Loss | None) -> Tensor:
     """The best point of an operand's box by the configured strategy."""
-    low, high, init = operand.box(search.reach)
+    low, high = operand.box(search.reach)
+    count = math.prod(search.init)
     if search.strategy == "brute-force":
-        return brute_force(loss, low, high, sizes=(128,) * len(low), incumbent=incumbent)[0]
+        return brute_force(loss, low, high, sizes=(count,) * len(low), incumbent=incumbent)[0]
     if search.strategy == "alternating":
-        sizes = (math.prod(init) // len(low),) * len(low)
+        sizes = (count // len(low),) * len(low)
         return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
-    children = math.prod(search.init) // search.keep
+    children = count // search.keep
     one = len(low) == 1  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
     return fpcs(
         loss,
         low,
         high,
-        init=(math.prod(search.init),) if one else search.init,
+        init=(count,) if one else search.init,
         keep=search.keep,
         children=children,
         steps=math.ceil(search.steps / math.log2(children)) if one else search.steps,
@@ -246,13 +246,26 @@ class Found:
     @staticmethod
     def judged(left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None) -> "Found":
         """These quantizers with the signal-to-noise ratio that they leave of left @ right^T."""
-        left_hat, right_hat = fake_quantize(left, first), fake_quantize(right, second)
-        output = left.values @ right.values.transpose(-1, -2)
-        noise = left_hat @ right_hat.transpose(-1, -2) - output
-        signal, lost = (float(value.double().square().sum()) for value in (output, noise))
-        return Found(
-            first, second, 10 * math.log10(signal / lost) if signal and lost else -math.inf if lost else math.inf
-        )
+        signal, noise = output_power(left, right, first, second)
+        decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
+        return Found(first, second, decibels)
+
+
+def output_power(
+    left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
+) -> tuple[float, float]:
+    """The sums of squares of left @ right^T and of its error under these quantizers (error form, in parts)."""
+    sides = (left.values, fake_quantize(left, first)), (right.values, fake_quantize(right, second))
+    outputs = left.values[..., 0].numel() * right.values.shape[-2]
+    parts = min(-(-outputs // PART_ELEMENTS), len(left.values))
+    lefts = zip(*(value.tensor_split(parts) for value in sides[0]), strict=True)
+    rights = zip(*(value.tensor_split(parts) if value.ndim > 2 else [value] * parts for value in sides[1]), strict=True)
+    signal = noise = 0.0
+    for (x, x_hat), (w, w_hat) in zip(lefts, rights, strict=True):
+        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+        signal += float((x @ w.transpose(-1, -2)).square().sum(dtype=torch.float64))
+        noise += float(error.square().sum(dtype=torch.float64))
+    return signal, noise
 
 
 def search_product(left: Operand, right: Operand, search: Search) -> Found:
@@ -334,31 +347,26 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
 
 def fake_quantize(operand: Operand, quantizer: Quantizer | None) -> Tensor:
     """The operand's values after quantization, a convolution's padding left as it is."""
-    values, mask = operand.values, operand.mask
     if quantizer is None:
-        return values
-    parts = 1 if 0 in operand.format.keep else min(-(-values.numel() // PART_ELEMENTS), len(values))
-    result = torch.empty_like(values)
-    for index, part in enumerate(values.tensor_split(parts)):
-        hat = quantizer.fake_quantize(part)
-        if mask is not None:
-            hat = torch.where(mask.tensor_split(parts)[index].bool(), hat, part)
-        result.tensor_split(parts)[index].copy_(hat)
-    return result
+        return operand.values
+    hat = quantizer.fake_quantize(operand.values)
+    return hat if operand.mask is None else torch.where(operand.mask.bool(), hat, operand.values)
 
 
 def _apply(operand: Operand, point: Tensor | None) -> Tensor:
     return fake_quantize(operand, operand.quantizer(point))
 
 
-def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
+def search_channels(
+    values: Tensor, bits: int, search: Search, *, own_ranges: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """(scale, zero_point), each (C,), of a uniform quantizer a channel: where a fold starts. values: (T, C).
 
-    Up to 4 bits by each channel's own error. The finer the codes, the more does a channel's best range follow its few
-    largest values, and the less does it fit other images: with more bits one range, in standard deviations around a
-    channel's mean, serves all channels (measured in benchmarks/folds.py).
+    own_ranges: by each channel's own error, as is done up to 4 bits. The finer the codes, the more does a channel's
+    best range follow its few largest values, and the less does it fit other images: with more bits one range, in
+    standard deviations around a channel's mean, serves all channels (measured in benchmarks/folds.py).
     """
-    if bits <= _OWN_RANGE_BITS:
+    if bits <= 4 if own_ranges is None else own_ranges:
         point = search_own(Operand(values, Format(bits, keep=(1,))), search)
         return bounds_to_uniform(point[0], point[1], bits)
     mean, deviation = values.mean(0), values.std(0, correction=0)

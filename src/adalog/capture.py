@@ -20,7 +20,20 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
-from adalog.program import OPERATIONS, PLACEMENT, PRODUCTS, Arg, Node, Output, Program, Ref, aten, leaves_of, map_refs
+from adalog.program import (
+    OPERATIONS,
+    PLACEMENT,
+    PRODUCTS,
+    Arg,
+    Node,
+    Output,
+    Program,
+    Ref,
+    aten,
+    leaves_of,
+    map_refs,
+    refs_of,
+)
 from adalog.sites import find_source
 
 TOLERANCE = 1e-4  # of the largest output, between graph and model in float32
@@ -564,12 +577,15 @@ def fold_batch_norms(program: Program) -> Program:
     makers = {node.name: node for node in program.nodes}
     readers = program.consumers()
     uses = [name for node in program.nodes for name in node.refs()]
+    outputs = set(refs_of(program.output))
     tensors, names, replaced = dict(program.tensors), dict[str, str](), dict[str, Node]()
     for norm in program.nodes:
         if norm.op != "aten.batch_norm.default":
             continue
         conv = makers.get(norm.args[0].name)
-        if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1:
+        if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1 or conv.name in outputs:
+            continue
+        if norm.args[3] is None or norm.args[4] is None:  # it normalises by the images at hand
             continue
         weight_name = conv.args[1].name
         if weight_name not in tensors or uses.count(weight_name) != 1:

@@ -20,6 +20,11 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
 
 
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} is neither true nor false")
+
+
 def _check_bits(name: str, bits: object) -> None:
     if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
         raise ValueError(
@@ -36,7 +41,7 @@ class Search:
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 1  # weight <-> activation; a second doubles the time for a small gain (released: 3)
-    rough_stride: int = 5  # steps score every 5th token or image (odd: every column of a grid), the survivors all
+    rough_stride: int = 5  # steps score every 5th token or image (or 6th, 7th, ...: every column of a grid), then all
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
 
     def __post_init__(self) -> None:
@@ -44,8 +49,10 @@ class Search:
             raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
         for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_stride", 1)):
             _check_whole(name, getattr(self, name), least)
-        if not 0 < self.reach <= 0.5:
+        if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
             raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
+        if not isinstance(self.init, tuple) or len(self.init) != 2:
+            raise ValueError(f"init = {self.init!r} is not a pair of sizes")
         for size in self.init:
             _check_whole("init", size, 1)
         if math.prod(self.init) != 8 * self.keep:
@@ -64,6 +71,7 @@ class ReleasedSearch:
     rounds: int = 3
 
     def __post_init__(self) -> None:
+        _check_flag("progressive", self.progressive)
         for name in ("steps", "rounds"):
             _check_whole(name, getattr(self, name), 1)
 
@@ -126,7 +134,9 @@ class Config:
             _check_whole(name, getattr(self, name), 1)
         if self.q_min > self.q_max:
             raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
-        if self.offset is not None and not 0 < self.offset < math.inf:
+        for name in ("per_head", "fold_head"):
+            _check_flag(name, getattr(self, name))
+        if self.offset is not None and not (isinstance(self.offset, (int, float)) and 0 < self.offset < math.inf):
             raise ValueError(f"offset = {self.offset} is not positive and finite")
 
     @staticmethod
@@ -169,6 +179,8 @@ class Config:
     def from_json(text: str) -> "Config":
         fields: dict[str, Any] = json.loads(text)
         search: dict[str, Any] = fields.pop("search", {})
+        if not isinstance(search, dict):
+            raise ValueError(f"search = {search!r} is no object")
         kind_of_search = search.pop("kind", "bounds")
         if kind_of_search not in _SEARCHES:
             raise ValueError(f"search of the kind {kind_of_search!r} is none of {', '.join(_SEARCHES)}")
@@ -177,9 +189,9 @@ class Config:
             unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
             if unknown:
                 raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")
-        if "keep" in fields:
-            fields["keep"] = tuple(tuple(entry) for entry in fields["keep"])
-        if "init" in search:
+        if isinstance(fields.get("keep"), list):
+            fields["keep"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["keep"])
+        if isinstance(search.get("init"), list):
             search["init"] = tuple(search["init"])
         return Config(search=searcher(**search), **fields)
 

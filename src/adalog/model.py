@@ -16,7 +16,10 @@ from adalog.submodule import Call
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One site: role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration."""
+    """One site: role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration.
+
+    Linears of one activation (separate q, k, v) are searched as one, and have one SQNR.
+    """
 
     site: str
     role: str

@@ -66,7 +66,7 @@ class ProductError:
         if not summed or self.left.shape[summed[0]] < 32 or math.prod(self.left.shape[dim] for dim in summed) < least:
             return None
         dim = summed[0]
-        take = (slice(None),) * dim + (slice(None, None, stride),)
+        take = (slice(None),) * dim + (slice(None, None, coprime(stride, self.left.shape[dim])),)
         mask = None if self.mask is None else self.mask[take]
         factor = self.factor[take] if dim < self.factor.ndim - 2 else self.factor
         # The constant is that of the whole: it moves no candidate, and a rough loss is never compared with a full one.
@@ -154,8 +154,14 @@ class OwnError:
 
 def thinned(sample: Tensor) -> Tensor:
     """About PART_ELEMENTS values of a sample (G, T), evenly spread over each row; all of a smaller one."""
-    stride = sample.numel() // PART_ELEMENTS
-    return sample[:, :: stride + 1 - stride % 2]  # odd, so that it meets every column of a grid
+    return sample[:, :: coprime(max(1, sample.numel() // PART_ELEMENTS), sample.shape[1])]
+
+
+def coprime(stride: int, size: int) -> int:
+    """The least stride from this one on that shares no factor with the size, and so meets every column of a grid."""
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
 
 
 def quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:

@@ -16,11 +16,13 @@ from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, Uni
 Fold = tuple[Tensor, Tensor] | None
 
 _KINDS = {kind.__name__: kind for kind in (UniformQuantizer, LogQuantizer, TwinUniformQuantizer)}
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = {
+    str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
 
 
 class Partial:
-    """What a file holds of the searches that `fingerprint` names; a file of other searches is not touched.
+    """What a file holds of the searches that `fingerprint` names; any other file is not touched.
 
     A line that was cut off by a kill is searched again. Numbers are written so that they read back to the bit.
     """
@@ -28,8 +30,15 @@ class Partial:
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
         self._found: dict[str, tuple[Found, Fold]] = {}
-        lines = self._lines()
-        if lines and lines[0] != {"searches": fingerprint}:
+        header = {"searches": fingerprint}
+        try:
+            content = path.read_bytes() if path.exists() else b""
+            whole = content[: content.rfind(b"\n") + 1]
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except (OSError, ValueError) as cause:
+            raise DataError(f"{path} holds no finished searches ({cause}): remove it, or name another") from cause
+        cut_in_header = json.dumps(header).encode().startswith(content)
+        if lines[:1] != [header] and not cut_in_header:
             raise DataError(
                 f"{path} holds searches of another model, other images or other choices: give those again, or remove it"
             )
@@ -37,8 +46,10 @@ class Partial:
             self._found.update(_read(line) for line in lines[1:])
         except (LookupError, TypeError, ValueError, RuntimeError) as cause:
             raise DataError(f"{path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
+        if len(whole) < len(content):
+            os.truncate(path, len(whole))
         if not lines:
-            self._append({"searches": fingerprint})
+            self._append(header)
 
     def get(self, name: str) -> tuple[Found, Fold] | None:
         """What was found for the site of this name, and its norm's fold."""
@@ -48,18 +59,6 @@ class Partial:
         folded = None if fold is None else [_plain(part) for part in fold]
         sides = {"left": _fields(found.left), "right": _fields(found.right)}
         self._append({"name": name, **sides, "sqnr": found.sqnr, "fold": folded})
-
-    def _lines(self) -> list[Any]:
-        """The whole lines of the file, which is cut after the last of them."""
-        try:
-            content = self.path.read_bytes() if self.path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            lines = [json.loads(line) for line in whole.splitlines()]
-            if len(whole) < len(content):
-                os.truncate(self.path, len(whole))
-        except (OSError, ValueError) as cause:
-            raise DataError(f"{self.path} holds no finished searches ({cause}): remove it, or name another") from cause
-        return lines
 
     def _append(self, line: Any) -> None:
         try:
@@ -78,8 +77,8 @@ def _read(line: dict[str, Any]) -> tuple[str, tuple[Found, Fold]]:
 
 
 def _plain(value: Tensor) -> dict[str, Any]:
-    numbers = [float(str(number)) for number in value.reshape(-1).cpu().numpy()]  # shortest decimals that read back
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "values": numbers}
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "values": value.double().reshape(-1).tolist()}
 
 
 def _tensor(plain: dict[str, Any]) -> Tensor:

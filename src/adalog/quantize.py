@@ -19,14 +19,15 @@ from torch import Tensor, nn
 import adalog
 from adalog import released
 from adalog.build import Build, describe
-from adalog.calibrate import Format, Found, Operand, fake_quantize, search_channels, search_product
+from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
 from adalog.capture import batched, capture, take
 from adalog.config import Config, ReleasedSearch
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel, digest
-from adalog.partial import Partial
-from adalog.program import Node
+from adalog.objective import coprime
+from adalog.partial import Fold, Partial
+from adalog.program import Node, Program
 from adalog.quantizers import FLOAT_BITS
 from adalog.reparam import shared_scale, unfolded_patches
 from adalog.sites import (
@@ -122,16 +123,12 @@ class Searched:
     left: Operand
     right: Operand
     found: Found
-    fold: tuple[Tensor, Tensor] | None
+    fold: Fold
 
     def mean_square_error(self) -> float:
         """Of the product's output, over all its elements."""
-        left, right = self.left, self.right
-        left_hat, right_hat = fake_quantize(left, self.found.left), fake_quantize(right, self.found.right)
-        right_hat, exact = right_hat.transpose(-1, -2), right.values.transpose(-1, -2)
-        return (
-            ((left_hat - left.values) @ right_hat + left.values @ (right_hat - exact)).double().square().mean().item()
-        )
+        noise = output_power(self.left, self.right, self.found.left, self.found.right)[1]
+        return noise / (self.left.values[..., 0].numel() * self.right.values.shape[-2])
 
 
 class _Room:
@@ -175,15 +172,16 @@ class Calibration:
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
         self._groups = _group(self.sites, self.pairs)
+        if not self.sites:
+            raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
         self._head = find_blocks(self.program)[-1].nodes
         self._seen = self._observe()
         self._found: dict[Any, Any] = {}
 
     @torch.no_grad()
     def _observe(self) -> dict[str, Tensor]:
-        """The value of every operand and foldable norm, by name, from one float forward."""
+        """The value of every operand, by name, from one float forward."""
         wanted = {name for site in self.sites for name in (site.left, site.right)}
-        wanted |= {pair.norm.name for pair in self.pairs}
         given = {**self.program.tensors, **dict(zip(self.program.inputs, self.images, strict=True))}
         seen = {name: value for name, value in given.items() if name in wanted}
 
@@ -210,12 +208,13 @@ class Calibration:
         done = None if partial is None else Partial(partial, self._fingerprint(config))
         room = _Room(MEMORY)
 
-        def find(group: _Group) -> Searched:
+        def find(group: _Group) -> tuple[Found, Fold]:
             known = done and done.get(group.first.name)
             if known:
-                return self._restored(group, config, *known)
-            with room.taken(self._seen[group.first.left].numel() * _BYTES_AN_ELEMENT):
-                return self._search(group, config)
+                return self._placed(*known)
+            with room.taken(self._elements(group) * _BYTES_AN_ELEMENT):
+                searched = self._search(group, config)
+            return searched.found, searched.fold
 
         with ThreadPoolExecutor(jobs) as pool:
             searches = deque(pool.submit(find, group) for group in self._groups)
@@ -223,21 +222,19 @@ class Calibration:
                 for index, group in enumerate(self._groups):
                     if progress is not None:
                         progress(index, len(self._groups), group.first.name)
-                    searched = searches.popleft().result()
+                    found, fold = searches.popleft().result()
                     if done is not None and not done.get(group.first.name):
-                        done.add(group.first.name, searched.found, searched.fold)
-                    if searched.fold is not None and group.pair is not None:
-                        build.fold_norm(group.pair.norm, *searched.fold)
-                    build.place(group.sites, searched.found, searched.right.values)
-                    ledger += [_ledger_row(site, searched.found) for site in group.sites]
+                        done.add(group.first.name, found, fold)
+                    if fold is not None and group.pair is not None:
+                        build.fold_norm(group.pair.norm, *fold)
+                    build.place(group.sites, found)
+                    ledger += _ledger_rows(group.sites, found, self.program)
             finally:
                 pool.shutdown(cancel_futures=True)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        reasons = (
-            (pair.norm.scope, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs
-        )
-        refusals = {scope: f"not folded: {reason}" for scope, reason in reasons if reason}
+        reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
+        refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         for group in self._groups:
             if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
@@ -249,27 +246,38 @@ class Calibration:
         content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
         for name, value in self.program.tensors.items():
             content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            content.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        versions = (adalog.__version__, torch.__version__)
-        content.update(repr((digest(self.images), config.to_json(), *versions)).encode())
+            content.update(_bytes(value))
+        for value in self.images:
+            content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
+            content.update(_bytes(value))
+        content.update(repr((config.to_json(), adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
 
-    @torch.no_grad()
-    def _restored(self, group: _Group, config: Config, found: Found, fold: tuple[Tensor, Tensor] | None) -> Searched:
-        config = group.choices(config)
+    def _placed(self, found: Found, fold: Fold) -> tuple[Found, Fold]:
+        """What a file held, where the model is."""
 
         def place(value: Tensor) -> Tensor:
             return value.to(self.images[0].device)
 
         found = replace(found, left=found.left and found.left.map(place), right=found.right and found.right.map(place))
-        fold = fold and (place(fold[0]), place(fold[1]))
-        left, right = self._operands(group, config, fold, self._activations(group.first, config)[0])
-        return Searched(group.sites, left, right, found, fold)
+        return found, fold and (place(fold[0]), place(fold[1]))
+
+    def _elements(self, group: _Group) -> int:
+        """Of the larger of a product's left operand and output, more or less."""
+        site, x = group.first, self._seen[group.first.left]
+        if site.role == "linear":
+            columns = sum(len(self.program.tensors[member.right]) for member in group.sites)
+        else:
+            columns = x.shape[-1] if site.role == "conv" else self._seen[site.right].shape[-1]
+        return x[..., 0].numel() * max(x.shape[-1], columns)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """Products' quantizers under these choices, in order of execution: all, or those of these sites."""
         self._check_keep(config)
-        groups = [group for group in self._groups if sites is None or group.first.name in sites]
+        unknown = set(sites or ()) - {site.name for site in self.sites}
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
+        groups = [group for group in self._groups if sites is None or any(site.name in sites for site in group.sites)]
         return [self._search(group, config) for group in groups]
 
     def _check_keep(self, config: Config) -> None:
@@ -330,7 +338,8 @@ class Calibration:
         search, bits = config.search, config.activation_bits
         key = ("fold", pair.norm.name, bits, search)
         if key not in self._found:
-            values = self._seen[pair.norm.name].flatten(0, -2)
+            read = {site.left for site in self.sites if site.name in pair.sites}
+            values = torch.cat([self._seen[name].flatten(0, -2) for name in sorted(read)])
             if isinstance(search, ReleasedSearch):
                 self._found[key] = shared_scale(*released.search_channels(values, bits, search))
             else:
@@ -357,9 +366,7 @@ class Calibration:
         sure = (kind in GELUS and not grouped) or power_law.log2_base is None
         return [power_law] if sure else [power_law, Format(bits)]
 
-    def _operands(
-        self, group: _Group, config: Config, fold: tuple[Tensor, Tensor] | None, activation: Format
-    ) -> tuple[Operand, Operand]:
+    def _operands(self, group: _Group, config: Config, fold: Fold, activation: Format) -> tuple[Operand, Operand]:
         """Both operands of the group's product with their formats, the right one transposed."""
         site = group.first
         x = self._seen[site.left]
@@ -379,6 +386,10 @@ class Calibration:
             ratio, beta = fold
             x, weight = x / ratio - beta, weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:
@@ -408,8 +419,7 @@ def _conv_operands(
         parts = []
         for index, image in enumerate(images):
             patches = unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1))
-            step = max(1, min(overlap, batch * patches.shape[1] // 1024))
-            step -= 1 - step % 2  # odd, so that it meets every column
+            step = coprime(max(1, min(overlap, batch * patches.shape[1] // 1024)), patches.shape[1])
             parts.append(patches[:, index % step :: step])
         result = torch.cat(parts, dim=1)
         return result if groups > 1 else result[0]
@@ -425,7 +435,9 @@ def _conv_operands(
     return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, keep=(0, 1)))
 
 
-def _ledger_row(site: Site, found: Found) -> LedgerRow:
-    return LedgerRow(
-        site.name, site.role, site.left_source.kind, describe(found.left), describe(found.right), found.sqnr
-    )
+def _ledger_rows(sites: Sequence[Site], found: Found, program: Program) -> Iterator[LedgerRow]:
+    """One row a site; sites that were searched as one have one SQNR."""
+    shares = [len(program.tensors[site.right]) if len(sites) > 1 else 0 for site in sites]
+    for site, share in zip(sites, shares, strict=True):
+        right = describe(found.right, share)
+        yield LedgerRow(site.name, site.role, site.left_source.kind, describe(found.left), right, found.sqnr)

@@ -18,6 +18,7 @@ Rounding = Literal["log", "nearest"]
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 32  # of an operand that is not quantized
+_PART_ELEMENTS = 1 << 18
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -214,6 +215,17 @@ def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tens
 # --- the quantizers that a model holds -------------------------------------------------------------------------------
 
 
+def _in_parts(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache."""
+    parts = min(-(-x.numel() // _PART_ELEMENTS), len(x) if x.ndim else 1)
+    if parts <= 1:
+        return function(x)
+    result = torch.empty_like(x)
+    for given, put in zip(x.tensor_split(parts), result.tensor_split(parts), strict=True):
+        put.copy_(function(given))
+    return result
+
+
 @dataclass(frozen=True)
 class UniformQuantizer:
     """An asymmetric uniform quantizer with its parameters.
@@ -235,7 +247,11 @@ class UniformQuantizer:
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return uniform_fake_quantize(x, self.scale, self.zero_point, self.bits)
+        def part(values: Tensor) -> Tensor:
+            return uniform_fake_quantize(values, self.scale, self.zero_point, self.bits)
+
+        varies_first = self.scale.ndim == x.ndim and self.scale.ndim > 0 and self.scale.shape[0] > 1
+        return part(x) if varies_first else _in_parts(part, x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UniformQuantizer":
         return UniformQuantizer(function(self.scale), function(self.zero_point), self.bits)
@@ -276,7 +292,7 @@ class LogQuantizer:
         return value.sub_(self.offset) if self.offset and not self.keeps_offset else value
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return self.dequantize(self.quantize(x)).to(x.dtype)
+        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x.reshape(-1)).view(x.shape)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "LogQuantizer":
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

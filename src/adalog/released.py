@@ -32,7 +32,7 @@ from adalog.quantizers import (
 from adalog.search import Loss
 
 POINTS = 128  # n, of every step
-_RADIX = 37
+_RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
@@ -172,7 +172,9 @@ class _LogSpace:
 
     def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
         form = self.operand.format
-        return LogQuantizer(scale, q, _RADIX, form.bits, form.beyond, form.rounding, table=True, offset=form.offset)
+        assert form.log2_base is not None
+        radix = _RADIX if form.log2_base[0] else form.log2_base[1]
+        return LogQuantizer(scale, q, radix, form.bits, form.beyond, form.rounding, table=True, offset=form.offset)
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
         """With the base of the format, where it is a fixed one."""

@@ -64,6 +64,11 @@ class Pair:
     sites: tuple[str, ...]
     refusal: str = ""
 
+    @property
+    def name(self) -> str:
+        """The norm's module, or its node where that is the whole model."""
+        return self.norm.scope or self.norm.name
+
 
 @dataclass(frozen=True)
 class Block:
@@ -141,7 +146,7 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
         )
     gain = _quick_gelu_gain(makers, node)
     if gain is not None:
-        return Source("quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
+        return Source("silu" if gain == 1 else "quick_gelu", name, minimum_of(lambda x: x * torch.sigmoid(gain * x)))
     return Source("other", name)
 
 
@@ -257,7 +262,7 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
         "av": count["av"],
         "post_gelu": sum(site.left_source.kind in GELUS for site in sites),
         "pairs": sum(not pair.refusal for pair in pairs),
-        "refusals": {pair.norm.scope or pair.norm.name: f"not folded: {pair.refusal}" for pair in pairs if pair.refusal}
+        "refusals": {pair.name: f"not folded: {pair.refusal}" for pair in pairs if pair.refusal}
         | {site.name: f"stays float: {site.refusal}" for site in find_refused(program)},
         "float_ops": program.float_operations(),
         "other_sites": [name for name, role in roles.items() if role == "other"],
@@ -302,7 +307,7 @@ def find_blocks(program: Program) -> list[Block]:
     ends = [narrow[cut] + 1 for cut in sorted(cuts)]
     blocks: list[Block] = []
     value, start = program.inputs[0], 0
-    for end in dict.fromkeys([*ends, len(program.nodes)]):
+    for end in dict.fromkeys([*ends, len(program.nodes)] if program.nodes else ()):
         names = tuple(node.name for node in program.nodes[start:end])
         blocks.append(Block(value, names[-1], names))
         value, start = names[-1], end
