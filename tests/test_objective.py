@@ -1,10 +1,14 @@
 """The losses against direct computations in float64."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import adalog.objective
-from adalog.objective import OwnError, ProductError, quantiles
+from adalog.objective import OwnError, ProductError, coprime, quantiles, thinned
 from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
 from strategies import R, normal
 
@@ -218,3 +222,63 @@ def test_chunks_do_not_change_an_own_error(monkeypatch):
     assert torch.equal(own.loss(levels, thresholds), whole)
     nearest = (sample[None, :, :, None] - levels[:, :, None]).abs().min(-1).values.square().sum(-1)
     torch.testing.assert_close(whole, nearest, rtol=1e-10, atol=1e-10)
+
+
+# --- thinning --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.sampled_from([15, 96, 192, 196, 384, 1000]))
+def test_a_stride_meets_every_column(stride, width):
+    rows = 50
+    taken = {index % width for index in range(0, rows * width, coprime(stride, width))}
+    if coprime(stride, width) <= rows:
+        assert taken == set(range(width))
+    assert coprime(stride, width) >= stride
+    assert coprime(stride, width) == stride or math.gcd(stride, width) > 1
+
+
+@pytest.mark.parametrize("channels", [96, 192])
+def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
+    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 4096)
+    values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
+    some = thinned(values.reshape(1, -1))
+    assert 2048 <= some.numel() <= 8192
+    assert some.unique().numel() == channels
+    assert thinned(values[:10].reshape(1, -1)).numel() == 10 * channels  # a small one stays whole
+
+
+def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
+    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 1000)
+    sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sample[0, 1], sample[1, 2] = 99.0, -99.0
+    low, middle, high = quantiles(sample, (0.0, 0.5, 1.0))
+    assert torch.equal(low, sample.amin(1))
+    assert torch.equal(high, sample.amax(1))
+    assert middle.abs().max() < 0.15
+
+
+@pytest.mark.parametrize("shape", [(1000, 16), (40, 3, 30, 16), (5, 400, 9)])
+def test_parts_add_up_to_the_whole(shape, monkeypatch):
+    """Of rows, of images with heads, and of the rows of a grouped convolution, which keep a loss a group."""
+    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 2048)
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(shape, generator=generator, dtype=torch.float64)
+    lead = shape[:-2]
+    right = torch.randn(*lead, shape[-1], 7, generator=generator, dtype=torch.float64)
+    keep = {2: (), 4: (1,), 3: (0,)}[len(shape)]
+    error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep)
+    parts = error.parts()
+    assert len(parts) > 1
+    assert max(part.left.numel() for part in parts) <= 3 * 2048
+    points = torch.linspace(0.1, 0.5, 5, dtype=torch.float64)
+
+    def rounded(values):
+        def candidates(steps):
+            step = steps.view(-1, *(1 for _ in values.shape))
+            return (values / step).round() * step
+
+        return candidates
+
+    whole = error.loss(rounded(left), points)
+    together = sum(part.loss(rounded(part.left), points) for part in parts)
+    torch.testing.assert_close(together, whole, rtol=1e-10, atol=0)

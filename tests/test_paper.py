@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, layer_norm
 
 from adalog import Calibration
 from adalog.calibrate import Format, Operand, search_product
-from adalog.config import Config, Search
+from adalog.config import METHODS, Config, Search
 from adalog.objective import ProductError
 from adalog.quantizers import (
     LogQuantizer,
@@ -288,7 +288,8 @@ def test_algorithm_1_candidates_are_the_product_of_two_partitions() -> None:
 def test_algorithm_1_box_lies_between_percentiles() -> None:
     """Lines 1-2: the first bound between percentiles 0 and 0.1, the second between 0.9 and 1."""
     values = normal(7, 13)
-    low, high, sizes = Operand(values, Format(4)).box()
+    search = METHODS["adalog-paper"]["search"]
+    low, high = Operand(values, Format(4)).box(search.reach)
     ordered = sorted(values.flatten().tolist())
 
     def percentile(fraction: float) -> float:
@@ -298,7 +299,7 @@ def test_algorithm_1_box_lies_between_percentiles() -> None:
 
     assert low.tolist() == pytest.approx([percentile(0.0), percentile(0.9)], rel=1e-12)
     assert high.tolist() == pytest.approx([percentile(0.1), percentile(1.0)], rel=1e-12)
-    assert math.prod(sizes) == 128
+    assert math.prod(search.init) == 128
 
 
 def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
