@@ -232,6 +232,21 @@ def test_batch_norm_stays_where_the_convolution_is_read_twice():
     assert "batch_norm" in ops(program)
 
 
+def test_batch_norm_stays_where_the_convolution_is_an_output():
+    def function(model, x):
+        x = model.conv(x)
+        return model.norm(x), x
+
+    program = check(Toy(function, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
+    assert "batch_norm" in ops(program)
+
+
+def test_batch_norm_by_the_images_at_hand_stays():
+    norm = nn.BatchNorm2d(8, track_running_stats=False)
+    program = capture(Toy(lambda m, x: m.norm(m.conv(x)), conv=nn.Conv2d(3, 8, 3), norm=norm).eval(), IMAGES)
+    assert "batch_norm" in ops(program)
+
+
 def test_convolution_used_twice_keeps_its_batch_norms():
     def function(model, x):
         return model.first(model.conv(x)) + model.second(model.conv(-x))

@@ -146,6 +146,48 @@ def test_a_grouped_convolution_after_gelu_takes_the_better_quantizer():
         assert kind in result.ledger[0].left
 
 
+# --- what is searched as one -----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_separate_linears_have_rows_of_their_own():
+    """The row of each says how many scales its own weight has; their one SQNR is that of all."""
+    parts = {"q": nn.Linear(32, 8), "k": nn.Linear(32, 16), "v": nn.Linear(32, 4)}
+    model = Toy(lambda m, x: (m.q(x), m.k(x), m.v(x)), **parts).eval()
+    result = adalog.quantize(model, IMAGES, CONFIG)
+    assert [row.right for row in result.ledger] == [f"8-bit uniform x {size}" for size in (8, 16, 4)]
+    assert len({row.sqnr for row in result.ledger}) == 1
+    calibration = Calibration(model, IMAGES)
+    for names, count in ((["k"], 1), (["q", "v"], 1), (None, 1), ([], 0)):
+        assert len(calibration.search(CONFIG, names)) == count
+    with pytest.raises(ValueError, match="w: no such site"):
+        calibration.search(CONFIG, ["q", "w"])
+
+
+@torch.no_grad()
+def test_a_norm_folds_by_the_rows_that_its_linears_read():
+    """A class token unlike all others: the ranges of the others say nothing of it."""
+
+    def function(m, x):
+        y = x[:, 0]
+        return m.head(m.norm(torch.cat([y[:, :1] * m.gain, y[:, 1:]], dim=1))[:, 0])
+
+    torch.manual_seed(0)
+    gain = nn.Parameter(torch.logspace(-1.5, 1.5, 32))
+    model = Toy(function, norm=nn.LayerNorm(32), head=nn.Linear(32, 10), gain=gain).eval()
+    images = torch.randn(256, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    config = dataclasses.replace(CONFIG, images=256, weight_bits=8, activation_bits=4)
+    folded = adalog.quantize(model, images, config)
+    assert not folded.refusals
+    plain = adalog.quantize(model, images, dataclasses.replace(config, fold_rows=10**6))
+    assert sqnr(folded(images), model(images)) > sqnr(plain(images), model(images)) + 3
+
+
+def test_a_model_without_multiplications_is_refused():
+    with pytest.raises(CalibrationError, match="no multiplication"):
+        adalog.quantize(Toy(lambda _, x: x + 1).eval(), IMAGES, CONFIG)
+
+
 # --- activations that may go either way ------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """What is read from a program: its multiplications, the sources of their operands, LayerNorm pairs and blocks."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -283,6 +284,12 @@ def test_quick_gelu_in_any_order(function):
     source = source_of(lambda m, x: m.fc(function(x)))
     assert source.kind == "quick_gelu"
     assert source.minimum == pytest.approx(-0.16361018963635358, abs=1e-12)
+
+
+def test_silu_in_two_steps_is_silu():
+    source = source_of(lambda m, x: m.fc(x * torch.sigmoid(x)))
+    assert source == dataclasses.replace(source_of(lambda m, x: m.fc(F.silu(x))), node=source.node)
+    assert source.kind == "silu"
 
 
 def test_a_product_of_two_gates_is_no_quick_gelu():

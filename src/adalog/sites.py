@@ -158,15 +158,13 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
         gate = makers.get(gate_ref.name)
         if gate is None or gate.op != "aten.sigmoid.default":
             continue
+        if gate.args[0] == x:
+            return 1.0
         inner = makers.get(gate.args[0].name)
-        if inner is None:
-            continue
-        if inner.op in ("aten.mul.Tensor", "aten.mul.Scalar"):
+        if inner is not None and inner.op in ("aten.mul.Tensor", "aten.mul.Scalar"):
             numbers = [arg for arg in inner.args if isinstance(arg, (int, float))]
             if numbers and x in inner.args:
                 return float(numbers[0])
-        if gate.args[0] == x:
-            return 1.0
     return None
 
 
