@@ -72,13 +72,84 @@ def cost_table() -> str:
     return "\n".join(lines)
 
 
+def realbench_table() -> str:
+    """Top-1 and what it loses to full precision on the real images of realbench.json."""
+    result = json.loads((RESULTS / "realbench.json").read_text())
+    fp32 = result["fp32"]
+    lines = ["| bits | method | top-1 | points lost | agreement with fp32 | McNemar's p | calibration [CPU s] |"]
+    lines.append("|---" * 7 + "|")
+    interval = f"{100 * fp32['top1']:.1f} % ({100 * fp32['low']:.1f}-{100 * fp32['high']:.1f})"
+    lines.append(f"| fp32 | | {interval} | | | | |")
+    for row in result["rows"]:
+        lost = 100 * (fp32["top1"] - row["top1"])
+        cells = (row["bits"].upper(), row["method"], f"{100 * row['top1']:.1f} %", f"{lost:.1f}")
+        cells += (f"{100 * row['agreement']:.1f} %", f"{row['mcnemar_p']:.2g}", f"{row['seconds']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    note = (
+        f"{result['queries']:,} queries, {result['calibration_images']} support images for calibration, seed "
+        f"{result['seed']}, torch {result['machine']['torch']}; figures: `benchmarks/results/realbench.json`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def realbench_sites_table() -> str:
+    """The sites of least SQNR at each of the bits of realbench.json."""
+    rows = json.loads((RESULTS / "realbench.json").read_text())["rows"]
+    lines = ["| bits | method | mean SQNR [dB] | the five sites with the least |", "|---|---|---|---|"]
+    for row in rows:
+        worst = sorted(row["sqnr"], key=row["sqnr"].__getitem__)[:5]
+        told = ", ".join(f"{site} {row['sqnr'][site]:.1f} ({row['left'][site]})" for site in worst)
+        mean = sum(row["sqnr"].values()) / len(row["sqnr"])
+        lines.append(f"| {row['bits'].upper()} | {row['method']} | {mean:.1f} | {told} |")
+    return "\n".join(lines)
+
+
+def golden_table() -> str:
+    """How close `adalog-released` is to the released code, by file, and what `adalog` gains over it."""
+    result = json.loads((RESULTS / "golden.json").read_text())
+    lines = [
+        "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points |",
+        "|---" * 6 + "|",
+    ]
+    for name, row in result["files"].items():
+        cells = (name, row["sites"], f"{row['max_mse_ratio']:.4f}", f"{100 * row['within_0.1_percent']:.0f} %")
+        same = ("yes" if row[key] else "no" for key in ("q_equal", "activation_zero_points_equal"))
+        lines.append("| " + " | ".join(str(cell) for cell in (*cells, *same)) + " |")
+    lines += ["", "| bits | adalog / released, on the calibration images | on held-out noise |", "|---|---|---|"]
+    for bits, gain in result["adalog_over_released"].items():
+        lines.append(f"| {bits.upper()} | {gain['calibration']:.3f} | {gain['held_out']:.3f} |")
+    return "\n".join(lines)
+
+
+def folds_table() -> str:
+    """The error with folded norms over that without, and the same of the head alone, by folds.json."""
+    result = json.loads((RESULTS / "folds.json").read_text())
+    lines = ["| bits | ranges | calibration images | held-out | the head's, held-out |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        for ranges, name in (("own", "a channel's own"), ("shared", "one in deviations")):
+            cells = (f"{row[f'{ranges}_{images}']:.3f}" for images in ("calibration", "held_out"))
+            head = f"{row['sites']['head'][ranges]['held_out']:.2f}"
+            lines.append("| " + " | ".join([f"W{row['bits']}A{row['bits']}", name, *cells, head]) + " |")
+    return "\n".join(lines)
+
+
+TABLES = (
+    ("README.md", "demo table", demo_table),
+    ("docs/cost.md", "cost table", cost_table),
+    ("docs/measured.md", "realbench table", realbench_table),
+    ("docs/measured.md", "realbench sites table", realbench_sites_table),
+    ("docs/measured.md", "golden table", golden_table),
+    ("docs/measured.md", "folds table", folds_table),
+)
+
+
 def spread(value: dict[str, float]) -> str:
     return f"{100 * value['mean']:.2f} ± {100 * value['std']:.2f} %"
 
 
 def main(check: Annotated[bool, typer.Option("--check")] = False) -> None:
     stale = False
-    for place, name, table in (("README.md", "demo table", demo_table), ("docs/cost.md", "cost table", cost_table)):
+    for place, name, table in TABLES:
         text = (ROOT / place).read_text()
         block = f"<!-- {name} -->\n{table()}\n<!-- end -->"
         fresh = re.sub(rf"<!-- {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
