@@ -519,6 +519,19 @@ def test_programs_that_no_model_has(content, change, match):
     refused(rebuilt(content, change), match)
 
 
+def test_an_input_larger_than_all_that_is_computed(content):
+    """Counted too, although nothing of it would be held."""
+
+    def change(header):
+        x, shape = header["inputs"][0][0], [3, 2**20, 2**20]
+        header["inputs"][0][2] = shape
+        header["nodes"] = [["y", "aten.slice.Tensor", [{"ref": x}, 1, 0, 1], {}, ""]]
+        header["nodes"] += [["z", "aten.slice.Tensor", [{"ref": "y"}, 2, 0, 1], {}, ""]]
+        header["output"] = {"ref": "z"}
+
+    refused(rebuilt(content, change), r"takes [0-9,]+ elements; a batch like this may take")
+
+
 @pytest.mark.parametrize("depth", [5_000, 100_000])
 def test_deep_json(content, depth):
     def change(header):
