@@ -350,6 +350,10 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
             ["wrong.safetensors", "--data", "images"],
             "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
         ),
+        (
+            ["out.safetensors", "--data", "some"],
+            "some has 2 subfolders, one a class, and out.safetensors tells 7",
+        ),
         (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
         (
             ["out.safetensors", "--data", "images", "--model", "demo"],
@@ -361,8 +365,9 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
 )
 def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(folder[0])
-    more = folder[0] / "more"
+    more, some = folder[0] / "more", folder[0] / "some"
     if not more.exists():
+        shutil.copytree(folder[0] / "images", some, ignore=shutil.ignore_patterns("*.csv"))
         shutil.copytree(folder[0] / "images", more)
         (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
     code, message = call(monkeypatch, capsys, "evaluate", *arguments)
@@ -433,19 +438,24 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_left_of_an_earlier_run(folder, tmp_path, monkeypatch, capsys, resume):
-    """It is handed on to go on with, or taken away."""
+def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
+    """It is handed on to go on with, and never taken away unasked."""
     partial, given = tmp_path / "out.safetensors.partial", {}
 
     def record(*arguments, **named):
-        given.update(named, there=named["partial"].exists())
+        given.update(named)
         raise ValueError("enough")
 
     monkeypatch.setattr(adalog, "quantize", record)
-    partial.touch()
+    partial.write_text("left")
     arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
-    assert call(monkeypatch, capsys, *arguments) == (2, "error: enough\n")
-    assert (given["partial"], given["there"]) == (partial, resume)
+    code, message = call(monkeypatch, capsys, *arguments)
+    if resume:
+        assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
+    else:
+        told = f"error: {partial} holds the searches of an earlier run: go on with --resume, or remove it\n"
+        assert (code, message, given) == (2, told, {})
+    assert partial.read_text() == "left"
 
 
 def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):

@@ -271,7 +271,9 @@ def quantize(
     ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what OUT.partial holds.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what OUT.partial holds of a run that was stopped.")
+    ] = False,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
@@ -283,10 +285,17 @@ def quantize(
         raise DataError(f"model {model!r} is none of {models.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out)
+    if partial.exists() and not resume:
+        raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
     if data is None and model != "demo":
         raise DataError(f"{model} brings no images: give --data FOLDER, with {images} or more of what it was made for")
-    sample = None if data is None else find_images(data).sample(images, seed)
+    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    if images > len(given):
+        there = len(given)
+        raise DataError(
+            f"{data or model} has {there} images, --images {images} are wanted: give --images {there}, or more"
+        )
     loaded = load_model(model, no_pretrained, checkpoint)
     if loaded.preprocessing is None:
         raise DataError(
@@ -294,13 +303,12 @@ def quantize(
             "the function"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        partial.unlink(missing_ok=True)
     start = time.perf_counter()
     jobs = cores(threads)
     with progress_bar() as progress, quiet():
         watch = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
-        given = demo.calibration_images() if sample is None else sample.load(loaded.preprocessing, jobs=jobs)
+        if isinstance(given, ImageSet):
+            given = given.sample(images, seed).load(loaded.preprocessing, jobs=jobs)
         quantized = adalog.quantize(
             loaded.module.to(place),
             given.to(place),
@@ -381,6 +389,12 @@ def evaluate(
     with waiting(f"try {file}"):
         one = images[[last]] if isinstance(images, Tensor) else images.select([last])
         tried = [run(network.to(place), one) for network in networks]
+        folders = None if queries is None else queries.classes
+        if known is None and folders is not None and len(folders) != tried[0].shape[1]:
+            raise DataError(
+                f"{data} has {len(folders)} subfolders, one a class, and {file} tells {tried[0].shape[1]} classes: a "
+                "class's number is not known; give a CSV file of file,label"
+            )
         if known is None:
             score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
     with progress_bar() as progress, quiet():
