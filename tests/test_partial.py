@@ -234,7 +234,7 @@ print(search_product(left, right, search).sqnr)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["log", "uniform"])
 def test_a_search_keeps_to_its_memory(kind):
-    """The operand, or the output, has 2**25 elements, 128 MiB: a Swin-B's largest at 32 images has half as many again."""
+    """The operand, or the output, has 2**25 elements, 128 MiB: at 32 images a Swin-B has half as many again."""
     result = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, kind], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) > 5

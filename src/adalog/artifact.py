@@ -9,7 +9,8 @@ import errno
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -115,18 +116,23 @@ def write(model: QuantizedModel, path: Path) -> int:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: a temporary one beside it, then a rename.
 
+    A link stays one, and what it leads to is written; a file that was there keeps its mode.
     Raises DataError for a path that cannot be written, and OSError where the disk is full or fails.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".adalog.")
+        _check_target(path)
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.replace(target)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as cause:
         raise write_error(path, cause) from cause
@@ -135,15 +141,26 @@ def write_whole(path: Path, content: bytes) -> None:
 def check_writable(path: Path) -> None:
     """Raise the DataError of `write_whole`, as far as it can be known before there is anything to write."""
     try:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if path.is_dir():
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_target(path)
+        folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
         if not folder.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as cause:
         raise write_error(path, cause) from cause
+
+
+def _check_target(path: Path) -> None:
+    """Raise OSError where what is there already is not a file that may be replaced."""
+    if not path.exists():
+        return
+    if path.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file")
+    if not path.stat().st_mode & 0o222:  # the superuser too is told
+        raise OSError(errno.EACCES, "Write-protected")
 
 
 def write_error(path: Path, cause: OSError) -> Exception:
