@@ -267,6 +267,7 @@ def test_a_full_disk(place):
     assert err.count("\n") == 1
     assert (place / "out.safetensors").read_bytes() == OLD
     assert not list(place.glob(".adalog.*"))
+    (place / "out.safetensors.partial").unlink(missing_ok=True)
 
 
 def test_ctrl_c(place, tmp_path):
