@@ -50,7 +50,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Vision transformers in 3 to 8 bits, by adaptive logarithm quantizers.",
+    help="Vision transformers in 2 to 8 bits, by adaptive logarithm quantizers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
