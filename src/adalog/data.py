@@ -57,7 +57,8 @@ def read_image(path: str | Path) -> Image.Image:
     without a range (float, 32 bits).
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device may never end
+        odd = Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())
+        if odd:  # a pipe or a device may never end
             raise ValueError("not a regular file")
         # Given a path, Pillow maps the file, and scrambles uncompressed TIFFs that are to be turned.
         with Path(path).open("rb") as file, Image.open(file) as image:
