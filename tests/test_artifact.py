@@ -19,7 +19,18 @@ from safetensors.torch import save as to_bytes
 
 import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
-from adalog.artifact import FORMAT, KEY, deserialise, inspect, pack, serialise, sizes, unpack, write_whole
+from adalog.artifact import (
+    FORMAT,
+    KEY,
+    check_writable,
+    deserialise,
+    inspect,
+    pack,
+    serialise,
+    sizes,
+    unpack,
+    write_whole,
+)
 from adalog.config import ReleasedSearch
 from adalog.quantizers import TwinUniformQuantizer
 from strategies import bits, quick
@@ -293,6 +304,47 @@ def test_paths_that_cannot_be_written(tmp_path, make, why):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def write_protected(folder):
+    (folder / "file").write_bytes(b"old")
+    (folder / "file").chmod(0o444)
+    return folder / "file"
+
+
+def a_pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(write_protected, "Write-protected"), (a_pipe, "Not a regular file"), (a_folder, "Is a directory")],
+)
+@pytest.mark.parametrize("write", [check_writable, lambda path: write_whole(path, b"new")])
+def test_what_is_there_and_may_not_be_replaced(tmp_path, make, why, write):
+    path = make(tmp_path)
+    before = path.lstat()
+    with pytest.raises(DataError, match=f"cannot be written: {why}; choose a file in a folder that"):
+        write(path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+
+
+def test_modes_and_links_are_kept(tmp_path):
+    (tmp_path / "by open").touch()
+    write_whole(tmp_path / "new", b"new")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "by open").stat().st_mode  # the umask's
+    (tmp_path / "new").chmod(0o640)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "link").symlink_to(tmp_path / "new")
+    (tmp_path / "far" / "nowhere").symlink_to(tmp_path / "made")
+    for name in ("link", "nowhere"):
+        check_writable(tmp_path / "far" / name)
+        write_whole(tmp_path / "far" / name, b"newer")
+        assert (tmp_path / "far" / name).is_symlink()
+    assert (tmp_path / "new").read_bytes() == (tmp_path / "made").read_bytes() == b"newer"
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.slow
 def test_the_command_line_says_that_a_path_cannot_be_written(content, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
@@ -517,6 +569,19 @@ def unknown_tensor(header):
 )
 def test_programs_that_no_model_has(content, change, match):
     refused(rebuilt(content, change), match)
+
+
+def test_an_input_larger_than_all_that_is_computed(content):
+    """Counted too, although nothing of it would be held."""
+
+    def change(header):
+        x, shape = header["inputs"][0][0], [3, 2**20, 2**20]
+        header["inputs"][0][2] = shape
+        header["nodes"] = [["y", "aten.slice.Tensor", [{"ref": x}, 1, 0, 1], {}, ""]]
+        header["nodes"] += [["z", "aten.slice.Tensor", [{"ref": "y"}, 2, 0, 1], {}, ""]]
+        header["output"] = {"ref": "z"}
+
+    refused(rebuilt(content, change), r"takes [0-9,]+ elements; a batch like this may take")
 
 
 @pytest.mark.parametrize("depth", [5_000, 100_000])

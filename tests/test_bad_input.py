@@ -150,12 +150,12 @@ CASES = [
     slow(quantize(SMALL, "--checkpoint", "none"), "none cannot be read: No such file or directory"),
     # images
     (quantize(SMALL, data="damaged", images=1), "damaged/half.png cannot be read as an image"),
-    (quantize(SMALL, images=8), "8 images are wanted, 7 are there: give more images, or ask for fewer"),
+    (quantize(SMALL, images=8), "images has 7 images, --images 8 are wanted: give --images 7, or more"),
     slow(quantize(SMALL, data="empty"), "empty has no images: give a folder of images"),
     slow(quantize(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
     slow(quantize(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
     slow(["quantize", SMALL], "own.py:small brings no images: give --data FOLDER, with 32 or more"),
-    slow(["quantize", "demo", "--images", 65], "calibration takes 65 images, got 64"),
+    slow(["quantize", "demo", "--images", 65], "demo has 64 images, --images 65 are wanted: give --images 64, or more"),
     # choices
     slow(quantize(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
     slow(quantize(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
@@ -267,6 +267,7 @@ def test_a_full_disk(place):
     assert err.count("\n") == 1
     assert (place / "out.safetensors").read_bytes() == OLD
     assert not list(place.glob(".adalog.*"))
+    (place / "out.safetensors.partial").unlink(missing_ok=True)
 
 
 def test_ctrl_c(place, tmp_path):

@@ -19,6 +19,7 @@ import adalog
 from adalog import Config, Search, artifact, models
 from adalog.cli import main
 from adalog.data import ImageSet, find_images
+from adalog.figures import level_figure
 
 
 def run(*arguments, cwd=None, code=0):
@@ -65,6 +66,31 @@ def test_importing_loads_no_optional_package():
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("out", "why"), [("/dev/full", "No space left on device"), (None, "it is closed"), ("pipe", "Broken pipe")]
+)
+def test_standard_output_that_takes_nothing(quantized, tmp_path, out, why):
+    quantized.save(tmp_path / "file")
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with os.fdopen(pipe if out == "pipe" else os.open("/dev/full", os.O_WRONLY), "wb") as target:
+        result = subprocess.run(
+            [sys.executable, "-m", "adalog", "inspect", tmp_path / "file"],
+            stdout=target,
+            stderr=subprocess.PIPE,
+            preexec_fn=(lambda: os.close(1)) if out is None else None,
+            text=True,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (1, f"failed: standard output cannot be written: {why}\n")
+
+
+def test_a_figure_of_what_has_no_levels(tmp_path):
+    """As where activations stay float."""
+    level_figure([("softmax", torch.rand(50), {})], tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
 def damaged(folder):
     file = folder / "damaged.safetensors"
     file.write_bytes(b"\x10\0\0\0\0\0\0\0{}")
@@ -91,6 +117,13 @@ def damaged(folder):
         (["inspect", "."], "cannot be read: Is a directory"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
         (["demo", "--bits", "w4a4,w1a4"], "weight_bits = 1"),
+        (["demo", "--methods", "adalog,adalog-paper"], "--methods 'adalog-paper' is none of the demo's: uniform, log2"),
+        (["demo", "--out", ".", "--json", "demo-w3a3.safetensors"], "demo-w3a3.safetensors is an input, or an output"),
+        (["quantize", "demo", "-o", "out", "--json", "./out"], "out is an input, or an output of another kind: choose"),
+        (["quantize", "x.py:model", "-o", "x.py"], "x.py is an input, or an output of another kind: choose another"),
+        (["inspect", "missing", "--json", "missing"], "missing is an input, or an output of another kind: choose"),
+        (["evaluate", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
+        (["inspect", "miss\udcff\x1b[2Jing"], "error: miss??[2Jing cannot be read: No such file or directory\n"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, told):
@@ -288,6 +321,7 @@ def test_evaluate_a_folder(folder, monkeypatch, capsys):
     assert told["top1"]["value"] == (first == labels).double().mean().item()
     assert told["top5"]["value"] == (fifth == labels[:, None]).any(1).double().mean().item()
     assert told["top1"]["low"] < told["top1"]["value"] < told["top1"]["high"]
+    assert told["sites"] == artifact.inspect((folder / "out.safetensors").read_bytes())["sites"]
     unknown = ("agreement", "kl", "lost", "gained", "p_value", "reference", "full_precision")
     assert [told[name] for name in unknown] == [None] * 7
     text = say(monkeypatch, capsys, *arguments)
@@ -350,6 +384,10 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
             ["wrong.safetensors", "--data", "images"],
             "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
         ),
+        (
+            ["out.safetensors", "--data", "some"],
+            "some has 2 subfolders, one a class, and out.safetensors tells 7",
+        ),
         (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
         (
             ["out.safetensors", "--data", "images", "--model", "demo"],
@@ -361,8 +399,9 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
 )
 def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(folder[0])
-    more = folder[0] / "more"
+    more, some = folder[0] / "more", folder[0] / "some"
     if not more.exists():
+        shutil.copytree(folder[0] / "images", some, ignore=shutil.ignore_patterns("*.csv"))
         shutil.copytree(folder[0] / "images", more)
         (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
     code, message = call(monkeypatch, capsys, "evaluate", *arguments)
@@ -433,19 +472,32 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_is_left_of_an_earlier_run(folder, tmp_path, monkeypatch, capsys, resume):
-    """It is handed on to go on with, or taken away."""
+def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
+    """It is handed on to go on with, and never taken away unasked."""
     partial, given = tmp_path / "out.safetensors.partial", {}
 
     def record(*arguments, **named):
-        given.update(named, there=named["partial"].exists())
+        given.update(named)
         raise ValueError("enough")
 
     monkeypatch.setattr(adalog, "quantize", record)
-    partial.touch()
+    partial.write_text("left")
     arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
-    assert call(monkeypatch, capsys, *arguments) == (2, "error: enough\n")
-    assert (given["partial"], given["there"]) == (partial, resume)
+    code, message = call(monkeypatch, capsys, *arguments)
+    if resume:
+        assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
+    else:
+        told = f"error: {partial} holds the searches of an earlier run: go on with --resume, or remove it\n"
+        assert (code, message, given) == (2, told, {})
+    assert partial.read_text() == "left"
+
+
+def test_a_name_that_is_no_text(folder, tmp_path, monkeypatch, capsys):
+    """It is written, and told as it can be."""
+    folder, out = folder[0], tmp_path / "out\udcff"
+    arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--method", "uniform"]
+    text = say(monkeypatch, capsys, "quantize", *arguments, "-o", out)
+    assert f"{tmp_path}/out\\udcff: {out.stat().st_size:,} bytes, in " in text
 
 
 def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
@@ -509,6 +561,9 @@ def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
     assert cells.pop("all") == [*(told["bytes"][part] for part in parts), size]
     assert cells["header"] == [0, 0, 0, 0, told["bytes"]["header"]]
     assert sum(counts[-1] for counts in cells.values()) == size == told["total_bytes"]
+    assert {name: sum(counts.values()) for name, counts in told["tensors"].items()} == {
+        name: counts[-1] for name, counts in cells.items() if name != "header"
+    }
     weight = quantized.program.weights["head.weight"]
     outputs = len(weight.codes)
     assert cells["head.weight"][:3] == [-(-weight.codes.numel() * weight.quantizer.bits // 8), 4 * outputs, outputs]

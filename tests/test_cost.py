@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adalog import Calibration, Config
 from adalog.capture import capture
-from adalog.cost import PRODUCT_ROLES, Cost, CostRow, cost
+from adalog.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
+from adalog.program import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
 from zoo import IMAGES, NAMES, captured
 
@@ -177,6 +178,66 @@ def test_the_parts_of_the_file(mixed):
     for part in ("codes", "scale", "zero_point"):
         assert parts[part] == found[part]
     assert found["float"] / 2 <= parts["float"] <= found["float"]
+
+
+# --- what multiplies, and what does not ------------------------------------------------------------------------------
+
+# Moves, comparisons, additions, roots, exponentials and whole numbers.
+FREE = """
+abs add amax amin arange argmax bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min
+col2im constant_pad_nd cos cumsum embedding eq erf exp expand expand_as flatten flip floor full full_like gather ge gt
+hardtanh im2col index index_select le log log_sigmoid log_softmax logical_and logical_not logical_or lt masked_fill max
+max_pool2d maximum meshgrid min minimum movedim narrow ne neg ones ones_like pad permute pixel_shuffle pixel_unshuffle
+relu relu6 repeat repeat_interleave reshape reshape_as roll round rsub select select_scatter sigmoid sign sin slice
+slice_scatter split split_with_sizes sqrt squeeze stack sub sum sym_size t tanh to transpose tril triu unbind unflatten
+unsqueeze upsample_nearest2d where zeros zeros_like
+"""
+
+
+def test_every_operation_is_counted_or_free():
+    counted = {*_MULTIPLICATIONS, *_REDUCING, *PRODUCTS, *FLOAT_PRODUCTS}
+    assert counted <= OPERATIONS
+    free = {op for op in OPERATIONS - counted if op.startswith("aten.")} - {"aten.pow.Scalar"}  # an exponential
+    assert {op.removeprefix("aten.").split(".")[0] for op in free} == set(FREE.split())
+
+
+class Functions(nn.Module):
+    def forward(self, x):
+        x = torch.nn.functional.rms_norm(x, (8,)) + torch.nn.functional.elu(x) + x.square() + torch.rsqrt(x.abs() + 1)
+        return nn.functional.glu(x) + x.std(-1, correction=1, keepdim=True)
+
+
+def test_multiplications_of_functions():
+    found = cost(capture(Functions(), torch.randn(2, 5, 8)), [(5, 8)])
+    names = ("rms_norm", "elu", "square", "rsqrt", "glu", "std")
+    assert [sum(counts(found, name)) for name in names] == [3 * 40, 40, 40, 40, 20, 40]
+
+
+class Computed(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.abs(), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "macs"),
+    [
+        (nn.Conv1d(4, 6, 3, groups=2), (4, 9), 6 * 7 * 2 * 3),
+        (nn.Conv3d(2, 3, (1, 2, 3), padding=(0, 0, 1)), (2, 4, 5, 6), 3 * 4 * 4 * 6 * 2 * 6),
+        (nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (4, 5, 7), 4 * 5 * 7 * 3 * 9),
+        (Computed(), (5, 8), 5 * 8 * 3),
+    ],
+)
+def test_products_that_are_no_sites(layer, shape, macs):
+    """They multiply float32 numbers, and so are MACs of 32 by 32 bits."""
+    program = capture(layer.eval(), torch.randn(2, *shape))
+    (row,) = cost(program, [shape]).products
+    assert (row.count, row.left_bits, row.right_bits) == (macs, 32, 32)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        program.run((torch.randn(3, *shape),))
+    assert 2 * 3 * macs == counter.get_total_flops()
 
 
 # --- convolutions, shapes, totals ------------------------------------------------------------------------------------

@@ -583,3 +583,26 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
     fill(tmp_path / "bare", "1.png")
     with pytest.raises(DataError, match=r"bare has no labels: lay it out as a subfolder a class, or with a CSV file"):
         find_support(tmp_path / "all", tmp_path / "bare")
+
+
+def test_labels_of_other_folders_are_not_mixed(tmp_path):
+    """The rank of a folder's name says which class it is among the same folders only."""
+    fill(tmp_path / "data", "cat/1.png", "dog/2.png")
+    fill(tmp_path / "same", "cat/3.png", "dog/4.png")
+    fill(tmp_path / "other", "ant/5.png", "cat/6.png", "dog/7.png")
+    images, known = find_support(tmp_path / "data", tmp_path / "same")
+    assert images.classes == known.classes == ("cat", "dog")
+    assert images.select([1]).classes == ("cat", "dog")
+    with pytest.raises(DataError, match="have not the same subfolders, one a class: only one of them has ant; give"):
+        find_support(tmp_path / "data", tmp_path / "other")
+    (tmp_path / "other" / "labels.csv").write_text("file,label\nant/5.png,7\n")
+    images, known = find_support(tmp_path / "data", tmp_path / "other")
+    assert (known.labels, known.classes) == ((7,), None)
+
+
+@pytest.mark.parametrize("name", ["x.png", "labels.csv"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    fill(tmp_path, "a.png")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}.*not a regular file"):
+        find_images(tmp_path).load(Preprocessing())

@@ -472,5 +472,5 @@ def test_the_command_line_refuses_another_models_file(bases, tmp_path):
     words = [sys.executable, "-m", "adalog", "evaluate", "some.file"]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert run.stderr.startswith("error: the model takes (B, 4, 6) of torch.float32; got (")
+    assert run.stderr.startswith("error: some.file is not of the bundled model, whose images are the only ones here")
     assert run.stderr.count("\n") == 1

@@ -95,6 +95,20 @@ def test_another_file_is_not_touched(tmp_path, content):
     assert path.read_bytes() == content
 
 
+UNIFORM = {"dtype": "float32", "kind": "uniform", "bits": 4, "shape": [1], "scale": [1.0], "zero_point": [0]}
+
+
+def line(**changes):
+    """A file of one search, after these changes of it."""
+    fields = {"name": "a", "left": UNIFORM, "right": None, "sqnr": 1.0, "fold": None} | changes
+    return b'{"searches": "these"}\n' + json.dumps(fields).encode() + b"\n"
+
+
+def test_a_line_as_it_is_is_read(tmp_path):
+    (tmp_path / "partial").write_bytes(line())
+    assert Partial(tmp_path / "partial", "these").get("a")[0].left.bits == 4
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -103,6 +117,13 @@ def test_another_file_is_not_touched(tmp_path, content):
         b'{"searches": "these"}\n[1]\n',
         b'{"searches": "these"}\n{"name": "a", "left": {"kind": "Nothing"}, "right": null, "sqnr": 1, "fold": null}\n',
         b"\xff\xfe\n",
+        line(left=1),
+        line(left=UNIFORM | {"scale": [-1.0]}),
+        line(left=UNIFORM | {"zero_point": [16]}),
+        line(left=UNIFORM | {"bits": "4"}),
+        line(left=UNIFORM | {"dtype": ["float32"]}),
+        line(sqnr="high"),
+        line(fold=[{"dtype": "float32", "shape": 1, "values": [1.0]}, 2]),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, content):

@@ -1,4 +1,4 @@
-"""adalog: post-training quantization of vision transformers to 3 to 8 bits with adaptive logarithm quantizers."""
+"""adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers."""
 
 __version__ = "0.1.0"
 

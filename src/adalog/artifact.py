@@ -9,7 +9,8 @@ import errno
 import json
 import math
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -115,18 +116,23 @@ def write(model: QuantizedModel, path: Path) -> int:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: a temporary one beside it, then a rename.
 
+    A link stays one, and what it leads to is written; a file that was there keeps its mode.
     Raises DataError for a path that cannot be written, and OSError where the disk is full or fails.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".adalog.")
+        _check_target(path)
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
+            if target.exists():
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            temporary.replace(target)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as cause:
         raise write_error(path, cause) from cause
@@ -135,15 +141,26 @@ def write_whole(path: Path, content: bytes) -> None:
 def check_writable(path: Path) -> None:
     """Raise the DataError of `write_whole`, as far as it can be known before there is anything to write."""
     try:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if path.is_dir():
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_target(path)
+        folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
         if not folder.is_dir():
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as cause:
         raise write_error(path, cause) from cause
+
+
+def _check_target(path: Path) -> None:
+    """Raise OSError where what is there already is not a file that may be replaced."""
+    if not path.exists():
+        return
+    if path.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file")
+    if not path.stat().st_mode & 0o222:  # the superuser too is told
+        raise OSError(errno.EACCES, "Write-protected")
 
 
 def write_error(path: Path, cause: OSError) -> Exception:
@@ -185,7 +202,7 @@ def serialise(model: QuantizedModel) -> bytes:
         ],
         "output": _encode(program.output),
         "nodes": [_encode_node(node) for node in program.nodes],
-        "quantizers": {name: _encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
+        "quantizers": {name: encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
         "weights": shapes,
         "dtypes": {name: _dtype_name(value) for name, value in program.tensors.items()},
     }
@@ -232,7 +249,8 @@ def _encode_node(node: Node) -> list[Any]:
     return [node.name, node.op, _encode(node.args), kwargs, node.scope]
 
 
-def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+    """A quantizer as JSON, all but its type of number."""
     scale = _decimals(quantizer.scale)
     fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
     if isinstance(quantizer, UniformQuantizer):
@@ -245,7 +263,8 @@ def _encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
 
 def _decimals(values: Tensor) -> list[float]:
     """The shortest that read back the same."""
-    return [float(str(value)) for value in values.reshape(-1).numpy()]
+    values = values.float() if values.dtype == torch.bfloat16 else values  # which numpy does not have
+    return [float(str(value)) for value in values.cpu().reshape(-1).numpy()]
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -383,7 +402,7 @@ def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Qu
     weights = {name: _decode_weight(name, entry, stored) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     _check(weights.keys() <= tensors.keys(), "a weight is not among the tensors")
-    quantizers = {name: _decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
+    quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
     inputs, example = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode(header["output"])
@@ -499,19 +518,20 @@ def _check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -
     _check(codes, f"{name} has a zero point that is not a whole number from 0 to {2**bits - 1}")
 
 
-def _decode_quantizer(name: str, fields: Mapping[str, Any]) -> Quantizer:
+def decode_quantizer(name: str, fields: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Quantizer:
+    """The quantizer that JSON describes, with numbers of this type. Raises ArtifactError for one that cannot be."""
     bits = fields["bits"]
     _check(_is_whole(bits, MIN_BITS, MAX_BITS), f"quantizer {name} has {bits!r} bits")
     _check_shape(f"quantizer {name}", fields["shape"])
-    scale = torch.tensor(fields["scale"], dtype=torch.float32).reshape(fields["shape"])
+    scale = torch.tensor(fields["scale"], dtype=dtype).reshape(fields["shape"])
     if fields["kind"] == "uniform":
-        zero_point = torch.tensor(fields["zero_point"], dtype=torch.float32).reshape(fields["shape"])
+        zero_point = torch.tensor(fields["zero_point"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, scale, zero_point, bits)
         return UniformQuantizer(scale, zero_point, bits)
     _check(fields["kind"] in ("log", "twin"), f"quantizer {name} is of the unknown kind {fields['kind']!r}")
     _check_parameters(name, scale, torch.zeros_like(scale), bits)
     if fields["kind"] == "twin":
-        negative = torch.tensor(fields["negative_scale"], dtype=torch.float32).reshape(fields["shape"])
+        negative = torch.tensor(fields["negative_scale"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, negative, torch.zeros_like(negative), bits)
         return TwinUniformQuantizer(scale, negative, bits)
     choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}

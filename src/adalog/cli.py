@@ -7,9 +7,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from io import StringIO
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ import adalog
 from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo, models, report
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images, find_support
+from adalog.errors import printable
 from adalog.evaluate import Share, classify_by_nearest, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
@@ -33,6 +34,10 @@ from adalog.quantize import sample_images
 
 class Interrupted(Exception):
     """Ctrl-C, in place of what typer would make of it."""
+
+
+class OutputError(Exception):
+    """Standard output that takes no more."""
 
 
 class Commands(TyperGroup):
@@ -45,7 +50,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Vision transformers in 3 to 8 bits, by adaptive logarithm quantizers.",
+    help="Vision transformers in 2 to 8 bits, by adaptive logarithm quantizers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -68,20 +73,44 @@ DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cu
 
 def main() -> None:
     """The entry point: turns what the package refuses into one line on stderr and an exit code."""
+    if sys.stdout is None:
+        console.print("[bold red]failed:[/] standard output cannot be written: it is closed")
+        sys.exit(1)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may be no text
     torch.set_num_threads(1)  # sites and batches run side by side instead, which scales better and never waits in spins
     try:
         app()
     except (AdalogError, ValueError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        complain("error", str(error))
         sys.exit(2)
+    except OutputError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write would fail once more
+        complain("failed", str(error))
+        sys.exit(1)
     except (Interrupted, KeyboardInterrupt):
         console.print("interrupted")
         sys.exit(1)
     except Exception as error:
-        console.print(
-            f"[bold red]failed:[/] {type(error).__name__}: {escape(str(error))}", soft_wrap=True, highlight=False
-        )
+        complain("failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
+
+
+def complain(how: str, why: str) -> None:
+    console.print(f"[bold red]{how}:[/] {escape(printable(why))}", soft_wrap=True, highlight=False)
+
+
+def say(*results: str | Table) -> None:
+    """Print results, each on lines of its own."""
+    try:
+        for result in results:
+            if isinstance(result, str):
+                sys.stdout.write(f"{result}\n")
+            else:
+                Console().print(result)
+        sys.stdout.flush()
+    except OSError as cause:
+        raise OutputError(f"standard output cannot be written: {cause.strerror}") from cause
 
 
 @contextmanager
@@ -129,22 +158,34 @@ def emit_json(result: Any, target: str | None) -> None:
     """Write to a file, whole or not at all, or to stdout for '-'."""
     if target is None:
         return
-    text = json.dumps(result, indent=1) + "\n"
+    text = json.dumps(result, indent=1)
     if target == "-":
-        sys.stdout.write(text)
+        say(text)
         return
-    artifact.write_whole(Path(target), text.encode())
+    artifact.write_whole(Path(target), f"{text}\n".encode())
+
+
+def source_of(target: str | None) -> str | None:
+    """The file that is named by a model's or an artifact's name, if any."""
+    if target is None or not models.is_model(target):
+        return target
+    file, _, _ = target.rpartition(":")
+    return file if file.endswith(".py") else None
 
 
 def share(value: Share | None) -> float | None:
     return None if value is None else value.value
 
 
-def check_outputs(*paths: Path | str | None) -> None:
-    """Before the long part: whether what comes of it can be written."""
+def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
+    """Before the long part: whether what comes of it can be written, each to a file that is not used otherwise."""
+    used = {os.path.realpath(path) for path in reads if path is not None}
     for path in paths:
         if path is not None and path != "-":
             artifact.check_writable(Path(path))
+            if os.path.realpath(path) in used:
+                raise DataError(f"{path} is an input, or an output of another kind: choose another file")
+            used.add(os.path.realpath(path))
 
 
 def find_device(name: str) -> torch.device:
@@ -175,7 +216,7 @@ def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> model
 def demo_command(
     out: Annotated[Path, typer.Option(help="Folder for the artifacts and the figure.")] = Path("adalog-demo"),
     bits: Annotated[str, typer.Option(help="Comma-separated bits, widest first.")] = ",".join(DEMO_BITS),
-    methods: Annotated[str, typer.Option(help="Comma-separated methods.")] = ",".join(DEMO_METHODS),
+    methods: Annotated[str, typer.Option(help="Comma-separated, some of the default.")] = ",".join(DEMO_METHODS),
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
@@ -184,7 +225,11 @@ def demo_command(
     jobs = cores(threads)
     names = methods.split(",")
     plans = [(method, Config.preset(width, method)) for width in bits.split(",") for method in names]
-    check_outputs(out / "levels.png", json_out)
+    odd = [name for name in names if name not in DEMO_METHODS]
+    if odd:
+        raise ValueError(f"--methods {odd[0]!r} is none of the demo's: {', '.join(DEMO_METHODS)}")
+    artifacts = {out / f"demo-{config.bits}.safetensors" for method, config in plans if method == "adalog"}
+    check_outputs(out / "levels.png", *artifacts, json_out)
     model = demo.load_model()
     images, labels = demo.test_images()
     rows: list[dict[str, Any]] = []
@@ -232,10 +277,9 @@ def demo_command(
         progress.update(part, description="figure")
         _demo_figure(calibration, dict(plans[-len(names) :]), out / "levels.png")
     if json_out != "-":
-        Console().print(table)
-        console.print(
-            f"wrote {', '.join(str(path) for path in sorted(out.iterdir()))}", soft_wrap=True, highlight=False
-        )
+        say(table)
+        written = printable(", ".join(str(path) for path in sorted(out.iterdir())))
+        console.print(f"wrote {escape(written)}", soft_wrap=True, highlight=False)
     emit_json({"fp32": {"top1": share(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
 
 
@@ -250,7 +294,8 @@ def _demo_figure(calibration: Calibration, configs: dict[str, Config], path: Pat
     for role, source, label in (("av", "softmax", "softmax"), ("linear", "gelu", "GELU")):
         site = [site for site in calibration.sites if site.role == role and site.left_source.kind == source][2]
         suffix = "left" if role == "av" else "input"
-        quantizers = {name: model.program.quantizers[f"{site.name}.{suffix}"] for name, model in made.items()}
+        found = {name: model.program.quantizers.get(f"{site.name}.{suffix}") for name, model in made.items()}
+        quantizers = {name: quantizer for name, quantizer in found.items() if quantizer is not None}
         panels.append((f"post-{label}: {site.name}", calibration.operand(site.left), quantizers))
     level_figure(panels, path)
 
@@ -271,7 +316,9 @@ def quantize(
     ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what OUT.partial holds.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what OUT.partial holds of a run that was stopped.")
+    ] = False,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
@@ -282,11 +329,18 @@ def quantize(
     if not models.is_model(model):
         raise DataError(f"model {model!r} is none of {models.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
-    check_outputs(out, partial, json_out)
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
+    if partial.exists() and not resume:
+        raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
     if data is None and model != "demo":
         raise DataError(f"{model} brings no images: give --data FOLDER, with {images} or more of what it was made for")
-    sample = None if data is None else find_images(data).sample(images, seed)
+    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    if images > len(given):
+        there = len(given)
+        raise DataError(
+            f"{data or model} has {there} images, --images {images} are wanted: give --images {there}, or more"
+        )
     loaded = load_model(model, no_pretrained, checkpoint)
     if loaded.preprocessing is None:
         raise DataError(
@@ -294,13 +348,12 @@ def quantize(
             "the function"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        partial.unlink(missing_ok=True)
     start = time.perf_counter()
     jobs = cores(threads)
     with progress_bar() as progress, quiet():
         watch = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
-        given = demo.calibration_images() if sample is None else sample.load(loaded.preprocessing, jobs=jobs)
+        if isinstance(given, ImageSet):
+            given = given.sample(images, seed).load(loaded.preprocessing, jobs=jobs)
         quantized = adalog.quantize(
             loaded.module.to(place),
             given.to(place),
@@ -315,8 +368,7 @@ def quantize(
     size = quantized.save(out)
     partial.unlink(missing_ok=True)
     if json_out != "-":
-        print(quantized.summary())
-        print(f"{out}: {size:,} bytes, in {seconds:.1f} s")
+        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
     told = {"file": str(out), "bytes": size, "method": method, "seconds": round(seconds, 3)}
     emit_json(told | artifact.describe(quantized), json_out)
 
@@ -342,7 +394,7 @@ def evaluate(
     json_out: JsonOption = None,
 ) -> None:
     """Judge an artifact: top-1 and top-5, and how far it is from the full-precision model."""
-    check_outputs(json_out)
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
     place, jobs = find_device(device), cores(threads)
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
@@ -381,6 +433,12 @@ def evaluate(
     with waiting(f"try {file}"):
         one = images[[last]] if isinstance(images, Tensor) else images.select([last])
         tried = [run(network.to(place), one) for network in networks]
+        folders = None if queries is None else queries.classes
+        if known is None and folders is not None and len(folders) != tried[0].shape[1]:
+            raise DataError(
+                f"{data} has {len(folders)} subfolders, one a class, and {file} tells {tried[0].shape[1]} classes: a "
+                "class's number is not known; give a CSV file of file,label"
+            )
         if known is None:
             score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
     with progress_bar() as progress, quiet():
@@ -389,9 +447,10 @@ def evaluate(
     result = score(answers[0], labels, *answers[1:])
     full = None if labels is None or reference is None else score(answers[1], labels)
     if json_out != "-":
-        print(report.judgement(str(file), result, reference, full))
+        say(report.judgement(str(file), result, reference, full))
     told = {"file": str(file), "reference": reference, **dataclasses.asdict(result)}
-    emit_json(told | {"full_precision": None if full is None else dataclasses.asdict(full)}, json_out)
+    told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
+    emit_json(told | {"sites": artifact.describe(quantized)["sites"]}, json_out)  # SQNRs on the calibration images
 
 
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: models.LoadedModel | None) -> Preprocessing:
@@ -436,7 +495,7 @@ def inspect(
     json_out: JsonOption = None,
 ) -> None:
     """Say what an artifact holds: its sites, their bits, its bytes by part; or what a model would have of them."""
-    check_outputs(json_out)
+    check_outputs(json_out, reads=(source_of(target), checkpoint))
     if models.is_model(target):
         if by_bytes:
             raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
@@ -444,20 +503,17 @@ def inspect(
         with waiting(f"capture {target}"):
             told = models.inspect(loaded)
         if json_out != "-":
-            Console().print(report.census_table(told))
-            print(report.census_lines(told))
+            say(report.census_table(told), report.census_lines(told))
         emit_json(told, json_out)
         return
     refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
     if json_out != "-":
         quantized: QuantizedModel = artifact.deserialise(content, target)
-        if by_bytes:
-            Console().print(report.bytes_table(content))
-        else:
-            print(quantized.summary())
-        print(f"{report.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all")
-    emit_json(artifact.inspect(content, target), json_out)
+        sums = f"{report.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
+        say(report.bytes_table(content) if by_bytes else quantized.summary(), sums)
+    told = artifact.inspect(content, target)
+    emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)
 
 
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
@@ -473,7 +529,7 @@ def cost_command(
     json_out: JsonOption = None,
 ) -> None:
     """Count what one image costs: multiplications, FixOPs, BOPs and bytes, by operation."""
-    check_outputs(json_out)
+    check_outputs(json_out, reads=(source_of(target), checkpoint))
     if models.is_model(target):
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capture {target}"):
@@ -485,6 +541,6 @@ def cost_command(
         program, inputs = quantized.program, [list(value.shape[1:]) for value in quantized.example]
     result = cost(program, inputs)
     if json_out != "-":
-        Console().print(report.cost_table(f"{target}, inputs {' and '.join(map(str, inputs))}", result))
-        print(report.cost_lines(result))
+        title = f"{target}, inputs {' and '.join(map(str, inputs))}"
+        say(report.cost_table(title, result), report.cost_lines(result))
     emit_json({"target": target, "inputs": inputs, **result.to_json()}, json_out)

@@ -16,25 +16,31 @@ from torch import Tensor
 from adalog.errors import ProgramError
 from adalog.program import FAKE_QUANTIZE, Node, Program, aten
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.sites import Site, find_sites
+from adalog.sites import Site, find_refused, find_sites
 
 FLOAT_BITS = 32
 BOPS_PER_FIXOP = 64
 PRODUCT_ROLES = ("linear", "conv", "qk", "av")
 
-# Float multiplications and divisions an element of the result. Roots, exponentials and erf count as none.
+# Float multiplications and divisions an element of the result. Roots, exponentials (sigmoid, tanh, ... too) and erf
+# count as none.
 _MULTIPLICATIONS = {
     **dict.fromkeys(aten("mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode reciprocal.default"), 1),
-    **dict.fromkeys(aten("layer_norm.default group_norm.default"), 3),  # the square, 1 / deviation, the weight
+    **dict.fromkeys(aten("square.default rsqrt.default prelu.default glu.default elu.default"), 1),
+    # The square, 1 / deviation, the weight.
+    **dict.fromkeys(aten("layer_norm.default group_norm.default instance_norm.default rms_norm.default"), 3),
     **dict.fromkeys(aten("batch_norm.default softmax.int pow.Tensor_Scalar"), 1),
     "aten.gelu.default": 3,  # x / sqrt(2), x times it, 1 / 2
     **dict.fromkeys(aten("silu.default mish.default leaky_relu.default hardsigmoid.default"), 1),
-    "aten.hardswish.default": 2,
-    **dict.fromkeys(aten("mean.dim mean.default avg_pool2d.default"), 1),
+    **dict.fromkeys(aten("hardswish.default softplus.default"), 2),
+    **dict.fromkeys(aten("mean.dim mean.default avg_pool1d.default avg_pool2d.default"), 1),
     **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
+    # n taps along each of n rows, then n across: as they are where an image grows.
+    **dict.fromkeys(aten("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec"), 6),
+    **dict.fromkeys(aten("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec"), 20),
 }
 # The same, an element of what is reduced.
-_REDUCING = aten("var.correction linalg_vector_norm.default")
+_REDUCING = aten("var.correction std.correction linalg_vector_norm.default")
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
     """
     plain, sources = _without_quantizers(program)
     values = _values(plain, input_shapes)
-    sites = {site.node.name: site for site in find_sites(plain)}
+    sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
     quantizers = _quantizers(program)
     weights = {name: sum(_tensor_bytes(program, name).values()) for name in program.tensors}
     rows: list[CostRow] = []
@@ -195,7 +201,8 @@ def _product_rows(
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
     left, right = (_bits(quantizer) for quantizer in operands)
-    yield CostRow(site.name, site.role, count, left, right, weight_bytes)
+    role = "conv" if site.role.startswith("conv") else site.role
+    yield CostRow(site.name, role, count, left, right, weight_bytes)
     if any(isinstance(quantizer, LogQuantizer) for quantizer in operands):
         yield CostRow(site.name, "shift", count)
     if None not in operands:
@@ -211,9 +218,10 @@ def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[Cost
 
 def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
     """Products with padding count, as they are in a plain implementation."""
-    right = values[site.right]
-    depth = right[0].numel() if site.role == "conv" else values[site.left].shape[-1]
-    return values[site.node.name].numel() * depth
+    left, right, result = (values[name] for name in (site.left, site.right, site.node.name))
+    if site.role.startswith("conv_transpose"):  # every input meets all that is stored for its channel
+        return left.numel() * right[0].numel()
+    return result.numel() * (right[0].numel() if site.role.startswith("conv") else left.shape[-1])
 
 
 def _quantizers(program: Program) -> dict[str, Quantizer]:

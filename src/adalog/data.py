@@ -57,6 +57,9 @@ def read_image(path: str | Path) -> Image.Image:
     without a range (float, 32 bits).
     """
     try:
+        odd = Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())
+        if odd:  # a pipe or a device may never end
+            raise ValueError("not a regular file")
         # Given a path, Pillow maps the file, and scrambles uncompressed TIFFs that are to be turned.
         with Path(path).open("rb") as file, Image.open(file) as image:
             # Pillow only warns up to twice its limit.
@@ -192,10 +195,14 @@ def side_before_crop(side: int, crop_share: float) -> int:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Image files, in an order that is the same on every machine, with their classes where these are known."""
+    """Image files, in an order that is the same on every machine, with their classes where these are known.
+
+    classes: the names that labels are the ranks of, where these are folders; labels of a CSV file are just numbers.
+    """
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...] | None = None
+    classes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.labels is not None and len(self.labels) != len(self.paths):
@@ -208,7 +215,7 @@ class ImageSet:
         """These images only, in this order."""
         chosen = list(indices)
         labels = None if self.labels is None else tuple(self.labels[index] for index in chosen)
-        return ImageSet(tuple(self.paths[index] for index in chosen), labels)
+        return ImageSet(tuple(self.paths[index] for index in chosen), labels, self.classes)
 
     def sample(self, count: int, seed: int) -> "ImageSet":
         """`count` of the images, drawn without replacement with `seed`. Raises DataError where there are fewer."""
@@ -285,13 +292,14 @@ def find_images(folder: str | Path) -> ImageSet:
     if empty:  # dropping it might shift the labels of those behind it, and so might keeping it
         raise DataError(f"{folder / empty[0]} has no images, so it is not clear what the classes are: remove it")
     pairs = [(folder / name / image, label) for label, name in enumerate(classes) for image in classes[name]]
-    return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs))
+    return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs), tuple(classes))
 
 
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
     """The images of a folder without those of `support`, a folder in it or elsewhere, and these, which have labels.
 
-    Raises DataError as `find_images` does, and where either of them has no images, or the support no labels.
+    Raises DataError as `find_images` does, and where either of them has no images, the support no labels, or the two
+    not the same folders of classes.
     """
     images = find_images(data)
     if support is None:
@@ -308,6 +316,12 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
         raise DataError(f"{support} has no labels: lay it out as a subfolder a class, or with a CSV file of file,label")
     if not len(images):
         raise DataError(f"{data} has no images but those of {support}: give the images to be judged too")
+    if images.classes is not None and known.classes is not None and images.classes != known.classes:
+        odd = sorted(set(images.classes) ^ set(known.classes))
+        raise DataError(
+            f"{data} and {support} have not the same subfolders, one a class: only one of them has "
+            f"{', '.join(odd[:3])}; give both the same, or a CSV file of file,label each"
+        )
     return images, known
 
 
@@ -324,6 +338,8 @@ def _images(names: Sequence[str]) -> list[str]:
 
 def _read_table(folder: Path, table: Path) -> ImageSet:
     """The images and labels that a CSV file names."""
+    if not table.is_file():
+        raise DataError(f"{table} is not a regular file: remove it")
     try:
         with table.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines)

@@ -25,9 +25,13 @@ class DataError(AdalogError):
     """Images or labels that cannot be read, outputs they cannot judge, or a path that cannot be written."""
 
 
+def printable(text: str) -> str:
+    """The text on one line; what does not print, and a terminal may obey, is a question mark."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.splitlines()))
+
+
 def one_line(cause: Exception) -> str:
     """What an exception says, on one line of at most 300 printable characters; with its kind if it is not ours."""
     first = (str(cause).strip().splitlines() or [""])[0]
-    text = first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": ")
-    text = "".join(character if character.isprintable() else "?" for character in text)
+    text = printable(first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": "))
     return text if len(text) <= 300 else f"{text[:297]}..."

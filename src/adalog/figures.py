@@ -36,7 +36,7 @@ def level_figure(panels: Sequence[tuple[str, Tensor, Mapping[str, Quantizer]]], 
     for axis, (title, values, quantizers) in zip(axes, panels, strict=True):
         sample = values.flatten().numpy()
         top = float(np.quantile(sample, 0.9999))
-        top = max(top, *(float(levels_of(quantizer).max()) for quantizer in quantizers.values()))
+        top = max([top, *(float(levels_of(quantizer).max()) for quantizer in quantizers.values())])
         axis.hist(sample, bins=200, range=(float(sample.min()), top), color="#BBBBBB", log=True, label="activations")
         floor, ceiling = axis.get_ylim()
         step = (np.log10(ceiling) - np.log10(max(floor, 0.5))) * 0.11

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.artifact import write_error
+from adalog.artifact import decode_quantizer, encode_quantizer, write_error
 from adalog.calibrate import Found
-from adalog.errors import DataError
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.errors import ArtifactError, DataError
+from adalog.quantizers import Quantizer
 
 Fold = tuple[Tensor, Tensor] | None
 
-_KINDS = {kind.__name__: kind for kind in (UniformQuantizer, LogQuantizer, TwinUniformQuantizer)}
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
@@ -44,7 +43,7 @@ class Partial:
             )
         try:
             self._found.update(_read(line) for line in lines[1:])
-        except (LookupError, TypeError, ValueError, RuntimeError) as cause:
+        except (ArtifactError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as cause:
             raise DataError(f"{path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
         if len(whole) < len(content):
             os.truncate(path, len(whole))
@@ -58,7 +57,7 @@ class Partial:
     def add(self, name: str, found: Found, fold: Fold) -> None:
         folded = None if fold is None else [_plain(part) for part in fold]
         sides = {"left": _fields(found.left), "right": _fields(found.right)}
-        self._append({"name": name, **sides, "sqnr": found.sqnr, "fold": folded})
+        self._append({"name": name, **sides, "sqnr": float(found.sqnr), "fold": folded})
 
     def _append(self, line: Any) -> None:
         try:
@@ -71,14 +70,20 @@ class Partial:
 
 
 def _read(line: dict[str, Any]) -> tuple[str, tuple[Found, Fold]]:
-    found = Found(_quantizer(line["left"]), _quantizer(line["right"]), line["sqnr"])
+    name, sqnr = line["name"], line["sqnr"]
+    if not isinstance(name, str) or not isinstance(sqnr, float):
+        raise TypeError(f"the name {name!r} has the SQNR {sqnr!r}")
+    found = Found(_quantizer(name, line["left"]), _quantizer(name, line["right"]), sqnr)
     fold = None if line["fold"] is None else (_tensor(line["fold"][0]), _tensor(line["fold"][1]))
-    return line["name"], (found, fold)
+    return name, (found, fold)
+
+
+def _dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _plain(value: Tensor) -> dict[str, Any]:
-    dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(value.shape), "values": value.double().reshape(-1).tolist()}
+    return {"dtype": _dtype_name(value), "shape": list(value.shape), "values": value.double().reshape(-1).tolist()}
 
 
 def _tensor(plain: dict[str, Any]) -> Tensor:
@@ -86,17 +91,8 @@ def _tensor(plain: dict[str, Any]) -> Tensor:
 
 
 def _fields(quantizer: Quantizer | None) -> dict[str, Any] | None:
-    if quantizer is None:
-        return None
-    fields = {name: getattr(quantizer, name) for name in quantizer.__dataclass_fields__}
-    plain = {name: _plain(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
-    return {"kind": type(quantizer).__name__, **plain}
+    return None if quantizer is None else {"dtype": _dtype_name(quantizer.scale), **encode_quantizer(quantizer)}
 
 
-def _quantizer(fields: dict[str, Any] | None) -> Quantizer | None:
-    if fields is None:
-        return None
-    values: dict[str, Any] = {
-        name: _tensor(value) if isinstance(value, dict) else value for name, value in fields.items()
-    }
-    return _KINDS[values.pop("kind")](**values)
+def _quantizer(name: str, fields: dict[str, Any] | None) -> Quantizer | None:
+    return None if fields is None else decode_quantizer(name, fields, _DTYPES[fields["dtype"]])

@@ -230,11 +230,11 @@ class Program:
         """Run on the shapes and types of the inputs alone, without data: takes a millisecond for about seven nodes.
 
         Raises ProgramError where an operation cannot take its arguments, a quantizer does not have the shape for its
-        value, or the values held at once are more than `MAX_ELEMENTS` an image.
+        value, or the values held at once, inputs among them, are more than `MAX_ELEMENTS` an image.
         """
         limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))
         last_uses = iter(self._last_uses())
-        held: dict[str, int] = {}
+        held = dict(zip(self.inputs, map(_elements, inputs), strict=False))
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             held[node.name] = _elements(result)
