@@ -308,9 +308,9 @@ def _where(node: Node) -> str:
 
 
 def _elements(value: Any) -> int:
-    """Of a tensor or a tuple of tensors; a size counts nothing."""
+    """Of a tensor or a tuple of tensors, one of 8 bytes as two; a size counts nothing."""
     if isinstance(value, Tensor):
-        return max(value.numel(), _PER_TENSOR)
+        return max(value.numel() * max(1, value.element_size() // 4), _PER_TENSOR)
     return sum(_elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
 
 
