@@ -25,10 +25,11 @@ def demo_table() -> str:
         cells = (row["bits"].upper(), row["method"], spread(row["top1"]), spread(row["agreement"]))
         size = f"{row['bytes']['mean'] / 1e6:.2f} MB"
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in (*cells, size)) + " |")
-    machine = result["machine"]
+    machine, seeds = result["machine"], result["seeds"]
+    draws = f"Mean ± standard deviation over {len(seeds)} draws" if len(seeds) > 1 else f"One draw (seed {seeds[0]})"
     note = (
-        f"Mean ± standard deviation over {len(result['seeds'])} draws of {result['calibration_images']} calibration "
-        f"images, on {result['images']:,} test images (one top-1 has a standard error of about 0.7 points). "
+        f"{draws} of {result['calibration_images']} calibration images, on {result['images']:,} test images (one top-1 "
+        "has a standard error of about 0.7 points). "
         f"Measured with torch {machine['torch']}; figures: `benchmarks/results/demo.json`."
     )
     lines += ["", note]
@@ -144,7 +145,8 @@ TABLES = (
 
 
 def spread(value: dict[str, float]) -> str:
-    return f"{100 * value['mean']:.2f} ± {100 * value['std']:.2f} %"
+    deviation = f" ± {100 * value['std']:.2f}" if value["std"] else ""
+    return f"{100 * value['mean']:.2f}{deviation} %"
 
 
 def main(check: Annotated[bool, typer.Option("--check")] = False) -> None:
