@@ -19,6 +19,7 @@ Rounding = Literal["log", "nearest"]
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 32  # of an operand that is not quantized
 _PART_ELEMENTS = 1 << 18
+_TABLE_BINS = 1 << 20
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -129,6 +130,10 @@ def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
     drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
     lowest, highest = cuts[-1] / 2, cuts[0] * 2
     first, last = (int(edge.view(integer)) >> drop for edge in (lowest, highest))
+    if last - first > _TABLE_BINS:  # close cuts over many octaves, which no search finds
+        values = x.clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())
+        ascending = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16).flip(0).to(x.device)
+        return len(thresholds) - torch.searchsorted(ascending, values.contiguous(), out_int32=True)
     upper_edges = ((torch.arange(first, last + 1, dtype=integer) + 1) << drop).view(x.dtype)
     sure = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
     passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0)]).to(torch.int32)
