@@ -223,7 +223,13 @@ class Program:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
                 raise ValueError(f"makes {count} tensors of one")
-        return resolve(node.op)(*args, **kwargs)
+        function = resolve(node.op)
+        if node.op.startswith("aten."):  # PyTorch takes a number for a type, and dies of one that names none
+            named = zip((argument.name for argument in function._schema.arguments), args, strict=False)  # type: ignore[attr-defined]
+            types = [value for name, value in (*named, *kwargs.items()) if name == "dtype"]
+            if not all(value is None or isinstance(value, torch.dtype) for value in types):
+                raise TypeError(f"takes a type, not {types}")
+        return function(*args, **kwargs)
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
