@@ -53,6 +53,16 @@ def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
     return model.eval()
 
 
+def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[str, Any]]]:
+    """The model, the calibration images and the settings by name."""
+    (weights,) = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(weights)
+    settings = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    some = next(iter(settings.values()))["hyperparameters"]
+    heads = len(some["blocks.0.attn.matmul1.A_quantizer"]["scale"])
+    return load_vit(tensors, heads), tensors["images"], settings
+
+
 def layer_name(searched: Searched) -> str:
     """As the released code calls it."""
     name, role = searched.sites[0].name, searched.sites[0].role
@@ -105,12 +115,7 @@ def main(
     golden: Annotated[Path, typer.Option()], json_out: Annotated[Path | None, typer.Option("--json")] = None
 ) -> None:
     torch.set_num_threads(1)
-    (weights,) = sorted(golden.glob("*.safetensors"))
-    tensors = load_file(weights)
-    settings = {path.stem: json.loads(path.read_text()) for path in sorted(golden.glob("*.json"))}
-    some = next(iter(settings.values()))["hyperparameters"]
-    model = load_vit(tensors, heads=len(some["blocks.0.attn.matmul1.A_quantizer"]["scale"]))
-    images = tensors["images"]
+    model, images, settings = load_folder(golden)
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     other = mean + std * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     calibration, held_out = Calibration(model, images), Calibration(model, other)
