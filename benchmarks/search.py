@@ -29,7 +29,6 @@ from there; start with an empty one where the library has changed.
 """
 
 import ctypes
-import gc
 import json
 import math
 import multiprocessing
@@ -63,7 +62,7 @@ from direct import Direct
 from provenance import geometric_mean, kept, machine
 
 RESULTS = Path(__file__).parent / "results"
-EQUAL = Search(steps=5, rounds=3)  # the first grid and 5 steps are the released code's 6
+SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6
 CHEAP = Search(init=(4, 2), keep=1, steps=0, rounds=1)
 IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # of --scaling
 BASE = {"images": 32, "width": 192, "points": 128}
@@ -143,7 +142,6 @@ def resident_bytes(field: str) -> int | None:
 
 def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
     """What it costs: {"seconds", "peak_rss_bytes"}, seconds of the processor. Memory kept from before is given back."""
-    gc.collect()
     library, reset = ctypes.CDLL(None), Path("/proc/self/clear_refs")
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
@@ -227,7 +225,7 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
         "direct": next(cost for left, cost in runs if left is reference.left),  # of the format that won
         "irreducible_flops": irreducible_flops(reference.left, reference.right),
     }
-    for kind, search in {"equal": EQUAL, "default": Search()}.items():
+    for kind, search in SEARCHES.items():
         left, right = replace(reference.left), replace(reference.right)  # new ones, that know nothing
         cost, found = measured(partial(search_product, left, right, search))
         pairs = zip(errors(found), theirs, strict=True)
@@ -345,9 +343,14 @@ def block_seconds(images: int, width: int, points: int, seed: int, config: Confi
     torch.manual_seed(seed)
     model = VisionTransformer(embed_dim=width, depth=1, num_heads=width // 64, num_classes=1000).eval()
     calibration = Calibration(model, smooth_noise(images, (224, 224), seed), seed=seed)
-    first = 2 ** ((points.bit_length()) // 2)
-    search = replace(config.search, init=(first, points // first), keep=points // 8)
+    search = replace(config.search, init=first_points(points), keep=points // 8)
     return measured(lambda: calibration.search(replace(config, search=search)))[0]["seconds"]
+
+
+def first_points(points: int) -> tuple[int, int]:
+    """A grid of so many points, a power of 2, as square as they go: 16 x 8 of 128."""
+    first = int(2 ** (points.bit_length() // 2))
+    return first, points // first
 
 
 def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, figure: Path) -> dict[str, Any]:
@@ -367,7 +370,7 @@ def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, fig
                 run = partial(block_seconds, **sizes, seed=seed, config=config)
                 seconds.append(kept(path, key | sizes, run))
                 progress.advance(task)
-            found[axis] = {"values": values, "seconds": seconds, "exponent": exponent(values, seconds)}
+            found[axis] = {"values": list(values), "seconds": seconds, "exponent": exponent(values, seconds)}
     draw(found, figure)
     return {"base": BASE, "axes": found, "exponents": {axis: row["exponent"] for axis, row in found.items()}}
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import golden
-from adalog import Calibration, Config
+from adalog import Calibration, Config, released
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from direct import Direct
 
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
@@ -35,15 +37,21 @@ class Head(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def search():
-    """Every product's quantizers under some choices; the head, behind a block that is not stored, on its own input."""
+def parts():
+    """The model and its images; the head, behind a block that is not stored, on its own input."""
     tensors = load_file(FOLDER / "tiny_vit.safetensors")
     codes, values = tensors["image_codes"].long(), tensors["image_values"]
     images = torch.stack([values[channel][codes[:, channel]] for channel in range(3)], dim=1)
     model = golden.load_vit({**tensors, "images": images}, heads=2)
-    head = Calibration(Head(model), tensors["features"])
+    head = Head(model)
     model.head = nn.Identity()
-    body = Calibration(model, images)
+    return [(model, images), (head, tensors["features"])]
+
+
+@pytest.fixture(scope="module")
+def search(parts):
+    """Every product's quantizers under some choices."""
+    body, head = (Calibration(*part) for part in parts)
     return lambda config: body.search(config) + head.search(config)
 
 
@@ -60,6 +68,17 @@ def test_released_search_gives_the_released_outputs(search, name):
     else:
         assert row["max_mse_ratio"] <= 1.03
     assert row["q_equal"]
+    assert golden.passes(content, row)
+
+
+@every_setting
+def test_the_direct_search_gives_the_released_outputs(parts, name):
+    """The reference that the library's search is timed against."""
+    content, config = SETTINGS[name], golden.released_config(SETTINGS[name])
+    with mock.patch.object(released, "search_product", Direct().search_product):
+        found = [searched for part in parts for searched in Calibration(*part).search(config)]
+    row = golden.compare(content, found)
+    assert row["sites"] == 8
     assert golden.passes(content, row)
 
 
