@@ -133,10 +133,10 @@ def keep_memory() -> None:
             library.mallopt(parameter, 1 << 30)
 
 
-def resident_bytes(field: str) -> int | None:
-    """VmRSS, what is resident now, or VmHWM, the most that was; None where the system does not say."""
+def peak_bytes() -> int | None:
+    """The most that was resident; None where the system does not say."""
     status = Path("/proc/self/status")
-    found = re.search(rf"^{field}:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
+    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
     return None if found is None else 1024 * int(found[1])
 
 
@@ -151,7 +151,7 @@ def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
     start = time.process_time()
     result = run()
     seconds = time.process_time() - start
-    return {"seconds": seconds, "peak_rss_bytes": resident_bytes("VmHWM") if peak else None}, result
+    return {"seconds": seconds, "peak_rss_bytes": peak_bytes() if peak else None}, result
 
 
 def least_seconds(run: Callable[[], object], times: int = 3) -> float:
@@ -248,7 +248,7 @@ def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, 
     keep_memory()
     forward, gflops = forward_seconds(case), gemm_gflops()
     calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
-    before, rows, done = resident_bytes("VmRSS"), {}, set()
+    before, rows, done = measured(lambda: None)[0]["peak_rss_bytes"], {}, set()
     with progress_bar() as progress:
         task = progress.add_task("sites", total=len(calibration.sites))
         for site in calibration.sites:
@@ -319,7 +319,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
 
         adalog.quantize(case.model, case.images, config, seed=seed, progress=watch)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    peak = resident_bytes("VmHWM")
+    peak = peak_bytes()
     forward = forward_seconds(case)
     start = time.process_time()
     calibration = Calibration(case.model, case.images)

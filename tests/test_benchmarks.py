@@ -17,7 +17,7 @@ from adalog.demo.model import DemoViT
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 
-SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=2))
+SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
 
 
 def normal(*shape, seed=0):
@@ -141,8 +141,8 @@ def test_own_losses_are_those_of_the_values(keep, monkeypatch):
 def case():
     torch.manual_seed(0)
     model = DemoViT(width=16, depth=1, heads=2).eval()
-    images = normal(8, 3, 32, 32, seed=1)
-    return benchmark.Case(model, images[:4], images[4:])
+    images = normal(4, 3, 32, 32, seed=1)
+    return benchmark.Case(model, images[:2], images[2:])
 
 
 def test_both_released_searches_find_the_same(case):
@@ -157,8 +157,8 @@ def test_both_released_searches_find_the_same(case):
         assert one.mean_square_error() == pytest.approx(other.mean_square_error(), rel=1e-3)
         if isinstance(one.found.left, LogQuantizer):
             assert one.found.left.q == other.found.left.q
-    # A float image: 1 round of weights. Else 2 rounds of 2 steps, for both sides; q first where that is searched.
-    linear, softmax, gelu = 2 * 2 * 256, 2 * (128 + 256), 2 * (3 * 128 + 256)
+    # A float image: weights alone. Else 2 steps for both sides; q first where that is searched.
+    linear, softmax, gelu = 2 * 256, 128 + 256, 3 * 128 + 256
     assert counted.candidates == 256 + 7 * linear + softmax + gelu
 
 
@@ -225,7 +225,7 @@ def test_the_whole_model_is_measured(case, monkeypatch):
     monkeypatch.setattr(benchmark, "load_case", lambda *_: case)
     quick = Config(search=Search(steps=0))
     monkeypatch.setattr(benchmark.Config, "preset", staticmethod(lambda bits: quick))
-    result = benchmark.quantize_whole("demo", 0, 4, None, 0, "w4a4")
+    result = benchmark.quantize_whole("demo", 0, 2, None, 0, "w4a4")
     assert result["cpu_seconds"] > 0
     assert result["wall_seconds"] > 0
     assert result["floor"]["product_flops"] > 0

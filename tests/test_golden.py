@@ -71,7 +71,9 @@ def test_released_search_gives_the_released_outputs(search, name):
     assert golden.passes(content, row)
 
 
-@every_setting
+@pytest.mark.parametrize(
+    "name", [name if name == "w3a3" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
 def test_the_direct_search_gives_the_released_outputs(parts, name):
     """The reference that the library's search is timed against."""
     content, config = SETTINGS[name], golden.released_config(SETTINGS[name])
@@ -154,6 +156,18 @@ def test_the_command_takes_another_layout(folder):
     assert set(result["adalog_over_released"]) == {"w5a5"}
     by_site = result["adalog_over_released_by_site"]["w5a5"].values()
     assert result["adalog_over_released"]["w5a5"]["calibration"] == golden.geometric_mean(list(by_site))
+
+
+@pytest.mark.slow
+def test_the_direct_search_is_checked_by_command(folder):
+    words = [sys.executable, str(Path(golden.__file__).with_name("search.py")), "--golden", str(folder)]
+    done = subprocess.run([*words, "--json", str(folder / "direct")], check=False, capture_output=True, text=True)
+    result = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert result == json.loads((folder / "direct").read_text())
+    assert result["ok"] is True
+    assert set(result["files"]) == {"some", "other"}
+    assert all(row["sites"] == 8 for row in result["files"].values())
 
 
 def corrupt_error(content):
