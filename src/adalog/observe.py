@@ -68,7 +68,7 @@ class Observed:
     parts, each with all images in batches: of `memory`, 3/8 hold the values of one part, 3/8 those from which the next
     part starts (where these are more, it starts from an earlier part's or from the images), 1/4 a batch. So parts that
     are asked for in their order cost one forward in all, an earlier one than the last starts anew. A need of more than
-    its 3/8, or of more scratch than `memory`, keeps every n-th row or image, n sharing no factor with their number.
+    its 3/8, or of more scratch than `memory`, keeps every n-th row, image or window, n sharing no factor with an image's.
 
     A batch's values are those of the images in one batch, up to rounding: of two images it is tried, part by part,
     that they have alone what they have together, in the place that the images' number tells; a part in which they have
@@ -114,6 +114,10 @@ class Observed:
         found = (number for number, part in enumerate(self._parts) if computed <= part.names)
         return next(found, 0) if not computed else _one(found, computed)
 
+    def stride(self, names: Collection[str]) -> int:
+        """Of how many rows, images or windows of these one is kept."""
+        return self._parts[self.part(names)].stride
+
     def seen(self, names: Collection[str]) -> Chunk:
         """These values, which some need asks for together, on the images; or of what is kept of them.
 
@@ -152,17 +156,17 @@ class Observed:
         rows = min(value[..., 0].numel() for value in shapes.values())
         places = [(shapes[name].ndim - axis[0], axis[1]) for name in need.names if (axis := self._axes.get(name))]
         if need.rows:
-            count = math.prod(value[..., 0].numel() for value in shapes.values())
+            each = math.prod(max(1, value[..., 0].numel() // self._count) for value in shapes.values())
         else:
-            count = self._count * places[0][1] if len(set(places)) == 1 else 0
-        most = next(stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, count) == 1)
+            each = places[0][1] if len(set(places)) == 1 else 0  # of which every stride but 1 is a multiple
+        most = next(stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1)
         if least > most:
             wanted = 2 * (max(self._bytes(need.names) * 8 // 3, need.scratch) // most + 4)
             raise ValueError(
                 f"memory = {2 * memory:,} bytes are too few for the search of {' and '.join(sorted(need.names))}, "
                 f"{', '.join(str(tuple(value.shape)) for value in shapes.values())}: give {wanted:,} or more"
             )
-        return coprime(least, count)
+        return coprime(least, each)
 
     def _cut(self, parts: Sequence[_Part], memory: int) -> list[_Part]:
         """The parts with their ends and cuts; sets the batch and how long each value lives."""

@@ -175,7 +175,7 @@ class Calibration:
         """
         inputs = batched(images)
         self.images = tuple(value for value in inputs if isinstance(value, Tensor))
-        if not all(bool(torch.isfinite(value).all()) for value in self.images):
+        if not all(bool(torch.isfinite(image).all()) for value in self.images for image in value):
             raise CalibrationError("the calibration images hold NaN or infinite values")
         self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
@@ -267,7 +267,8 @@ class Calibration:
         for value in self.images:
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             content.update(_bytes(value))
-        content.update(repr((config.to_json(), adalog.__version__, torch.__version__)).encode())
+        strides = [self._observed.stride(need.names) for need in self._needs.values()]
+        content.update(repr((config.to_json(), strides, adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
 
     def _placed(self, found: Found, fold: Fold) -> tuple[Found, Fold]:
@@ -419,8 +420,8 @@ class Calibration:
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bytes(value: Tensor) -> memoryview:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:
