@@ -22,12 +22,13 @@ Chunk = dict[str, Tensor]  # what the rest of a program reads, of some of the im
 
 @dataclass(frozen=True)
 class Need:
-    """Values that are asked for together.
+    """Values that are asked for together, for a site's sake.
 
     rows: whether each row (all dimensions but the last) says something by itself, so that any may be left out; else
     whole images or windows are, the same ones of every value. scratch: bytes that the work on all of it takes besides.
     """
 
+    site: str
     names: frozenset[str]
     rows: bool
     scratch: int
@@ -49,8 +50,7 @@ class _Part:
 
 def measured(program: Program, images: Sequence[Tensor], count: int | None = None) -> dict[str, Any]:
     """Every value of a program on so many images, or on all, without data: tensors on the meta device, and sizes."""
-    made = dict(program.tensors)
-    made = {name: value.to("meta") for name, value in made.items()}
+    made = {name: value.to("meta") for name, value in program.tensors.items()}
     inputs = [value.new_empty((count or len(value), *value.shape[1:]), device="meta") for value in images]
     values: dict[str, Any] = {**made, **dict(zip(program.inputs, inputs, strict=True))}
 
@@ -65,17 +65,18 @@ class Observed:
     """The values of a program on images, by name, of which about `memory` bytes are held at a time.
 
     Where all values of all needs fit, one forward of all images gives them, and they stay. Else the program runs in
-    parts, each with all images in batches: of `memory`, 3/8 hold the values of one part, 3/8 those from which the next
+    parts, each with all images in batches: 3/8 of the memory hold the values of one part, 3/8 those from which the next
     part starts (where these are more, it starts from an earlier part's or from the images), 1/4 a batch. So parts that
-    are asked for in their order cost one forward in all, an earlier one than the last starts anew. A need of more than
-    its 3/8, or of more scratch than `memory`, keeps every n-th row, image or window, n sharing no factor with an image's.
+    are asked for in order cost one forward in all; a part before the last one starts anew. A need of more than its 3/8,
+    or of more scratch than `memory`, keeps every n-th row, image or window, n sharing no factor with an image's number.
 
-    A batch's values are those of the images in one batch, up to rounding: of two images it is tried, part by part,
-    that they have alone what they have together, in the place that the images' number tells; a part in which they have
-    not runs all images at once. The inputs and tensors are not counted: they are the caller's.
+    Batches give what all images at once give, up to rounding. Of two images it is tried, part by part, that they have
+    alone what they have together, at the place that their number tells; a part in which they have not (it mixes images,
+    or puts them in a dimension inside another) runs all at once. Inputs and tensors are not counted: they are the
+    caller's, as is what it holds on to of what it has `seen`. Threads may ask at the same time.
 
-    shapes: `measured`, of all images. Raises ValueError where fewer than 1,024 rows of a need would be left, and, as
-    values are asked for, CalibrationError where one is not finite. Threads may ask at the same time.
+    shapes: `measured`, of all images. Raises ValueError where fewer than 1,024 rows of a need would be left, and
+    CalibrationError, as values are asked for, where one is not finite.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Observed:
         self._images: Chunk = dict(zip(program.inputs, images, strict=True))
         self._home = dict.fromkeys((*program.inputs, *program.tensors), 0)
         self._home |= {node.name: index + 1 for index, node in enumerate(program.nodes)}
-        self._sizes: dict[int, dict[str, int]] = {}
+        self._sizes = {self._count: _integers(shapes)}  # by number of images
         self._axes: dict[str, tuple[int, int] | None] = {}
         self._lasts: dict[str, int] = {}
         self._batch = self._count
@@ -99,7 +100,7 @@ class Observed:
         for need in needs:
             names = need.names.difference(program.tensors)
             other = together.get(names, need)
-            together[names] = Need(names, need.rows and other.rows, max(need.scratch, other.scratch))
+            together[names] = Need(other.site, names, need.rows and other.rows, max(need.scratch, other.scratch))
         self._parts = self._divided(list(together.values()), memory)
         self._wanted = frozenset[str]().union(*(part.names for part in self._parts))
         self._lock = Lock()
@@ -111,18 +112,17 @@ class Observed:
     def part(self, names: Collection[str]) -> int:
         """The number of the part that has all of these; parts are best asked for in order."""
         computed = set(names) - self._program.tensors.keys()
-        found = (number for number, part in enumerate(self._parts) if computed <= part.names)
-        return next(found, 0) if not computed else _one(found, computed)
+        for number, part in enumerate(self._parts):
+            if computed <= part.names:
+                return number
+        raise KeyError(", ".join(sorted(computed)))
 
     def stride(self, names: Collection[str]) -> int:
         """Of how many rows, images or windows of these one is kept."""
         return self._parts[self.part(names)].stride
 
     def seen(self, names: Collection[str]) -> Chunk:
-        """These values, which some need asks for together, on the images; or of what is kept of them.
-
-        What the caller holds on to is held besides the memory of this.
-        """
+        """What is kept of these values, which some need asks for together."""
         with self._lock:
             number = self.part(names)
             if number != self._now:
@@ -162,9 +162,10 @@ class Observed:
         most = next(stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1)
         if least > most:
             wanted = 2 * (max(self._bytes(need.names) * 8 // 3, need.scratch) // most + 4)
+            shown = " and ".join(str(tuple(value.shape)) for value in shapes.values())
             raise ValueError(
-                f"memory = {2 * memory:,} bytes are too few for the search of {' and '.join(sorted(need.names))}, "
-                f"{', '.join(str(tuple(value.shape)) for value in shapes.values())}: give {wanted:,} or more"
+                f"memory = {2 * memory:,} bytes are too few for {need.site}, which reads {shown}: "
+                f"give {wanted:,} or more"
             )
         return coprime(least, each)
 
@@ -181,7 +182,6 @@ class Observed:
             for name in later:
                 self._lasts[name] = max(self._lasts.get(name, 0), first)
         change, barred = ([0] * (len(self._program.nodes) + 2) for _ in range(2))
-        peak = 0
         for name, last in self._lasts.items():
             if self._home[name]:
                 value = self._shapes[name]
@@ -189,15 +189,17 @@ class Observed:
                     counts[self._home[name]] += amount
                     counts[last + 1] -= amount
         live, several = list(accumulate(change)), list(accumulate(barred))
+        cuts = [min(gap, key=lambda position: (several[position], live[position])) for gap in gaps]
+        kept = [not several[cut] and live[cut] <= memory * 3 // 8 for cut in cuts[:-1]] + [False]
+        # A batch's values while it runs, where it starts, and what is taken from it.
         peak = max(live[index] + _size(self._shapes[node.name]) for index, node in enumerate(self._program.nodes))
+        peak += max(live[cut] if keep else 0 for cut, keep in zip(cuts, kept, strict=True))
         peak += max(self._bytes(part.names) for part in parts)
         self._batch = min(self._count, max(2, memory * self._count // (4 * peak)))
-        result = []
-        for part, end, gap in zip(parts, ends, gaps, strict=True):
-            cut = min(gap, key=lambda position: (several[position], live[position]))
-            kept = part is not parts[-1] and not several[cut] and live[cut] <= memory * 3 // 8
-            result.append(replace(part, end=end, cut=cut if kept else None))
-        return result
+        return [
+            replace(part, end=end, cut=cut if keep else None)
+            for part, end, cut, keep in zip(parts, ends, cuts, kept, strict=True)
+        ]
 
     def _bytes(self, names: Iterable[str]) -> int:
         return sum(_size(self._shapes[name]) for name in names if self._home[name])
@@ -218,31 +220,19 @@ class Observed:
         if part.cut is not None:
             self._checkpoint = self._beginning  # an error on the way starts anew
         queue, following = deque(chunks), list[Chunk]()
-        del chunks
-        values = {name: self._kept(name, self._images[name], part, 0) for name in part.names & self._images.keys()}
-        filled = dict.fromkeys(made, 0)
+        del chunks  # so that each is freed as it has been read
+        values = {name: self._thinned(name, self._images[name], part, 0) for name in part.names & self._images.keys()}
         before = 0
         while queue:
             chunk = queue.popleft()
             result = self._run(start, stop, chunk, {*made, *live})
-            for name in made:
-                piece = self._kept(name, result[name], part, before)
-                if not alike:
-                    values[name] = piece if part.stride == 1 else piece.clone()
-                    continue
-                dim = self._dimension(name, part)
-                if dim is None:
-                    values.setdefault(name, piece)
-                    continue
-                if name not in values:
-                    values[name] = self._empty(name, part, piece, dim)
-                values[name].narrow(dim, filled[name], piece.shape[dim]).copy_(piece)
-                filled[name] += piece.shape[dim]
             if part.cut is not None:
-                given = {name: chunk[name] for name in self._program.inputs}
-                shared = following[0] if following else {}
-                kept = {name: shared[name] if self._is_shared(name) and shared else _own(result[name]) for name in live}
-                following.append(given | kept)
+                following.append({name: chunk[name] for name in self._program.inputs})
+                for name in live:
+                    shared = alike and self._axes[name] is None
+                    following[-1][name] = following[0][name] if shared and before else _own(result[name])
+            for name in made:
+                self._place(name, result.pop(name), part, before, alike, values)
             before += self._images_of(chunk)
             del result  # or it would be held beside the next batch's
         if part.cut is not None:
@@ -289,8 +279,7 @@ class Observed:
 
     def _sizes_of(self, count: int) -> dict[str, int]:
         if count not in self._sizes:
-            values = measured(self._program, list(self._images.values()), count)
-            self._sizes[count] = {name: value for name, value in values.items() if isinstance(value, int)}
+            self._sizes[count] = _integers(measured(self._program, list(self._images.values()), count))
         return self._sizes[count]
 
     def _live(self, position: int) -> list[str]:
@@ -324,40 +313,41 @@ class Observed:
             result[name] = chunks[0][name] if axis is None else torch.cat([chunk[name] for chunk in chunks], axis[0])
         return result
 
-    def _is_shared(self, name: str) -> bool:
-        return name in self._axes and self._axes[name] is None
+    def _counted(self, name: str, part: _Part) -> tuple[int, int] | None:
+        """The dimension that counts what is kept of a value, or left out, and how many an image has of it."""
+        if part.stride > 1 and part.rows:
+            return 0, self._shapes[name][..., 0].numel() // self._count
+        return self._axes.get(name)
 
-    def _dimension(self, name: str, part: _Part) -> int | None:
-        """The one that counts what is kept: rows, images or windows; None where all images share the value."""
-        axis = self._axes[name]
-        return None if axis is None else 0 if part.stride > 1 and part.rows else axis[0]
-
-    def _kept(self, name: str, value: Tensor, part: _Part, before: int) -> Tensor:
+    def _thinned(self, name: str, value: Tensor, part: _Part, before: int) -> Tensor:
         """What is kept of a value of some images, if so many others went before; the same whatever the batch."""
-        if part.stride == 1 or self._is_shared(name):
+        counted = self._counted(name, part)
+        if part.stride == 1 or counted is None:
             return value
-        axis = self._axes.get(name)
-        if axis is None and not part.rows:
-            return value
-        dim, each = axis or (0, 0)
+        dim, each = counted
         if part.rows:
-            each = self._shapes[name][..., 0].numel() // self._count
-            value, dim = value.movedim(dim, 0).reshape(-1, value.shape[-1]), 0
-        return value[(slice(None),) * dim + (slice(-(before * each) % part.stride, None, part.stride),)]
+            axis = self._axes.get(name)
+            value = value.movedim(axis[0] if axis else 0, 0).reshape(-1, value.shape[-1])
+        return value[(slice(None),) * dim + (slice(-before * each % part.stride, None, part.stride),)]
 
-    def _empty(self, name: str, part: _Part, piece: Tensor, dim: int) -> Tensor:
-        """For the pieces of all images."""
-        shape = self._shapes[name]
-        if part.stride == 1:
-            return torch.empty_like(shape, device=piece.device)
-        count = shape[..., 0].numel() if part.rows else shape.shape[dim]
-        return piece.new_empty((*piece.shape[:dim], -(-count // part.stride), *piece.shape[dim + 1 :]))
+    def _place(self, name: str, value: Tensor, part: _Part, before: int, alike: bool, values: Chunk) -> None:
+        """Put what is kept of a batch's value where it belongs among that of all images."""
+        piece, counted = self._thinned(name, value, part, before), self._counted(name, part)
+        if not alike or counted is None:  # it is of all images already
+            values[name] = piece if part.stride == 1 else piece.clone()
+            return
+        dim, each = counted
+        if name not in values and part.stride == 1:  # lies in memory as that of all images at once does
+            values[name] = torch.empty_like(self._shapes[name], device=piece.device)
+        elif name not in values:
+            shape = list(piece.shape)
+            shape[dim] = -(-self._count * each // part.stride)
+            values[name] = piece.new_empty(shape)
+        values[name].narrow(dim, -(-before * each // part.stride), piece.shape[dim]).copy_(piece)
 
 
-def _one(numbers: Iterable[int], names: Collection[str]) -> int:
-    for number in numbers:
-        return number
-    raise KeyError(", ".join(sorted(names)))
+def _integers(values: Mapping[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 def _size(value: Any) -> int:

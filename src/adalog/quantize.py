@@ -198,7 +198,7 @@ class Calibration:
         if group.first.role in ("qk", "av"):
             read.add(group.first.right)
         rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
-        return Need(frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
+        return Need(group.first.name, frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
 
     @torch.no_grad()
     def quantize(
