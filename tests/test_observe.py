@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from adalog import Calibration, CalibrationError, Config, Search, artifact
+from adalog import Calibration, CalibrationError, Config, DataError, Search, artifact
 from adalog.capture import capture
 from adalog.observe import Need, Observed, measured
 from adalog.program import Program
@@ -104,7 +104,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [1.5, 0.7, 0.45])
+@pytest.mark.parametrize("share", [1.5, 0.45])
 def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     program = MODELS[name]()
     seen = observed(program, [IMAGES], int(size_of(program, [IMAGES]) * share))
@@ -120,10 +120,10 @@ def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     assert (max(numbers) == 0) is (share > 1)
 
 
-@pytest.mark.parametrize(("name", "share"), [("demo", 0.3), ("demo", 0.1), ("timm_swin", 0.2), ("timm_swin", 0.08)])
+@pytest.mark.parametrize(("name", "share"), [("demo", 0.4), ("demo", 0.1), ("timm_swin", 0.2)])
 def test_no_more_is_held_than_the_memory(name, share):
     program = MODELS[name]()
-    images = torch.cat([IMAGES] * 4)[:130]
+    images = torch.cat([IMAGES] * 3)[:97]
     memory = int(size_of(program, [images]) * share)
     seen = observed(program, [images], memory)
     needs = needs_of(program)
@@ -249,9 +249,9 @@ def test_what_batches_cannot_give_is_computed_at_once(mixed):
 def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     """The same ones as of all images at once; of a product's operands, the same windows."""
     program = MODELS[name]()
-    images = torch.cat([IMAGES] * 4)[:130]
+    images = torch.cat([IMAGES] * 3)[:97]
     expected = at_once(program, [images])
-    seen = observed(program, [images], size_of(program, [images]) // 10)
+    seen = observed(program, [images], size_of(program, [images]) // 8)
     strides = set()
     for need in needs_of(program):
         stride = seen.stride(need.names)
@@ -264,21 +264,22 @@ def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
 
 
 def test_too_little_memory_is_told_with_how_much_is_enough():
-    model = zoo.make("demo")
-    with pytest.raises(
-        ValueError, match=r"memory = 1,000,000 bytes are too few for patch_embed.conv1, which .*: give"
-    ) as told:
-        Calibration(model, IMAGES, memory=10**6)
-    enough = 10**6
-    while told is not None:  # of one site after the other
-        more = int(str(told.value).split("give ")[1].split(" ")[0].replace(",", ""))
-        assert more > enough
-        enough, told = more, None
+    """Twice what is for values, since as much is for temporaries."""
+    program = MODELS["demo"]()
+    memory, told = 10**5, []
+    for _ in needs_of(program):
         try:
-            Calibration(model, IMAGES, memory=enough)
+            observed(program, [IMAGES], memory)
+            break
         except ValueError as error:
-            told = pytest.ExceptionInfo.from_exception(error)
-    assert enough < 10**7
+            told.append(str(error))
+            more = int(told[-1].split("give ")[1].split(" ")[0].replace(",", "")) // 2
+            assert more > memory
+            memory = more
+    assert told[0].startswith(
+        "memory = 200,000 bytes are too few for patch_embed.conv2, which reads (33, 16, 32, 32): "
+    )
+    assert memory < size_of(program, [IMAGES]) / 2
 
 
 def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():
@@ -294,34 +295,46 @@ def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():
             seen.seen(last.names)
 
 
-@pytest.mark.parametrize("name", ["demo", "timm_swin"])
-def test_the_artifact_does_not_depend_on_the_memory(name, tmp_path):
-    """As long as no rows have to be left out, nor on how many sites are searched at once."""
-    model = zoo.make(name)
-    wanted = artifact.serialise(Calibration(model, IMAGES).quantize(CONFIG))
-    memory = {"demo": 9_600_000, "timm_swin": 27_000_000}[name]
-    calibration = Calibration(model, IMAGES, memory=memory)
-    found = calibration.search(CONFIG, [calibration.sites[-1].name])  # in another order first
-    result = calibration.quantize(CONFIG, jobs=2, partial=tmp_path / "partial")
-    assert artifact.serialise(result) == wanted
-    assert result.ledger[-1].sqnr == found[0].found.sqnr
-    (judged,) = [calibration.judge(one, CONFIG) for one in found]
-    assert judged.mean_square_error() == found[0].mean_square_error()
-    again = Calibration(model, IMAGES, memory=1 << 30).quantize(CONFIG, partial=tmp_path / "partial")
-    assert again.ledger == result.ledger
+@pytest.mark.parametrize(
+    ("name", "count", "memory"),
+    [("demo", 9, 2_700_000), pytest.param("timm_swin", 33, 27_000_000, marks=pytest.mark.slow)],
+)
+def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_path):
+    """As long as no rows have to be left out; up to rounding, on which a convolution's batch has a say."""
+    model, images, config = zoo.make(name), IMAGES[:count], replace(CONFIG, images=count)
+    wanted = Calibration(model, images).quantize(config)
+    calibration = Calibration(model, images, memory=memory)
+    assert len(calibration._parts()) > 2
+    last = calibration.sites[-1].name
+    (found,) = calibration.search(config, [last])  # in another order first
+    result = calibration.quantize(config, jobs=2, partial=tmp_path / "partial")
+    assert [row.site for row in result.ledger] == [row.site for row in wanted.ledger]
+    for row, whole in zip(result.ledger, wanted.ledger, strict=True):
+        assert row.sqnr == pytest.approx(whole.sqnr, abs=0.01)
+    assert result.ledger[-1].sqnr == found.found.sqnr
+    assert calibration.judge(found, config).mean_square_error() == found.mean_square_error()
+    again = Calibration(model, images, memory=memory)
+    assert artifact.serialise(again.quantize(config)) == artifact.serialise(result)
+    resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
+    assert artifact.serialise(resumed) == artifact.serialise(result)
+
+
+def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):
+    model, images = zoo.make("demo"), torch.cat([IMAGES] * 3)
+    config = replace(CONFIG, images=len(images), keep=(("*", 32),), input_bits=32)
+    Calibration(model, images, memory=12_000_000).quantize(config, partial=tmp_path / "partial")
+    with pytest.raises(DataError, match="partial"):
+        Calibration(model, images).quantize(config, partial=tmp_path / "partial")
 
 
 def test_few_rows_of_many_find_as_good_quantizers():
-    """Where the memory holds a third of the rows, the error on all of them is within a few percent."""
-    model = zoo.make("timm_swin")
+    """Where the memory holds a third of the rows or less, the error on all of them is within a few percent."""
+    model = zoo.make("demo")
     images = torch.randn(130, 3, 32, 32, generator=torch.Generator().manual_seed(3))
-    every = Calibration(model, images)
     config = replace(CONFIG, images=130)
-    sites = [site.name for site in every.sites if site.name.startswith("layers.0.blocks.1")]
-    best = every.search(config, sites)
-    few = Calibration(model, images, memory=40_000_000).search(config, sites)
-    for some, whole in zip(few, best, strict=True):
-        assert some.left.values.numel() <= whole.left.values.numel()
-        error = every.judge(some, config).mean_square_error()
-        assert error == pytest.approx(whole.mean_square_error(), rel=0.1)
-    assert sum(one.left.values.numel() for one in few) < 0.6 * sum(one.left.values.numel() for one in best)
+    sites = ["blocks.0.attn.av", "blocks.1.mlp.fc2"]
+    every, some = Calibration(model, images), Calibration(model, images, memory=14_000_000)
+    for best, found in zip(every.search(config, sites), some.search(config, sites), strict=True):
+        assert found.left.values.numel() < 0.4 * best.left.values.numel()
+        error = every.judge(found, config).mean_square_error()
+        assert error == pytest.approx(best.mean_square_error(), rel=0.05)
