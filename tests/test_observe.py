@@ -276,9 +276,7 @@ def test_too_little_memory_is_told_with_how_much_is_enough():
             more = int(told[-1].split("give ")[1].split(" ")[0].replace(",", "")) // 2
             assert more > memory
             memory = more
-    assert told[0].startswith(
-        "memory = 200,000 bytes are too few for patch_embed.conv2, which reads (33, 16, 32, 32): "
-    )
+    assert told[0].startswith("memory = 200,000 bytes are too few for patch_embed.conv2, which reads (33, 8, 32, 32): ")
     assert memory < size_of(program, [IMAGES]) / 2
 
 

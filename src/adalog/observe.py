@@ -315,7 +315,8 @@ class Observed:
 
     def _counted(self, name: str, part: _Part) -> tuple[int, int] | None:
         """The dimension that counts what is kept of a value, or left out, and how many an image has of it."""
-        if part.stride > 1 and part.rows:
+        shared = name in self._axes and self._axes[name] is None
+        if part.stride > 1 and part.rows and not shared:
             return 0, self._shapes[name][..., 0].numel() // self._count
         return self._axes.get(name)
 

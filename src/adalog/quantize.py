@@ -416,7 +416,7 @@ class Calibration:
         weight = torch.cat(weights)
         if fold is not None:
             ratio, beta = fold
-            x, weight = x / ratio - beta, weight * ratio
+            x, weight = (x / ratio).sub_(beta), weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
 
 
