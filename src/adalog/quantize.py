@@ -3,12 +3,12 @@
 import difflib
 import hashlib
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -26,8 +26,9 @@ from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.objective import coprime
+from adalog.observe import Need, Observed, measured
 from adalog.partial import Fold, Partial
-from adalog.program import Node, Program
+from adalog.program import Program
 from adalog.quantizers import FLOAT_BITS
 from adalog.reparam import shared_scale, unfolded_patches
 from adalog.sites import (
@@ -43,7 +44,7 @@ from adalog.sites import (
 )
 from adalog.submodule import exchange, record_call
 
-MEMORY = 1 << 30  # bytes of temporaries that the searches of all jobs may hold together
+MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
 _BYTES_AN_ELEMENT = 16  # of temporaries for each element of a left operand, more or less
 
 Progress = Callable[[int, int, str], None]
@@ -59,6 +60,7 @@ def quantize(
     partial: Path | None = None,
     seed: int = 0,
     jobs: int = 1,
+    memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
@@ -67,17 +69,20 @@ def quantize(
     or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
-    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. Searches
-    hold about MEMORY bytes of temporaries beside what the sites saw. The model is not changed.
-    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, or where a pattern
-    of `keep` matches no site.
+    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
+    as of `Calibration`. The model is not changed.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
+    `keep` matches no site, or where memory is too little.
     """
     config = config or Config.preset("w4a4")
     sample = sample_images(images, config.images, seed)
     if within is None:
-        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
+        return Calibration(model, sample, seed=seed, memory=memory).quantize(
+            config, progress, jobs=jobs, partial=partial
+        )
     call, inputs = record_call(model, within, batched(sample))
-    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
+    calibration = Calibration(model, inputs, seed=seed, memory=memory)
+    result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
     result.provenance |= {"calibration": digest(batched(sample)), "images": config.images}
     result.call = call
     exchange(model, within, result)
@@ -153,19 +158,24 @@ class _Room:
 
 
 class Calibration:
-    """A captured model with everything its sites saw in one forward of the calibration images.
+    """A captured model with what its sites see in one forward of the calibration images.
 
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0):
+    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0, memory: int = MEMORY):
         """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's.
 
         Or several positional inputs, (N, ...) each; what is no tensor is a constant.
+        memory: bytes, half of them for what the sites saw, half for the searches' temporaries; the model, the images
+        and what a caller asks for to keep come on top. If all that the sites saw fits (DeiT-T takes 0.8 GB at 32
+        images), it stays for further configurations; else each needs a forward. Where one operand, or its search, does
+        not fit, it is every n-th row of the operand that serves, of attention's products and convolutions every n-th
+        image or window (`Observed`); ValueError where memory is too little for 1,024 rows.
         """
         inputs = batched(images)
         self.images = tuple(value for value in inputs if isinstance(value, Tensor))
-        if not all(bool(torch.isfinite(value).all()) for value in self.images):
+        if not all(bool(torch.isfinite(image).all()) for value in self.images for image in value):
             raise CalibrationError("the calibration images hold NaN or infinite values")
         self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
@@ -175,24 +185,20 @@ class Calibration:
         if not self.sites:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
         self._head = find_blocks(self.program)[-1].nodes
-        self._seen = self._observe()
+        self._memory = memory
+        self._shapes = measured(self.program, self.images)
+        self._needs = {group.first.name: self._need(group) for group in self._groups}
+        self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}
 
-    @torch.no_grad()
-    def _observe(self) -> dict[str, Tensor]:
-        """The value of every operand, by name, from one float forward."""
-        wanted = {name for site in self.sites for name in (site.left, site.right)}
-        given = {**self.program.tensors, **dict(zip(self.program.inputs, self.images, strict=True))}
-        seen = {name: value for name, value in given.items() if name in wanted}
-
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in wanted:
-                if not bool(torch.isfinite(result).all()):
-                    raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
-                seen[node.name] = result
-
-        self.program.run(self.images, watch)
-        return seen
+    def _need(self, group: _Group) -> Need:
+        """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
+        products = [] if group.pair is None else list(group.pair.sites)
+        read = {group.first.left} | {site.left for site in self.sites if site.name in products}
+        if group.first.role in ("qk", "av"):
+            read.add(group.first.right)
+        rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
+        return Need(group.first.name, frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
 
     @torch.no_grad()
     def quantize(
@@ -206,31 +212,34 @@ class Calibration:
         build = Build(self.program)
         ledger: list[LedgerRow] = []
         done = None if partial is None else Partial(partial, self._fingerprint(config))
-        room = _Room(MEMORY)
+        room = _Room(self._memory // 2)
 
         def find(group: _Group) -> tuple[Found, Fold]:
             known = done and done.get(group.first.name)
             if known:
                 return self._placed(*known)
-            with room.taken(self._elements(group) * _BYTES_AN_ELEMENT):
+            with room.taken(self._needs[group.first.name].scratch):
                 searched = self._search(group, config)
             return searched.found, searched.fold
 
+        found = dict[str, tuple[Found, Fold]]()
         with ThreadPoolExecutor(jobs) as pool:
-            searches = deque(pool.submit(find, group) for group in self._groups)
             try:
-                for index, group in enumerate(self._groups):
-                    if progress is not None:
-                        progress(index, len(self._groups), group.first.name)
-                    found, fold = searches.popleft().result()
-                    if done is not None and not done.get(group.first.name):
-                        done.add(group.first.name, found, fold)
-                    if fold is not None and group.pair is not None:
-                        build.fold_norm(group.pair.norm, *fold)
-                    build.place(group.sites, found)
-                    ledger += _ledger_rows(group.sites, found, self.program)
+                for part in self._parts():  # one after the other, since their operands are held at different times
+                    for group, search in [(group, pool.submit(find, group)) for group in part]:
+                        if progress is not None:
+                            progress(len(found), len(self._groups), group.first.name)
+                        found[group.first.name] = search.result()
+                        if done is not None and not done.get(group.first.name):
+                            done.add(group.first.name, *found[group.first.name])
             finally:
                 pool.shutdown(cancel_futures=True)
+        for group in self._groups:
+            result, fold = found[group.first.name]
+            if fold is not None and group.pair is not None:
+                build.fold_norm(group.pair.norm, *fold)
+            build.place(group.sites, result)
+            ledger += _ledger_rows(group.sites, result, self.program)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
@@ -241,6 +250,14 @@ class Calibration:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
 
+    def _parts(self) -> list[list[_Group]]:
+        """The groups by whose operands are held at a time, in order."""
+
+        def number(group: _Group) -> int:
+            return self._observed.part(self._needs[group.first.name].names)
+
+        return [list(groups) for _, groups in groupby(sorted(self._groups, key=number), key=number)]
+
     def _fingerprint(self, config: Config) -> str:
         """Of all that decides what the searches find."""
         content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
@@ -250,7 +267,8 @@ class Calibration:
         for value in self.images:
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             content.update(_bytes(value))
-        content.update(repr((config.to_json(), adalog.__version__, torch.__version__)).encode())
+        strides = [self._observed.stride(need.names) for need in self._needs.values()]
+        content.update(repr((config.to_json(), strides, adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
 
     def _placed(self, found: Found, fold: Fold) -> tuple[Found, Fold]:
@@ -264,21 +282,27 @@ class Calibration:
 
     def _elements(self, group: _Group) -> int:
         """Of the larger of a product's left operand and output, more or less."""
-        site, x = group.first, self._seen[group.first.left]
+        site, x = group.first, self._shapes[group.first.left]
         if site.role == "linear":
             columns = sum(len(self.program.tensors[member.right]) for member in group.sites)
         else:
-            columns = x.shape[-1] if site.role == "conv" else self._seen[site.right].shape[-1]
+            columns = x.shape[-1] if site.role == "conv" else self._shapes[site.right].shape[-1]
         return x[..., 0].numel() * max(x.shape[-1], columns)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """Products' quantizers under these choices, in order of execution: all, or those of these sites."""
+        """Products' quantizers under these choices, in order of execution: all, or those of these sites.
+
+        They hold their operands, whatever the memory of this.
+        """
         self._check_keep(config)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
-        groups = [group for group in self._groups if sites is None or any(site.name in sites for site in group.sites)]
-        return [self._search(group, config) for group in groups]
+        found = {}
+        for group in (group for part in self._parts() for group in part):
+            if sites is None or any(site.name in sites for site in group.sites):
+                found[group.first.name] = self._search(group, config)
+        return [found[group.first.name] for group in self._groups if group.first.name in found]
 
     def _check_keep(self, config: Config) -> None:
         names = [site.name for site in self.sites]
@@ -294,18 +318,20 @@ class Calibration:
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
         group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
-        left, right = self._operands(group, group.choices(config), searched.fold, searched.left.format)
+        seen = self._observed.seen(self._needs[group.first.name].names)
+        left, right = self._operands(group, seen, group.choices(config), searched.fold, searched.left.format)
         return replace(searched, left=left, right=right)
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
         config = group.choices(config)
+        seen = self._observed.seen(self._needs[group.first.name].names)
         fold = None
         if group.pair is not None and not self._unfolded(group.pair, config):
-            fold = self._fold(group.pair, config)
+            fold = self._fold(group.pair, seen, config)
         tried = []
         for activation in self._activations(group.first, config):
-            left, right = self._operands(group, config, fold, activation)
+            left, right = self._operands(group, seen, config, fold, activation)
             search = config.search
             key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
             if key not in self._found:
@@ -317,12 +343,15 @@ class Calibration:
         return max(tried, key=lambda searched: searched.found.sqnr)
 
     def operand(self, name: str) -> Tensor:
-        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
-        return self._seen[name]
+        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision.
+
+        Of an operand larger than the memory, every n-th row or image.
+        """
+        return self._observed.seen([name])[name]
 
     def _unfolded(self, pair: Pair, config: Config) -> str:
         """Why these choices leave a foldable norm as it is; empty where they fold it."""
-        read = (self._seen[site.left] for site in self.sites if site.name in pair.sites)
+        read = (self._shapes[site.left] for site in self.sites if site.name in pair.sites)
         rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
@@ -334,12 +363,13 @@ class Calibration:
             return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
         return ""
 
-    def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
+    def _fold(self, pair: Pair, seen: Mapping[str, Tensor], config: Config) -> tuple[Tensor, Tensor]:
         search, bits = config.search, config.activation_bits
         key = ("fold", pair.norm.name, bits, search)
         if key not in self._found:
             read = {site.left for site in self.sites if site.name in pair.sites}
-            values = torch.cat([self._seen[name].flatten(0, -2) for name in sorted(read)])
+            rows = [seen[name].flatten(0, -2) for name in sorted(read)]
+            values = rows[0] if len(rows) == 1 else torch.cat(rows)
             if isinstance(search, ReleasedSearch):
                 self._found[key] = shared_scale(*released.search_channels(values, bits, search))
             else:
@@ -366,13 +396,15 @@ class Calibration:
         sure = (kind in GELUS and not grouped) or power_law.log2_base is None
         return [power_law] if sure else [power_law, Format(bits)]
 
-    def _operands(self, group: _Group, config: Config, fold: Fold, activation: Format) -> tuple[Operand, Operand]:
+    def _operands(
+        self, group: _Group, seen: Mapping[str, Tensor], config: Config, fold: Fold, activation: Format
+    ) -> tuple[Operand, Operand]:
         """Both operands of the group's product with their formats, the right one transposed."""
         site = group.first
-        x = self._seen[site.left]
+        x = seen[site.left]
         if site.role in ("qk", "av"):
             heads = (1,) if config.per_head and x.ndim == 4 else ()
-            right = self._seen[site.right].transpose(-1, -2).contiguous()
+            right = seen[site.right].transpose(-1, -2).contiguous()
             lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
             x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
             if site.role == "qk" and activation.is_uniform:
@@ -384,12 +416,12 @@ class Calibration:
         weight = torch.cat(weights)
         if fold is not None:
             ratio, beta = fold
-            x, weight = x / ratio - beta, weight * ratio
+            x, weight = (x / ratio).sub_(beta), weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bytes(value: Tensor) -> memoryview:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:
