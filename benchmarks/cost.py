@@ -28,7 +28,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = timm.create_model(MODEL).eval()
     calibration = Calibration(model, torch.randn(2, *SHAPE))
-    search = Search(init=(4, 2), keep=1, steps=0, rough_stride=1)
+    search = Search(init=(4, 2), keep=1, steps=0, rough_rows=0)
     rows = []
     for bits, paper in PAPER.items():
         row = {"bits": bits, "paper": paper and {"fixops": paper[0] * 1e9, "size_bytes": paper[1] * 1e6}}

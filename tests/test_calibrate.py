@@ -21,8 +21,8 @@ from adalog.quantizers import (
 )
 from strategies import R, bits, normal, q, quick
 
-SEARCH = Search(rough_stride=1)
-SMALL = Search(init=(8, 4), keep=4, steps=3, rough_stride=1)
+SEARCH = Search(rough_rows=0)
+SMALL = Search(init=(8, 4), keep=4, steps=3, rough_rows=0)
 ONE_ROUND = replace(SMALL, rounds=1)
 GELU_OFFSET = 0.1699712
 
@@ -258,7 +258,7 @@ def test_rough_steps_cost_little(problem):
     values = left.values.repeat(10, 1) * noise
     left = replace(left, values=gelu(values) if problem is after_gelu else values)
     exact = error_of(search_product(left, right, SEARCH), left, right)
-    rough = error_of(search_product(left, right, replace(SEARCH, rough_stride=5)), left, right)
+    rough = error_of(search_product(left, right, replace(SEARCH, rough_rows=1)), left, right)
     assert rough <= 1.05 * exact
 
 

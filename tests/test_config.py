@@ -45,7 +45,7 @@ def test_methods_are_choices_of_config():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method):
-    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_stride=1, reach=0.2)
+    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_rows=0, reach=0.2)
     config = dataclasses.replace(
         Config.preset("w3a5s4", method),
         r=41,

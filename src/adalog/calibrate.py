@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PowerLaw, Search
-from adalog.objective import PART_ELEMENTS, Candidates, OwnError, ProductError, quantiles, thinned
+from adalog.objective import Candidates, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -22,10 +22,14 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.search import Loss, alternating, brute_force, fpcs
+from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, refined
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13
+# Neighbours of a parent in FPCS.
+_CHILDREN = 8
+# Outputs of a product are judged so many at a time.
+_OUTPUTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,14 @@ class Format:
 class Operand:
     """One side of a product, rows last but one: activations (T, I), weights (O, I), heads (B, H, N, D).
 
-    mask: 1 where a value is quantized, 0 where it is a convolution's zero padding.
+    mask: 1 where a value is quantized, 0 where it is a convolution's zero padding. alike: whether the rows are
+    tokens, of which some can stand for all, and not channels.
     """
 
     values: Tensor
     format: Format
     mask: Tensor | None = None
+    alike: bool = True
 
     def groups(self) -> Tensor:
         """The operand as (G, T): one row for each set of parameters."""
@@ -139,12 +145,14 @@ class Operand:
         bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
 
         def logarithmic(points: Tensor) -> Tensor:
-            results = []
-            for point in points:
+            results = values.new_empty(len(points), *values.shape)
+            for point, result in zip(points, results, strict=True):
                 levels, cuts = self.steps(point)
-                table = levels.to(values.dtype)[torch.searchsorted(cuts + form.offset, middles)].to(values.device)
-                results.append(table.index_select(0, bins).view(values.shape))
-            return torch.stack(results) if len(results) > 1 else results[0][None]
+                ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
+                counts = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(middles)))
+                table = levels.to(values.dtype).repeat_interleave(counts).to(values.device)
+                torch.index_select(table, 0, bins, out=result.view(-1))
+            return results
 
         return logarithmic
 
@@ -211,8 +219,16 @@ def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
     return min(max(q, form.q_min), form.q_max), point[1].clamp(min=1e-12)
 
 
-def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | None, rough: Loss | None) -> Tensor:
-    """The best point of an operand's box by the configured strategy."""
+def minimise(
+    loss: Loss,
+    operand: Operand,
+    search: Search,
+    incumbent: Tensor | None = None,
+    rough: Loss | None = None,
+    *,
+    nearby: bool = False,
+) -> Tensor:
+    """The best point of an operand's box by the configured strategy. nearby: FPCS looks around the incumbent alone."""
     low, high = operand.box(search.reach)
     count = math.prod(search.init)
     if search.strategy == "brute-force":
@@ -220,18 +236,15 @@ def minimise(loss: Loss, operand: Operand, search: Search, incumbent: Tensor | N
     if search.strategy == "alternating":
         sizes = (count // len(low),) * len(low)
         return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
-    children = count // search.keep
-    one = len(low) == 1  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
+    init: tuple[int, ...] = search.init
+    steps = search.steps
+    if len(low) == 1:  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
+        init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
+    if nearby and incumbent is not None:
+        spacing = grid_spacing(low, high, init) / 2**search.steps
+        return refined(loss, incumbent, spacing, children=_CHILDREN)[0]
     return fpcs(
-        loss,
-        low,
-        high,
-        init=(count,) if one else search.init,
-        keep=search.keep,
-        children=children,
-        steps=math.ceil(search.steps / math.log2(children)) if one else search.steps,
-        incumbent=incumbent,
-        rough=rough,
+        loss, low, high, init=init, keep=search.keep, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
     )[0]
 
 
@@ -257,7 +270,7 @@ def output_power(
     """The sums of squares of left @ right^T and of its error under these quantizers (error form, in parts)."""
     sides = (left.values, fake_quantize(left, first)), (right.values, fake_quantize(right, second))
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
-    parts = min(-(-outputs // PART_ELEMENTS), len(left.values))
+    parts = min(-(-outputs // _OUTPUTS), len(left.values))
     lefts = zip(*(value.tensor_split(parts) for value in sides[0]), strict=True)
     rights = zip(*(value.tensor_split(parts) if value.ndim > 2 else [value] * parts for value in sides[1]), strict=True)
     signal = noise = 0.0
@@ -272,7 +285,8 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
     """Quantizers of both operands of left @ right^T, found in turn on the output's error, never exchanged for worse.
 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
-    from its own error; the right one is found first. A round that changes nothing is the last.
+    from its own error; the right one is found first. What has been found once on the output's error is from then on
+    looked for nearby, unless every step looks at all data. A round that changes nothing is the last.
     """
     first = None if left.is_float else search_own(left, search)
     second: Tensor | None = None
@@ -280,13 +294,13 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
     if not right.is_float:
         second = _search_operand(right, left.values, left_hat, search, None)
         right_hat = _apply(right, second)
-    for _ in range(search.rounds):
+    for index in range(search.rounds):
         before = first, second
         if not left.is_float:
-            first = _search_operand(left, right.values, right_hat, search, first)
+            first = _search_operand(left, right.values, right_hat, search, first, nearby=index > 0)
             left_hat = _apply(left, first)
         if not right.is_float and first is not before[0]:
-            second = _search_operand(right, left.values, left_hat, search, second)
+            second = _search_operand(right, left.values, left_hat, search, second, nearby=True)
             right_hat = _apply(right, second)
         if first is before[0] and second is before[1]:
             break
@@ -306,18 +320,46 @@ def search_own(operand: Operand, search: Search) -> Tensor:
         steps = ((part.to(device)[None, None] for part in operand.steps(point)) for point in points)
         return torch.stack([own.loss(*pair)[0, 0] for pair in steps])
 
-    return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"), None, None)
+    return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"))
 
 
 def _search_operand(
-    operand: Operand, other: Tensor, other_hat: Tensor, search: Search, incumbent: Tensor | None
+    operand: Operand,
+    other: Tensor,
+    other_hat: Tensor,
+    search: Search,
+    incumbent: Tensor | None,
+    *,
+    nearby: bool = False,
 ) -> Tensor:
     """The best point of an operand on the output's error, given the other one as it is and as it is quantized."""
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
-    error = ProductError.of(operand.values, *transposed, operand.format.keep, operand.mask)
-    sample = error.sample(search.rough_stride) if search.rough_stride > 1 else None
-    rough = None if sample is None else _loss(sample, operand)
-    best = minimise(_loss(error, operand), operand, search, incumbent, rough)
+    error = ProductError.of(operand.values, *transposed, operand.format.keep, operand.mask, operand.alike)
+    pieces = error.by_rows()
+    if len(pieces) == 1:
+        return _search_piece(error, operand, search, incumbent, nearby)
+    found, start = [], 0
+    for piece in pieces:
+        rows = slice(start, start := start + len(piece.left))
+        known = None if incumbent is None else incumbent[:, rows]
+        found.append(_search_piece(piece, replace(operand, values=piece.left), search, known, nearby))
+    best = torch.cat(found, dim=1)
+    return incumbent if incumbent is not None and torch.equal(best, incumbent) else best
+
+
+def _search_piece(
+    error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
+) -> Tensor:
+    """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
+    if not search.rough_rows:
+        return minimise(_loss(error, operand), operand, search, incumbent)
+    fast = error.fast()
+    rough = fast.sample(search.rough_rows)
+    loss = _loss(fast if rough is not fast else error, operand)
+    if nearby:
+        best = minimise(loss, operand, search, incumbent, nearby=True)
+    else:
+        best = minimise(loss, operand, search, incumbent, None if rough is error else _loss(rough, operand))
     return _better(error, operand, best, incumbent)
 
 
@@ -337,12 +379,10 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
         return best
     if torch.equal(best, incumbent):
         return incumbent
-    if operand.format.log2_base is not None:
-        exact = [
-            error.loss(lambda point: _apply(operand, point[0])[None], point[None])[0] for point in (incumbent, best)
-        ]
-        return best if bool(exact[1] < exact[0]) else incumbent
-    return best
+    old, new = (
+        error.loss(lambda point: _apply(operand, point[0])[None], point[None])[0] for point in (incumbent, best)
+    )
+    return torch.where(new < old, best, incumbent) if bool((new < old).any()) else incumbent
 
 
 def fake_quantize(operand: Operand, quantizer: Quantizer | None) -> Tensor:

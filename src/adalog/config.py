@@ -41,13 +41,13 @@ class Search:
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 1  # weight <-> activation; a second doubles the time for a small gain (released: 3)
-    rough_stride: int = 5  # steps score every 5th token or image (or 6th, 7th, ...: every column of a grid), then all
+    rough_rows: int = 512  # steps score so many tokens or more, and the survivors on all (0: all from the start)
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
-        for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_stride", 1)):
+        for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
             _check_whole(name, getattr(self, name), least)
         if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
             raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
@@ -209,7 +209,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "rounding": "log",
         "offset": 0.17,
         "per_head": False,
-        "search": Search(rough_stride=1, reach=0.1),
+        "search": Search(rough_rows=0, reach=0.1),
     },
     # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
     "adalog-released": {

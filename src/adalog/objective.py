@@ -11,15 +11,19 @@ so nothing large cancels, and biases and offsets drop out. Swapping and transpos
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# Candidates are scored in chunks of about this many elements, so that the temporaries stay in the cache.
-CHUNK_ELEMENTS = 1 << 19
-# Larger operands are scored in parts of about this many elements, so that temporaries are a few times 16 MiB, and only
-# about so many of a sample's values, evenly spread, are sorted.
-PART_ELEMENTS = 1 << 22
+# Candidates are scored over so many elements at a time, at least, so that the temporaries stay in the cache and the
+# allocator hands out the same few again instead of fresh pages.
+CHUNK_ELEMENTS = 1 << 17
+# Of a sample about so many values, evenly spread, are sorted, but at least so many of each row.
+SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
+# A rough loss looks at so many elements, if those are rows enough.
+_ROUGH_ELEMENTS = 1 << 17
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 
@@ -40,12 +44,19 @@ class ProductError:
     gram: bool
     keep: tuple[int, ...]
     mask: Tensor | None = None
+    alike: bool = True
 
     @staticmethod
     def of(
-        left: Tensor, right: Tensor, right_hat: Tensor, keep: Sequence[int] = (), mask: Tensor | None = None
+        left: Tensor,
+        right: Tensor,
+        right_hat: Tensor,
+        keep: Sequence[int] = (),
+        mask: Tensor | None = None,
+        alike: bool = True,
     ) -> "ProductError":
-        """mask: 1 where an element of `left` is quantized, 0 where it is a convolution's padding; as `left`."""
+        """mask: 1 where an element of `left` is quantized, 0 where it is a convolution's padding; as `left`. alike:
+        whether its rows are tokens, of which some can stand for all."""
         gram = right.shape[-1] > left.shape[-1]
         kept = tuple(keep)
         base = left @ (right_hat - right)
@@ -54,28 +65,65 @@ class ProductError:
         if gram:
             transposed = right_hat.transpose(-1, -2)
             base, factor = base @ transposed, right_hat @ transposed
-        return ProductError(left, factor, base, constant, gram, kept, mask)
+        return ProductError(left, factor, base, constant, gram, kept, mask, alike)
 
-    def sample(self, stride: int, least: int = 1024) -> "ProductError | None":
-        """The same error on every `stride`-th image or row, to tell hopeless candidates from good ones.
+    def fast(self) -> "ProductError":
+        """With products in bfloat16 where the processor has them: each rounds by 2**-9 at most, which sums even out."""
+        if self.factor.dtype != torch.float32 or self.factor.device.type != "cpu" or not _multiplies_bfloat16():
+            return self
+        return replace(self, factor=self.factor.bfloat16())
 
-        Strides over the first dimension that is summed over; None where that is the last one, is shorter than 32, or
-        where a loss sums over fewer than `least` rows in all.
+    def sample(self, rows: int) -> "ProductError":
+        """Of about `rows` tokens a loss, or of as many as make 2**17 elements, evenly spread; itself where all are few.
+
+        Tokens are the rows of the operand, or the columns of the product where the rows are channels, which are not
+        alike: what the largest of them do decides.
         """
+        *_, length, width = self.left.shape
+        kept = math.prod(self.left.shape[dim] for dim in self.keep)
+        if not self.alike:
+            columns = self.factor.shape[-1]
+            stride = min(self.left[..., 0, 0].numel() // kept * columns // max(rows, 1), columns // 16)
+            return self if self.gram or stride < 2 or self.left.ndim == 2 else self._columns(stride)
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
-        if not summed or self.left.shape[summed[0]] < 32 or math.prod(self.left.shape[dim] for dim in summed) < least:
-            return None
-        dim = summed[0]
-        take = (slice(None),) * dim + (slice(None, None, coprime(stride, self.left.shape[dim])),)
+        stride = self.left[..., 0].numel() // kept // max(rows, _ROUGH_ELEMENTS // (width * kept))
+        if stride < 2 or self.left.ndim - 2 not in summed:
+            return self
+        if len(summed) == 1:
+            return self._rows(coprime(stride, length))
+        sparse = coprime(max(1, min(stride, length // 16)), length)  # of short rows some windows are left out
+        some = self._every(summed[0], stride // sparse) if stride // sparse > 1 else self
+        return some._rows(sparse)
+
+    def _columns(self, stride: int) -> "ProductError":
+        """Of every `stride`-th column of the product."""
+        return replace(self, factor=self.factor[..., ::stride].contiguous(), base=self.base[..., ::stride])
+
+    def _every(self, dim: int, stride: int) -> "ProductError":
+        """Of every `stride`-th index, or so, of a dimension that the operands share."""
+        stride = coprime(stride, self.left.shape[dim])
+        take = (slice(None),) * dim + (slice(None, None, stride),)
         mask = None if self.mask is None else self.mask[take]
-        factor = self.factor[take] if dim < self.factor.ndim - 2 else self.factor
-        # The constant is that of the whole: it moves no candidate, and a rough loss is never compared with a full one.
-        return replace(self, left=self.left[take].contiguous(), factor=factor, base=self.base[take], mask=mask)
+        return replace(self, left=self.left[take], factor=self.factor[take], base=self.base[take], mask=mask)
+
+    def _rows(self, stride: int) -> "ProductError":
+        """Of every `stride`-th row, the same count from each matrix; counted through all of them, so that the first
+        row is another one each time."""
+        *lead, length, _ = self.left.shape
+        start = (torch.arange(math.prod(lead), device=self.left.device) * -length) % stride
+        row = start[:, None] + stride * torch.arange(length // stride, device=self.left.device)
+        row = row.view(*lead, -1, 1)
+
+        def take(values: Tensor) -> Tensor:
+            return values.gather(-2, row.expand(*row.shape[:-1], values.shape[-1]))
+
+        mask = None if self.mask is None else take(self.mask)
+        return replace(self, left=take(self.left), base=take(self.base), mask=mask)
 
     def parts(self) -> "list[ProductError]":
         """The same error as the sum over slices of the first dimension that is summed over, where it is large."""
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
-        count = -(-self.left.numel() // PART_ELEMENTS)
+        count = -(-self.left.numel() // (2 * CHUNK_ELEMENTS))
         if count == 1 or not summed:
             return [self]
         dim = summed[0]
@@ -90,6 +138,15 @@ class ProductError:
             for left, factor, base, constant, mask in zip(lefts, factors, bases, constants, masks, strict=True)
         ]
 
+    def by_rows(self) -> "list[ProductError]":
+        """The errors of slices of the rows, where those keep losses of their own and are many."""
+        if self.keep != (0,) or self.left.ndim != 2:
+            return [self]
+        count = max(1, self.left.numel() // CHUNK_ELEMENTS)
+        size = -(-len(self.left) // count)
+        pieces = zip(self.left.split(size), self.base.split(size), self.constant.split(size), strict=True)
+        return [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
+
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """points (K, P, *groups) -> squared output error (K, *groups)."""
         chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
@@ -100,9 +157,17 @@ class ProductError:
         if self.mask is not None:
             delta.mul_(self.mask)
         kept = (0, *(dim + 1 for dim in self.keep))
+        product = (delta.to(self.factor.dtype) @ self.factor).to(delta.dtype)
         if self.gram:
-            return _total((delta @ self.factor).add_(self.base, alpha=2).mul_(delta), kept) + self.constant
-        return _total((delta @ self.factor).add_(self.base).square_(), kept)
+            return _total(product.add_(self.base, alpha=2).mul_(delta), kept) + self.constant
+        return _total(product.add_(self.base).square_(), kept)
+
+
+@cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for it; unknown to PyTorch before 2.12, and so not used there."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16"))
 
 
 def _total(values: Tensor, keep: tuple[int, ...]) -> Tensor:
@@ -153,8 +218,10 @@ class OwnError:
 
 
 def thinned(sample: Tensor) -> Tensor:
-    """About PART_ELEMENTS values of a sample (G, T), evenly spread over each row; all of a smaller one."""
-    return sample[:, :: coprime(max(1, sample.numel() // PART_ELEMENTS), sample.shape[1])]
+    """About SORTED_ELEMENTS values of a sample (G, T), evenly spread over each row; all of a smaller one."""
+    size = sample.shape[1]
+    wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
+    return sample[:, :: coprime(max(1, size // wanted), size)]
 
 
 def coprime(stride: int, size: int) -> int:

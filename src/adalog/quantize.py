@@ -409,7 +409,8 @@ class Calibration:
             x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
             if site.role == "qk" and activation.is_uniform:
                 activation = replace(activation, keep=heads)
-            return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads))
+            alike = site.role == "qk"  # the rows of V, transposed, are its channels
+            return Operand(x, activation), Operand(right, Format(config.activation_bits, keep=heads), alike=alike)
         weights = [self.program.tensors[member.right] for member in group.sites]
         if site.role == "conv":
             return _conv_operands(site, x, weights[0], activation, config.weight_bits)

@@ -8,6 +8,7 @@ Rounding is to the nearest integer, halves to even.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -39,7 +40,7 @@ def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) ->
 
     scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
     """
-    return (torch.div(_wide(x), scale).round_() + zero_point).clamp_(0, 2**bits - 1)
+    return torch.div(_wide(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
 
 
 def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tenso
 
 def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """The value that x's code stands for; same dtype as x."""
-    return uniform_dequantize(uniform_quantize(x, scale, zero_point, bits), scale, zero_point).to(x.dtype)
+    return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
 
 
 def symmetric_zero_point(bits: int) -> int:
@@ -82,6 +83,7 @@ def table_step(bits: int) -> float:
     return 1 / (2 * (2**bits - 1))
 
 
+@lru_cache(4096)
 def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True) -> Tensor:
     """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
 
@@ -99,6 +101,7 @@ def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", tabl
     return torch.cat([levels[:-1], zero]) if beyond == "zero-coded" else levels
 
 
+@lru_cache(4096)
 def log_thresholds(
     q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", rounding: Rounding = "nearest", table: bool = True
 ) -> Tensor:

@@ -37,16 +37,12 @@ def fpcs(
     of every hyperparameter shrinks by 2 z, and each of the `keep` parents gets its neighbours -z ... z in every
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
     loss is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
-    rough: a cheaper loss for every step; the `keep` best points it leaves are then scored by `loss`.
+    rough: a cheaper loss for every step; the best half of the parents it leaves are then scored by `loss`, and the
+    best of them `refined`.
     """
-    count = low.shape[0]
-    z = (round((children + 1) ** (1 / count)) - 1) // 2
-    if z < 1 or (2 * z + 1) ** count - 1 != children:
-        raise ValueError(f"children = {children} is no neighbourhood (2 z + 1)**{count} - 1 of {count} hyperparameters")
-    offsets = low.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
-    offsets = offsets.view(children, 1, count, *(1 for _ in low.shape[1:]))
+    z, offsets = _neighbourhood(low, children)
     points = grid(low, high, init)
-    spacing = torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(init)])
+    spacing = grid_spacing(low, high, init)
     score = loss if rough is None else rough
     losses = score(points)
     for _ in range(steps):
@@ -55,9 +51,38 @@ def fpcs(
         born = (parents + offsets * spacing).flatten(0, 1)
         points, losses = torch.cat([parents, born]), torch.cat([losses, score(born)])
     if rough is not None:
-        points, _ = best_points(points, losses, keep)
-        losses = loss(points)
+        points, _ = best_points(points, losses, max(1, keep // 2))  # they lie close together
+        best, _ = best_points(points, loss(points), 1)
+        points, losses = (value[None] for value in refined(loss, best[0], spacing, children=children))
     return _winner(loss, points, losses, incumbent)
+
+
+def refined(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8) -> tuple[Tensor, Tensor]:
+    """The best point met on a walk from this one: four moves to the best neighbour, 8, 4, 2 and 1 spacings away.
+
+    spacing: (P, *groups). A point that nothing near is better than stays.
+    """
+    _, offsets = _neighbourhood(point, children)
+    points, losses = point[None], loss(point[None])
+    for stride in (8, 4, 2, 1):
+        born = (points + offsets * (spacing * stride)).flatten(0, 1)
+        points, losses = best_points(torch.cat([points, born]), torch.cat([losses, loss(born)]), 1)
+    return points[0], losses[0]
+
+
+def _neighbourhood(point: Tensor, children: int) -> tuple[int, Tensor]:
+    """z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...)."""
+    count = len(point)
+    z = (round((children + 1) ** (1 / count)) - 1) // 2
+    if z < 1 or (2 * z + 1) ** count - 1 != children:
+        raise ValueError(f"children = {children} is no neighbourhood (2 z + 1)**{count} - 1 of {count} hyperparameters")
+    steps = point.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
+    return z, steps.view(children, 1, count, *(1 for _ in point.shape[1:]))
+
+
+def grid_spacing(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
+    """(P, *groups), between neighbours of `grid`."""
+    return torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(sizes)])
 
 
 def brute_force(
