@@ -22,10 +22,12 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, refined
+from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, refined, rescaled
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13
+# Of the error that a round takes away, so that another one is worth its time.
+_LEAST_GAIN = 1e-3
 # Neighbours of a parent in FPCS.
 _CHILDREN = 8
 # Outputs of a product are judged so many at a time.
@@ -241,11 +243,19 @@ def minimise(
     if len(low) == 1:  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
         init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
     if nearby and incumbent is not None:
-        spacing = grid_spacing(low, high, init) / 2**search.steps
-        return refined(loss, incumbent, spacing, children=_CHILDREN)[0]
-    return fpcs(
-        loss, low, high, init=init, keep=search.keep, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
-    )[0]
+        point, _ = refined(loss, incumbent, grid_spacing(low, high, init) / 2**search.steps, children=_CHILDREN)
+    else:
+        point, _ = fpcs(
+            *(loss, low, high),
+            init=init,
+            keep=search.keep,
+            children=_CHILDREN,
+            steps=steps,
+            incumbent=incumbent,
+            rough=rough,
+        )
+    scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
+    return rescaled(loss, point, scales)[0] if search.rough_rows else point
 
 
 @dataclass(frozen=True)
@@ -286,23 +296,24 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
     from its own error; the right one is found first. What has been found once on the output's error is from then on
-    looked for nearby, unless every step looks at all data. A round that changes nothing is the last.
+    looked for nearby, unless every step looks at all data. A round that gains less than 0.1 % is the last.
     """
     first = None if left.is_float else search_own(left, search)
     second: Tensor | None = None
     left_hat, right_hat = _apply(left, first), right.values
+    error = math.inf
     if not right.is_float:
-        second = _search_operand(right, left.values, left_hat, search, None)
+        second, error = _search_operand(right, left.values, left_hat, search, None)
         right_hat = _apply(right, second)
     for index in range(search.rounds):
-        before = first, second
+        before = first, error
         if not left.is_float:
-            first = _search_operand(left, right.values, right_hat, search, first, nearby=index > 0)
+            first, error = _search_operand(left, right.values, right_hat, search, first, nearby=index > 0)
             left_hat = _apply(left, first)
         if not right.is_float and first is not before[0]:
-            second = _search_operand(right, left.values, left_hat, search, second, nearby=True)
+            second, error = _search_operand(right, left.values, left_hat, search, second, nearby=True)
             right_hat = _apply(right, second)
-        if first is before[0] and second is before[1]:
+        if error > before[1] * (1 - _LEAST_GAIN):
             break
     return Found.judged(left, right, left.quantizer(first), right.quantizer(second))
 
@@ -331,35 +342,34 @@ def _search_operand(
     incumbent: Tensor | None,
     *,
     nearby: bool = False,
-) -> Tensor:
-    """The best point of an operand on the output's error, given the other one as it is and as it is quantized."""
+) -> tuple[Tensor, float]:
+    """The best point of an operand, and its error, given the other one as it is and as it is quantized."""
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
     error = ProductError.of(operand.values, *transposed, operand.format.keep, operand.mask, operand.alike)
-    pieces = error.by_rows()
-    if len(pieces) == 1:
-        return _search_piece(error, operand, search, incumbent, nearby)
-    found, start = [], 0
-    for piece in pieces:
+    start, found, total = 0, [], 0.0
+    for piece in error.by_rows():
         rows = slice(start, start := start + len(piece.left))
-        known = None if incumbent is None else incumbent[:, rows]
-        found.append(_search_piece(piece, replace(operand, values=piece.left), search, known, nearby))
-    best = torch.cat(found, dim=1)
-    return incumbent if incumbent is not None and torch.equal(best, incumbent) else best
+        known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
+        best, least = _search_piece(piece, replace(operand, values=piece.left), search, known, nearby)
+        found.append(best)
+        total += least
+    best = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    return incumbent if incumbent is not None and torch.equal(best, incumbent) else best, total
 
 
 def _search_piece(
     error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
-) -> Tensor:
+) -> tuple[Tensor, float]:
     """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
-    if not search.rough_rows:
-        return minimise(_loss(error, operand), operand, search, incumbent)
-    fast = error.fast()
-    rough = fast.sample(search.rough_rows)
-    loss = _loss(fast if rough is not fast else error, operand)
-    if nearby:
-        best = minimise(loss, operand, search, incumbent, nearby=True)
-    else:
-        best = minimise(loss, operand, search, incumbent, None if rough is error else _loss(rough, operand))
+    rough: ProductError | None = None
+    loss = error
+    if search.rough_rows:
+        fast = error.fast()
+        rough = fast.sample(search.rough_rows)
+        loss = fast if rough is not fast else error
+    cheaper = None if rough is None or rough is loss or nearby else _loss(rough, operand)
+    nearby = nearby and search.rough_rows > 0
+    best = minimise(_loss(loss, operand), operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
 
 
@@ -373,16 +383,22 @@ def _loss(error: ProductError, operand: Operand) -> Loss:
     return loss
 
 
-def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> Tensor:
-    """In each group the incumbent, unless the best point's exact loss is less; the incumbent itself where none is."""
+def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:
+    """In each group the incumbent, unless the best point's exact loss is less; the incumbent itself where none is.
+
+    With the exact loss of all groups together.
+    """
+
+    def exact(point: Tensor) -> Tensor:
+        return error.loss(lambda points: _apply(operand, points[0])[None], point[None])[0]
+
+    new = exact(best)
     if incumbent is None:
-        return best
-    if torch.equal(best, incumbent):
-        return incumbent
-    old, new = (
-        error.loss(lambda point: _apply(operand, point[0])[None], point[None])[0] for point in (incumbent, best)
-    )
-    return torch.where(new < old, best, incumbent) if bool((new < old).any()) else incumbent
+        return best, float(new.sum())
+    old = exact(incumbent)
+    if not bool((new < old).any()):
+        return incumbent, float(old.sum())
+    return torch.where(new < old, best, incumbent), float(torch.minimum(new, old).sum())
 
 
 def fake_quantize(operand: Operand, quantizer: Quantizer | None) -> Tensor:
