@@ -286,8 +286,10 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
     from its own error; the right one is found first. What has been found once on the output's error is from then on
-    looked for nearby, unless every step looks at all data. A round that changes nothing is the last.
+    looked for nearby, unless every step looks at all data: the fewer the rows, the farther the best point moves when
+    the other operand does. A round that changes nothing is the last.
     """
+    many = 0 < search.rough_rows < left.values[..., 0].numel()
     first = None if left.is_float else search_own(left, search)
     second: Tensor | None = None
     left_hat, right_hat = _apply(left, first), right.values
@@ -297,10 +299,10 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
     for index in range(search.rounds):
         before = first, second
         if not left.is_float:
-            first = _search_operand(left, right.values, right_hat, search, first, nearby=index > 0)
+            first = _search_operand(left, right.values, right_hat, search, first, nearby=many and index > 0)
             left_hat = _apply(left, first)
         if not right.is_float and first is not before[0]:
-            second = _search_operand(right, left.values, left_hat, search, second, nearby=True)
+            second = _search_operand(right, left.values, left_hat, search, second, nearby=many)
             right_hat = _apply(right, second)
         if first is before[0] and second is before[1]:
             break
@@ -351,15 +353,11 @@ def _search_piece(
     error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
 ) -> Tensor:
     """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
-    if not search.rough_rows:
-        return minimise(_loss(error, operand), operand, search, incumbent)
-    fast = error.fast()
-    rough = fast.sample(search.rough_rows)
+    fast = error.fast() if search.rough_rows else error
+    rough = fast.sample(search.rough_rows) if search.rough_rows else error
     loss = _loss(fast if rough is not fast else error, operand)
-    if nearby:
-        best = minimise(loss, operand, search, incumbent, nearby=True)
-    else:
-        best = minimise(loss, operand, search, incumbent, None if rough is error else _loss(rough, operand))
+    cheaper = None if nearby or rough is error else _loss(rough, operand)
+    best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
 
 
