@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
 import adalog.calibrate
-from adalog.calibrate import Format, Operand, search_channels, search_own, search_product
+import adalog.objective
+from adalog.calibrate import Format, Operand, minimise, search_channels, search_own, search_product
 from adalog.config import Config, Search
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -71,6 +73,39 @@ def output_error(left, right, left_hat, right_hat):
     return float(error.square().sum()), float(output.square().sum())
 
 
+def many_rows(problem):
+    """A problem with so many tokens that some of them can stand for all."""
+    left, right = problem()
+    repeats = (10, 1) if left.values.ndim == 2 else (8, 1, 4, 1)
+    values = left.values.repeat(repeats)
+    values = values * (1 + 0.3 * normal(*values.shape, seed=3)).abs()
+    if problem in (after_softmax, fixed_base):
+        values = values / values.sum(-1, keepdim=True)
+    if problem is after_gelu:
+        values = gelu(values)
+    left = replace(left, values=values)
+    if right.values.ndim == 2:
+        return left, right
+    if problem is attention:
+        return left, replace(right, values=right.values.repeat(repeats))
+    return left, replace(right, values=right.values.repeat(8, 1, 1, 1), alike=False)
+
+
+@pytest.fixture
+def sampled(monkeypatch):
+    """Samples of as few rows as the search says; the strides that were taken from now on."""
+    monkeypatch.setattr(adalog.objective, "_ROUGH_ELEMENTS", 1)
+    taken = []
+    rows = adalog.objective.ProductError._rows
+
+    def recorded(error, stride):
+        taken.append(stride)
+        return rows(error, stride)
+
+    monkeypatch.setattr(adalog.objective.ProductError, "_rows", recorded)
+    return taken
+
+
 def error_of(found, left, right):
     hats = found.left.fake_quantize(left.values), found.right.fake_quantize(right.values)
     return output_error(left, right, *hats)[0]
@@ -98,13 +133,100 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
 
 
 @every_problem
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
+def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
+    """The winner of each search meets the incumbent on all rows, in full precision."""
+    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: fast)
+    left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
+    search = replace(SMALL, rough_rows=40)
+    errors = [error_of(search_product(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
+    assert max(sampled) > 1
+    assert errors[1] <= errors[0] * (1 + 1e-6)  # judged in float32
+
+
+@every_problem
+def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
+    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: True)
+    left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
+    search = replace(SMALL, rough_rows=40, rounds=2)
+    first, second = (search_product(left, right, search) for _ in range(2))
+    assert max(sampled) > 1
+    assert first.sqnr == second.sqnr
+    assert torch.equal(first.left.scale, second.left.scale)
+    assert torch.equal(first.right.scale, second.right.scale)
+    assert torch.equal(first.right.zero_point, second.right.zero_point)
+
+
+@pytest.mark.parametrize("rough_rows", [0, 10])
+@pytest.mark.parametrize("problem", [linear, after_gelu])
+@pytest.mark.parametrize("chunk", [16, 50])
+def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monkeypatch):
+    """Its rows are searched independently; in the second round they meet their own incumbents.
+
+    Bounds that differ by a common shift, up to rounding, are two points but one quantizer.
+    """
+    left, right = problem()
+    search = replace(SMALL, rough_rows=rough_rows, rounds=2)
+    whole = search_product(left, right, search)
+    pieces = []
+    of = adalog.objective.ProductError.by_rows
+
+    def recorded(error):
+        pieces.append(len(of(error)))
+        return of(error)
+
+    monkeypatch.setattr(adalog.objective.ProductError, "by_rows", recorded)
+    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", chunk)
+    found = search_product(left, right, search)
+    assert max(pieces) == {16: 12, 50: 3}[chunk]
+    torch.testing.assert_close(found.right.scale, whole.right.scale, rtol=1e-12, atol=0)
+    assert torch.equal(found.right.zero_point, whole.right.zero_point)
+    torch.testing.assert_close(found.left.scale, whole.left.scale, rtol=1e-12, atol=0)
+    assert found.sqnr == pytest.approx(whole.sqnr, rel=1e-12)
+
+
+def test_what_was_found_is_looked_for_nearby_where_rows_are_many(monkeypatch):
+    left, right = linear()
+    near = []
+    minimise = adalog.calibrate.minimise
+
+    def recorded(*args, nearby=False):
+        near.append(nearby)
+        return minimise(*args, nearby=nearby)
+
+    monkeypatch.setattr(adalog.calibrate, "minimise", recorded)
+    for rough_rows, expected in ((0, False), (63, True), (64, False)):
+        near.clear()
+        search_product(left, right, replace(SMALL, rough_rows=rough_rows, rounds=2))
+        assert near[:5] == [False, False, False, expected, expected]  # left by its own error, right, left, right, left
+
+
+@pytest.mark.parametrize("problem", [linear, after_gelu])
+def test_looking_nearby_scores_33_points_and_loses_nothing(problem):
+    left, _ = problem()
+    target = search_own(left, SEARCH)
+    sizes = []
+
+    def loss(points):
+        sizes.append(len(points))
+        return (points - target).square().sum(1)
+
+    low, high = left.box(SEARCH.reach)
+    spacing = torch.stack([(high[0] - low[0]) / 15, (high[1] - low[1]) / 7]) / 2**4
+    found = minimise(loss, left, SEARCH, target + 9 * spacing, nearby=True)
+    assert sum(sizes) == 33
+    assert bool(((found - target).abs() <= 0.5 * spacing + 1e-9).all())
+    assert torch.equal(minimise(loss, left, SEARCH, target, nearby=True), target)
+
+
+@every_problem
 def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
     searches = []
     minimise = adalog.calibrate.minimise
 
-    def counted(*args):
+    def counted(*args, **options):
         searches.append(args[1])
-        return minimise(*args)
+        return minimise(*args, **options)
 
     monkeypatch.setattr(adalog.calibrate, "minimise", counted)
     left, right = problem()
@@ -250,15 +372,14 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
     )
 
 
-@pytest.mark.parametrize("problem", [linear, after_gelu])
-def test_rough_steps_cost_little(problem):
-    """On ten times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
-    left, right = problem()
-    noise = 1 + 0.3 * normal(640, 16, seed=3)
-    values = left.values.repeat(10, 1) * noise
-    left = replace(left, values=gelu(values) if problem is after_gelu else values)
+@every_problem
+def test_rough_steps_cost_little(problem, sampled):
+    """On several times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
+    left, right = many_rows(problem)
     exact = error_of(search_product(left, right, SEARCH), left, right)
-    rough = error_of(search_product(left, right, replace(SEARCH, rough_rows=1)), left, right)
+    assert not sampled
+    rough = error_of(search_product(left, right, replace(SEARCH, rough_rows=120)), left, right)
+    assert max(sampled) > 1
     assert rough <= 1.05 * exact
 
 
@@ -312,15 +433,18 @@ def test_uniform_candidates_are_their_quantizers(problem):
 @pytest.mark.parametrize("rounding", ["log", "nearest"])
 @pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
 @quick
-@given(bits, q)
-def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q):
+@given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
+def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):
     operand = problem(bits)[0]
-    operand = replace(operand, format=replace(operand.format, rounding=rounding, beyond=beyond))
-    lifted = operand.values + operand.format.offset
-    scale = float(lifted.max()) * 0.8
+    offset = operand.format.offset + more
+    operand = replace(operand, format=replace(operand.format, rounding=rounding, beyond=beyond, offset=offset))
+    lifted = operand.values + offset
+    scale = float(lifted.max()) * reach
     point = torch.tensor([math.log2(q), scale], dtype=torch.float64)
     exact = operand.quantizer(point).fake_quantize(operand.values)
     fast = operand.candidates(operand.values)(point[None])[0]
+    two = torch.stack([point, point + torch.tensor([0.5, 0.1])])
+    assert torch.equal(operand.candidates(operand.values)(two)[0], fast)  # whatever is asked along with it
     cuts = log_thresholds(q, R, bits, beyond=beyond, rounding=rounding) * scale
     near = ((lifted[..., None] / cuts - 1).abs() < 1e-3).any(-1) | (lifted < lifted.max() * 2.0**-19)
     same = (exact - fast).abs() <= 1e-12 + 1e-6 * exact.abs()

@@ -1,6 +1,7 @@
 """The losses against direct computations in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import adalog.objective
 from adalog.objective import OwnError, ProductError, coprime, quantiles, thinned
 from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
-from strategies import R, normal
+from strategies import R, normal, quick
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
 
@@ -90,39 +91,206 @@ def test_masked_elements_stay_unquantized(left, right, keep):
     torch.testing.assert_close(loss, direct(left, right, right_hat, keep, mask), rtol=1e-11, atol=1e-11)
 
 
-def first_summed(name):
-    left, _, keep = PRODUCTS[name]
-    return next(dim for dim in range(len(left)) if dim not in keep)
+def row_errors(left, right, right_hat, keep, mask=None):
+    """Each row's squared error under each candidate, (K, *batch, T)."""
+    quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
+    if mask is not None:
+        quantized = torch.where(mask.bool(), quantized, left)
+    return (quantized @ right_hat - left @ right).square().sum(-1)
+
+
+def by_group(values, index, shape, keep):
+    """Sums of the chosen rows' values (K, n), one for each kept index of `left`: (K, *groups)."""
+    sizes = [shape[dim] for dim in keep]
+    places = torch.unravel_index(index, shape[:-1])
+    group = torch.zeros_like(index)
+    for dim in keep:
+        group = group * shape[dim] + places[dim]
+    return values.new_zeros(len(values), math.prod(sizes)).index_add_(1, group, values).view(-1, *sizes)
+
+
+def rows_of_sample(error, rows):
+    """Which rows a sample takes, counted through all matrices: as its operand (*batch, T, I)."""
+    *lead, width = error.left.shape
+    index = torch.arange(math.prod(lead), dtype=torch.float64).view(*lead, 1).expand(*lead, width)
+    return replace(error, left=index).sample(rows).left[..., 0].long()
+
+
+SAMPLED = {  # with the count of images where each has to be met
+    "tokens": ((640, 6), (6, 5), (), 10),
+    "tokens, gram": ((640, 6), (6, 40), (), 10),
+    "queries by head": ((4, 3, 97, 9), (4, 3, 9, 7), (1,), 4),
+    "queries by head, gram": ((4, 3, 97, 5), (4, 3, 5, 97), (1,), 4),
+    "queries per tensor": ((4, 1, 97, 9), (4, 1, 9, 7), (), 4),
+    "windows by head": ((64, 2, 9, 6), (64, 2, 6, 5), (1,), None),
+    "windows by head, gram": ((64, 2, 9, 6), (64, 2, 6, 9), (1,), None),
+    "windows per tensor": ((64, 2, 9, 6), (64, 2, 6, 5), (), None),
+    "grouped patches": ((3, 640, 6), (3, 6, 2), (0,), 30),
+    "grouped patches per tensor": ((3, 640, 6), (3, 6, 2), (), 3),
+}
+every_sample = pytest.mark.parametrize(("shape", "right", "keep", "images"), SAMPLED.values(), ids=SAMPLED)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "name", [name for name, (left, _, keep) in PRODUCTS.items() if first_summed(name) < len(left) - 1]
-)
-def test_a_sample_scores_every_stride_th_image_or_row(name, masked):
-    """Up to a constant, which moves no candidate."""
-    (shape, right, keep), dim = PRODUCTS[name], first_summed(name)
-    shape, right = list(shape), list(right)
-    if dim < len(shape) - 2:
-        right[dim] = 33  # images of both operands
-    shape[dim] = 33
+@every_sample
+def test_a_sample_scores_some_rows_of_every_image(shape, right, keep, images, masked, monkeypatch):
+    """Of the Gram form up to a constant, which moves no candidate."""
+    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
     left, right, right_hat = operands(shape, right)
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
-    sample = ProductError.of(left, right, right_hat, keep, mask).sample(2, least=1)
-    take = (slice(None),) * dim + (slice(None, None, 2),)
-    loss = sample.loss(rounding_candidates(left[take], keep), points_of(shape, keep))
-    rights = (value[take] if dim < left.ndim - 2 else value for value in (right, right_hat))
-    expected = direct(left[take], *rights, keep, None if mask is None else mask[take])
-    torch.testing.assert_close(loss - loss[:1], expected - expected[:1], rtol=1e-10, atol=1e-10)
+    error = ProductError.of(left, right, right_hat, keep, mask)
+    sample, index = error.sample(80), rows_of_sample(error, 80)
+    loss = sample.loss(rounding_candidates(sample.left, keep), points_of(shape, keep))
+    each = row_errors(left, right, right_hat, keep, mask).flatten(1)
+    expected = by_group(each[:, index.flatten()], index.flatten(), shape, keep)
+    if error.gram:
+        loss, expected = loss - loss[:1], expected - expected[:1]
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+
+    assert index.unique().numel() == index.numel()  # each at most once
+    groups = math.prod(shape[dim] for dim in keep)
+    assert 40 <= index.numel() / groups <= 160
+    if images is not None:
+        assert (index // (left[..., 0].numel() // images)).unique().numel() == images
+    else:  # of many short windows, evenly spread ones
+        windows = (index // math.prod(shape[1:-1])).flatten(1)
+        assert bool((windows == windows[:, :1]).all())
+        assert windows[:, 0].diff().unique().numel() == 1
 
 
-def test_no_sample_of_what_is_short_or_has_losses_of_its_own():
-    left, right = normal(32, 12, seed=1), normal(12, 5, seed=2)
-    assert ProductError.of(left, right, right).sample(2) is None
-    assert ProductError.of(left, right, right).sample(2, least=32) is not None
-    assert ProductError.of(left, right, right).sample(2, least=33) is None
-    assert ProductError.of(left[:31], right, right).sample(2, least=1) is None
-    assert ProductError.of(left, right, right, keep=(0,)).sample(2, least=1) is None
+def test_a_sample_takes_other_rows_of_each_image(monkeypatch):
+    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+    left, right, right_hat = operands((8, 3, 64, 9), (8, 3, 9, 7))
+    index = rows_of_sample(ProductError.of(left, right, right_hat, (1,)), 128) % 64
+    assert index.shape == (8, 3, 64 // 5)  # the next stride from 4 on that meets every column of an even grid
+    assert bool((index.diff(dim=-1) == 5).all())
+    assert index[..., 0].unique().tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.integers(1, 120), st.integers(1, 300), st.sampled_from([(), (1,), (0,)])
+)
+@quick
+def test_a_sample_meets_no_row_twice_and_no_matrix_more_often(batch, heads, length, rows, keep):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+        left = torch.zeros(batch, heads, length, 2)
+        error = ProductError.of(left, torch.zeros(batch, heads, 2, 2), torch.zeros(batch, heads, 2, 2), keep)
+        index = rows_of_sample(error, rows)
+    assert index.numel() > 0
+    assert index.unique().numel() == index.numel()
+    matrix = index // length
+    assert bool((matrix == matrix[..., :1]).all())
+    assert matrix[..., 0].unique().numel() == matrix[..., 0].numel()  # each one's rows stand together
+    for dim in keep:
+        assert index.shape[dim] == left.shape[dim]  # what has a loss of its own keeps it
+    if batch * heads * length < 2 * rows:
+        assert error.sample(rows) is error
+
+
+@pytest.mark.parametrize("keep", [(), (1,)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sample_of_channels_scores_some_columns(keep, masked, monkeypatch):
+    """The rows of V, transposed, all serve: some of the tokens that read them stand for the rest."""
+    left, right, right_hat = operands((4, 3, 8, 97), (4, 3, 97, 97))
+    mask = (normal(4, 3, 8, 97, seed=5) > 0).double() if masked else None
+    error = ProductError.of(left, right, right_hat, keep, mask, alike=False)
+    for rows, stride in ((40, 6), (100, 3 if keep else 6), (190, 2 if keep else 6)):  # at least 16 columns are left
+        sample = error.sample(rows)
+        assert sample.left is error.left
+        loss = sample.loss(rounding_candidates(left, keep), points_of(left.shape, keep))
+        some = right[..., ::stride], right_hat[..., ::stride]
+        torch.testing.assert_close(loss, direct(left, *some, keep, mask), rtol=1e-11, atol=1e-11)
+
+
+def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
+    left, right = normal(640, 12, seed=1), normal(12, 5, seed=2)
+    tokens = ProductError.of(left, right, right)
+    assert tokens.sample(1) is tokens  # 7,680 elements are few
+    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 12 * 160)
+    assert tokens.sample(321) is tokens
+    assert len(tokens.sample(320).left) == 640 // 3  # 2 is no stride that meets every column
+    assert len(tokens.sample(1).left) == 640 // 7  # of as many rows as make that many elements
+    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+    for kept in (
+        ProductError.of(left, right, right, keep=(0,)),
+        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), keep=(0, 1)),
+        ProductError.of(left, right, right, alike=False),
+        ProductError.of(left, normal(12, 40), normal(12, 40), alike=False),
+    ):
+        assert kept.sample(10) is kept
+
+
+@pytest.mark.parametrize("tokens", [9, 60], ids=["direct", "gram"])
+@pytest.mark.parametrize("chunk", [1, 30, 100, 1000])
+def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
+    left, right, right_hat = operands((23, 12), (12, tokens))
+    error, points = ProductError.of(left, right, right_hat, (0,)), points_of((23, 12), (0,))
+    whole = error.loss(rounding_candidates(left, (0,)), points)
+    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", chunk)
+    pieces = error.by_rows()
+    assert {len(piece.left) for piece in pieces[:-1]} <= {-(-23 // max(1, 276 // chunk))}
+    assert torch.equal(torch.cat([piece.left for piece in pieces]), left)
+    losses, start = [], 0
+    for piece in pieces:
+        rows = slice(start, start := start + len(piece.left))
+        losses.append(piece.loss(rounding_candidates(piece.left, (0,)), points[..., rows]))
+    torch.testing.assert_close(torch.cat(losses, 1), whole, rtol=1e-12, atol=1e-12)
+    assert (len(pieces) == 1) == (chunk > 138)
+
+
+@every_product
+def test_only_the_rows_of_a_weight_are_sliced(left, right, keep, monkeypatch):
+    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", 1)
+    left, right, right_hat = operands(left, right)
+    error = ProductError.of(left, right, right_hat, keep)
+    assert len(error.by_rows()) == (len(left) if keep == (0,) and left.ndim == 2 else 1)
+    assert len(ProductError.of(left, right, right_hat, keep, torch.ones_like(left)).by_rows()) == 1
+
+
+# --- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+BFLOAT16 = {
+    "activation, few outputs": ((200, 48), (48, 20), ()),
+    "activation, many outputs": ((200, 48), (48, 90), ()),
+    "weight, few tokens": ((6, 48), (48, 40), (0,)),
+    "weight, many tokens": ((6, 48), (48, 200), (0,)),
+    "queries by head": ((4, 3, 40, 16), (4, 3, 16, 40), (1,)),
+    "values by head": ((4, 3, 16, 40), (4, 3, 40, 40), (1,)),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("left", "right", "keep"), BFLOAT16.values(), ids=BFLOAT16)
+def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatch):
+    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: True)
+    shape = left
+    left, right = normal(*left, seed=seed).float(), normal(*right, seed=seed + 10).float()
+    error = ProductError.of(left, right, (right * 8).round() / 8, keep)
+    fast = error.fast()
+    assert fast.factor.dtype == torch.bfloat16
+    groups = [shape[dim] for dim in keep]
+    points = torch.linspace(0.2, 1.2, 60).view(-1, 1, *(1 for _ in groups)).expand(-1, 1, *groups)
+    exact, rough = (each.loss(rounding_candidates(left, keep), points) for each in (error, fast))
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, exact, rtol=1e-2, atol=0)
+    assert not torch.equal(rough, exact)
+    chosen = exact.gather(0, rough.argmin(0, keepdim=True))[0]
+    assert bool((chosen <= 1.001 * exact.amin(0)).all())
+
+
+def test_bfloat16_only_where_it_is_faster(monkeypatch):
+    wide, narrow = (
+        ProductError.of(*(each.to(dtype) for each in operands((9, 12), (12, 5))))
+        for dtype in (torch.float64, torch.float32)
+    )
+    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: False)
+    assert narrow.fast() is narrow
+    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: True)
+    assert wide.fast() is wide
+    fast = narrow.fast()
+    assert (fast.left.dtype, fast.base.dtype, fast.factor.dtype) == (torch.float32, torch.float32, torch.bfloat16)
 
 
 @every_product
@@ -239,7 +407,7 @@ def test_a_stride_meets_every_column(stride, width):
 
 @pytest.mark.parametrize("channels", [96, 192])
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
-    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.objective.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
     some = thinned(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
@@ -248,25 +416,39 @@ def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
-    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.objective.SORTED_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.objective._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
+    assert 400 <= thinned(sample).shape[1] <= 501
     low, middle, high = quantiles(sample, (0.0, 0.5, 1.0))
     assert torch.equal(low, sample.amin(1))
     assert torch.equal(high, sample.amax(1))
     assert middle.abs().max() < 0.15
 
 
+def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
+    monkeypatch.setattr("adalog.objective.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.objective._SORTED_OF_ROW", 512)
+    for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
+        some = thinned(torch.arange(5000).repeat(rows, 1))
+        assert some.shape[0] == rows
+        assert most / 2 <= some.shape[1] <= 5000 // (5000 // most) + 1
+        assert bool((some.diff(dim=1) == some[0, 1]).all())
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(1000, 16), (40, 3, 30, 16), (5, 400, 9)])
-def test_parts_add_up_to_the_whole(shape, monkeypatch):
+def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
     """Of rows, of images with heads, and of the rows of a grouped convolution, which keep a loss a group."""
-    monkeypatch.setattr("adalog.objective.PART_ELEMENTS", 2048)
+    monkeypatch.setattr("adalog.objective.CHUNK_ELEMENTS", 1024)
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(shape, generator=generator, dtype=torch.float64)
     lead = shape[:-2]
     right = torch.randn(*lead, shape[-1], 7, generator=generator, dtype=torch.float64)
     keep = {2: (), 4: (1,), 3: (0,)}[len(shape)]
-    error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep)
+    mask = (normal(*shape, seed=5) > 0).double() if masked else None
+    error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep, mask)
     parts = error.parts()
     assert len(parts) > 1
     assert max(part.left.numel() for part in parts) <= 3 * 2048

@@ -501,3 +501,38 @@ def test_map_keeps_everything_but_the_tensors():
     assert (float(uniform.scale), float(uniform.zero_point), uniform.bits) == (2.0, 4.0, 5)
     twin = TwinUniformQuantizer(f64(1.0), f64(2.0), 5).map(lambda value: value * 2)
     assert (float(twin.scale), float(twin.negative_scale), twin.bits) == (2.0, 4.0, 5)
+
+
+# --- tables that are kept --------------------------------------------------------------------------------------------
+
+
+@quick
+@given(bits, q, beyond, rounding, dtypes)
+def test_tables_that_are_kept_are_never_written_to(bits, q, beyond, rounding, dtype):
+    """A float64 scale of 1 and an offset, so that nothing but the code itself stands between a table and the result."""
+    tables = log_levels(q, R, bits, beyond=beyond), log_thresholds(q, R, bits, beyond=beyond, rounding=rounding)
+    before = [table.clone() for table in tables]
+    x = normal(200, seed=q).abs().to(dtype)
+    quantizer = LogQuantizer(torch.tensor(1.0, dtype=dtype), q, R, bits, beyond, rounding, offset=0.1)
+    first, second = (quantizer.fake_quantize(x) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(quantizer.dequantize(quantizer.quantize(x)), first)
+    assert all(torch.equal(table, then) for table, then in zip(tables, before, strict=True))
+    log_levels.cache_clear()
+    log_thresholds.cache_clear()
+    assert torch.equal(quantizer.fake_quantize(x), first)
+    assert torch.equal(log_levels(q, R, bits, beyond=beyond), before[0])
+    assert torch.equal(log_thresholds(q, R, bits, beyond=beyond, rounding=rounding), before[1])
+
+
+def test_tables_that_inference_left_serve_gradients():
+    log_levels.cache_clear()
+    log_thresholds.cache_clear()
+    x, scale = normal(50).abs(), f64(0.7).requires_grad_()
+    with torch.inference_mode():
+        seen = LogQuantizer(f64(0.7), 20, R, 4).fake_quantize(x)
+    value = LogQuantizer(scale, 20, R, 4).fake_quantize(x)
+    assert torch.equal(value.detach(), seen)
+    value.sum().backward()
+    assert scale.grad is not None
+    torch.testing.assert_close(scale.grad * 0.7, value.detach().sum())

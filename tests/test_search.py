@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adalog.search import alternating, brute_force, fpcs, grid
+from adalog.search import alternating, brute_force, fpcs, grid, grid_spacing, refined
 from strategies import normal, quick, seeds
 
 
@@ -245,8 +245,8 @@ def test_fpcs_takes_any_neighbourhood(count, children):
     assert (best - target).abs().max() < 0.02
 
 
-def test_rough_only_discards():
-    """The result and its loss are judged by the full loss, even where the rough one prefers another."""
+def test_the_full_loss_judges_what_the_rough_one_leaves():
+    """The result and its loss are the full loss's, even where the rough one prefers another."""
     target = torch.tensor([0.3, 1.1], dtype=torch.float64)
     full, full_sizes = counted(bowl(target))
     rough, rough_sizes = counted(bowl(target + 0.02))
@@ -254,17 +254,22 @@ def test_rough_only_discards():
     best, least = fpcs(full, low, high, rough=rough)
     assert float(least) == float(bowl(target)(best[None])[0])
     assert rough_sizes == [128] * 5
-    assert full_sizes == [16]  # the survivors
+    assert full_sizes == [8, 1, 8, 8, 8, 8]  # the better half of the survivors, the best of them, and its walk
     only_rough, _ = fpcs(bowl(target + 0.02), low, high)
     assert least <= bowl(target)(only_rough[None])[0]
+    spacing = grid_spacing(low, high, (16, 8)) / 2**4
+    assert bool(((best - target).abs() <= 0.5 * spacing + 1e-12).all())  # the walk covers what the rough one is off
 
 
-def test_a_rough_loss_that_orders_alike_changes_nothing():
+def test_a_rough_loss_that_orders_alike_costs_nothing():
+    """The walk starts from what the full loss finds by itself."""
     low, high = box((-1, 1), (0, 2), groups=(3,))
     exact = fpcs(rough_sea, low, high)
     rough = fpcs(rough_sea, low, high, rough=lambda points: 2 * rough_sea(points) + 5)
-    assert torch.equal(exact[0], rough[0])
-    assert torch.equal(exact[1], rough[1])
+    walked = refined(rough_sea, exact[0], grid_spacing(low, high, (16, 8)) / 2**4)
+    assert torch.equal(rough[0], walked[0])
+    assert torch.equal(rough[1], walked[1])
+    assert bool((rough[1] <= exact[1]).all())
 
 
 @quick
@@ -279,16 +284,85 @@ def test_a_misleading_rough_loss_never_costs_the_incumbent(seed):
     assert least <= loss(incumbent[None])[0]
 
 
-def test_without_steps_the_survivors_of_the_grid_are_judged():
+@pytest.mark.parametrize(("keep", "half"), [(1, 1), (5, 2), (12, 6)])
+def test_without_steps_half_of_the_survivors_of_the_grid_are_judged(keep, half):
     low, high = box((-1, 1), (0, 2))
     rough, rough_sizes = counted(rough_sea)
     full, full_sizes = counted(lambda points: -rough_sea(points))
-    best, least = fpcs(full, low, high, steps=0, keep=5, children=8, rough=rough)
-    assert (rough_sizes, full_sizes) == ([128], [5])
+    best, least = fpcs(full, low, high, steps=0, keep=keep, children=8, rough=rough)
+    assert (rough_sizes, full_sizes) == ([128], [half, 1, 8, 8, 8, 8])
     points = grid(low, high, (16, 8))
-    survivors = rough_sea(points).sort().indices[:5]
-    assert torch.equal(best, points[survivors[-1]])
-    assert least == -rough_sea(best[None])[0]
+    survivors = rough_sea(points).sort().indices[:half]
+    walked = refined(full, points[survivors[-1]], grid_spacing(low, high, (16, 8)))
+    assert torch.equal(best, walked[0])
+    assert least == walked[1] == -rough_sea(best[None])[0]
+
+
+# --- the walk ------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(seeds, st.sampled_from([1, 2]), st.sampled_from([(), (5,), (2, 3)]))
+def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
+    point, loss = normal(count, *groups, seed=seed), white(seed % 1000)
+    best, least = refined(loss, point, torch.full_like(point, 0.05))
+    held = loss(point[None])[0]
+    assert best.shape == point.shape
+    assert torch.equal(least, loss(best[None])[0])
+    assert bool((least <= held).all())
+    same = least == held
+    assert torch.equal(best[:, same], point[:, same])  # it moves for a lower loss only
+
+
+@quick
+@given(seeds)
+def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(seed):
+    """From up to 15 spacings away in each of two dimensions, to half a spacing; each group for itself."""
+    spacing = torch.rand(2, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.01
+    away = (torch.rand(2, 50, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) - 0.5) * 30
+    point = normal(2, 50, seed=seed)
+    best, _ = refined(bowl(point + away * spacing), point, spacing)
+    assert ((best - point) / spacing - away).abs().max() <= 0.5 + 1e-9
+
+
+@quick
+@given(seeds, st.floats(-0.3, 0.3))
+def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
+    away = (torch.rand(2, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * 28
+    spacing = torch.tensor([[0.1], [2.0]], dtype=torch.float64)
+
+    def loss(points):
+        a, b = ((points / spacing) - away).unbind(1)
+        return a.square() + b.square() + 2 * tilt * a * b
+
+    best, _ = refined(loss, torch.zeros(2, 50, dtype=torch.float64), spacing.expand(2, 50))
+    assert (best / spacing - away).abs().max() <= 1
+
+
+@quick
+@given(seeds)
+def test_a_walk_in_one_dimension_reaches_farther(seed):
+    """Neighbours -4 ... 4: from 60 spacings away."""
+    away = (torch.rand(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * 120
+    best, _ = refined(bowl(away * 0.1), torch.zeros(1, 50, dtype=torch.float64), torch.tensor([[0.1]]).double())
+    assert (best / 0.1 - away).abs().max() <= 0.5 + 1e-9
+
+
+def test_a_walk_takes_four_moves():
+    loss, sizes = counted(rough_sea)
+    refined(loss, torch.zeros(2), torch.ones(2))
+    assert sizes == [1, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("sizes", [(16, 8), (1, 2), (5,)])
+def test_spacing_is_that_of_the_grid(sizes):
+    low, high = box(*[(-1, 3), (2, 2.5)][: len(sizes)], groups=(3,))
+    points, spacing = grid(low, high, sizes), grid_spacing(low, high, sizes)
+    assert spacing.shape == low.shape
+    for axis, size in enumerate(sizes):
+        values = points[:, axis, 0].unique()
+        if size > 1:
+            torch.testing.assert_close(values.diff(), spacing[axis, 0].expand(size - 1))
 
 
 # --- the searches it is compared with -------------------------------------------------------------------------

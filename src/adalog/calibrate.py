@@ -296,8 +296,10 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
     from its own error; the right one is found first. What has been found once on the output's error is from then on
-    looked for nearby, unless every step looks at all data. A round that gains less than 0.1 % is the last.
+    looked for nearby, unless every step looks at all data: the fewer the rows, the farther the best point moves when
+    the other operand does. A round that gains less than 0.1 % is the last.
     """
+    many = 0 < search.rough_rows < left.values[..., 0].numel()
     first = None if left.is_float else search_own(left, search)
     second: Tensor | None = None
     left_hat, right_hat = _apply(left, first), right.values
@@ -308,10 +310,10 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
     for index in range(search.rounds):
         before = first, error
         if not left.is_float:
-            first, error = _search_operand(left, right.values, right_hat, search, first, nearby=index > 0)
+            first, error = _search_operand(left, right.values, right_hat, search, first, nearby=many and index > 0)
             left_hat = _apply(left, first)
         if not right.is_float and first is not before[0]:
-            second, error = _search_operand(right, left.values, left_hat, search, second, nearby=True)
+            second, error = _search_operand(right, left.values, left_hat, search, second, nearby=many)
             right_hat = _apply(right, second)
         if error > before[1] * (1 - _LEAST_GAIN):
             break
@@ -361,15 +363,11 @@ def _search_piece(
     error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
 ) -> tuple[Tensor, float]:
     """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
-    rough: ProductError | None = None
-    loss = error
-    if search.rough_rows:
-        fast = error.fast()
-        rough = fast.sample(search.rough_rows)
-        loss = fast if rough is not fast else error
-    cheaper = None if rough is None or rough is loss or nearby else _loss(rough, operand)
-    nearby = nearby and search.rough_rows > 0
-    best = minimise(_loss(loss, operand), operand, search, incumbent, cheaper, nearby=nearby)
+    fast = error.fast() if search.rough_rows else error
+    rough = fast.sample(search.rough_rows) if search.rough_rows else error
+    loss = _loss(fast if rough is not fast else error, operand)
+    cheaper = None if nearby or rough is error else _loss(rough, operand)
+    best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
 
 

@@ -89,10 +89,8 @@ class ProductError:
         stride = self.left[..., 0].numel() // kept // max(rows, _ROUGH_ELEMENTS // (width * kept))
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
-        if len(summed) == 1:
-            return self._rows(coprime(stride, length))
-        sparse = coprime(max(1, min(stride, length // 16)), length)  # of short rows some windows are left out
-        some = self._every(summed[0], stride // sparse) if stride // sparse > 1 else self
+        sparse = coprime(max(1, min(stride, length // 16)), length)  # where rows are short some windows are left out
+        some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
         return some._rows(sparse)
 
     def _columns(self, stride: int) -> "ProductError":
@@ -139,8 +137,8 @@ class ProductError:
         ]
 
     def by_rows(self) -> "list[ProductError]":
-        """The errors of slices of the rows, where those keep losses of their own and are many."""
-        if self.keep != (0,) or self.left.ndim != 2:
+        """The errors of slices of the rows, where those keep losses of their own and are many: of a weight."""
+        if self.keep != (0,) or self.left.ndim != 2 or self.mask is not None:
             return [self]
         count = max(1, self.left.numel() // CHUNK_ELEMENTS)
         size = -(-len(self.left) // count)
