@@ -254,6 +254,8 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
     scale = _decimals(quantizer.scale)
     fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
     if isinstance(quantizer, UniformQuantizer):
+        if quantizer.rounded_by is not None:
+            fields["rounded_by"] = _decimals(quantizer.rounded_by)
         return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
     if isinstance(quantizer, TwinUniformQuantizer):
         return {"kind": "twin", **fields, "negative_scale": _decimals(quantizer.negative_scale)}
@@ -403,6 +405,8 @@ def _decode_model(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Qu
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     _check(weights.keys() <= tensors.keys(), "a weight is not among the tensors")
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
+    for name, fields in header["quantizers"].items():
+        _check("rounded_by" not in fields, f"quantizer {name} rounds by another scale, as only weights do")
     inputs, example = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode(header["output"])
@@ -527,7 +531,11 @@ def decode_quantizer(name: str, fields: Mapping[str, Any], dtype: torch.dtype = 
     if fields["kind"] == "uniform":
         zero_point = torch.tensor(fields["zero_point"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, scale, zero_point, bits)
-        return UniformQuantizer(scale, zero_point, bits)
+        if "rounded_by" not in fields:
+            return UniformQuantizer(scale, zero_point, bits)
+        rounded_by = torch.tensor(fields["rounded_by"], dtype=dtype).reshape(fields["shape"])
+        _check_parameters(name, rounded_by, zero_point, bits)
+        return UniformQuantizer(scale, zero_point, bits, rounded_by)
     _check(fields["kind"] in ("log", "twin"), f"quantizer {name} is of the unknown kind {fields['kind']!r}")
     _check_parameters(name, scale, torch.zeros_like(scale), bits)
     if fields["kind"] == "twin":

@@ -93,7 +93,7 @@ class Build:
         else:
             assert isinstance(quantizer, UniformQuantizer)
             codes = quantizer.quantize(values).to(torch.uint8).reshape(shape)
-            stored = QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead)))
+            stored = QuantizedTensor(codes, replace(quantizer, rounded_by=None).map(lambda value: value.reshape(lead)))
             self._weights[weight_name] = stored
             self._tensors[weight_name] = stored.dequantize()
         if offset:

@@ -1,6 +1,7 @@
 """The search of one site's quantizers on recorded operands (Sec. 3.4): what runs once per site, method and bits."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,6 +101,11 @@ class Operand:
         """(k, *groups) -> (k, ...), shaped to broadcast against k candidates of the values."""
         shape = [size if dim in self.format.keep else 1 for dim, size in enumerate(self.values.shape)]
         return parameters.reshape(-1, *shape)
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether each row has parameters of its own, as those of a weight do."""
+        return self.values.ndim - 2 in self.format.keep
 
     @property
     def is_float(self) -> bool:
@@ -243,7 +249,8 @@ def minimise(
     if len(low) == 1:  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
         init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
     if nearby and incumbent is not None:
-        point, _ = refined(loss, incumbent, grid_spacing(low, high, init) / 2**search.steps, children=_CHILDREN)
+        spacing = grid_spacing(low, high, init) / 2**search.steps
+        point, _ = refined(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
     else:
         point, _ = fpcs(
             *(loss, low, high),
@@ -277,18 +284,43 @@ class Found:
 def output_power(
     left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
 ) -> tuple[float, float]:
-    """The sums of squares of left @ right^T and of its error under these quantizers (error form, in parts)."""
-    sides = (left.values, fake_quantize(left, first)), (right.values, fake_quantize(right, second))
-    outputs = left.values[..., 0].numel() * right.values.shape[-2]
-    parts = min(-(-outputs // _OUTPUTS), len(left.values))
-    lefts = zip(*(value.tensor_split(parts) for value in sides[0]), strict=True)
-    rights = zip(*(value.tensor_split(parts) if value.ndim > 2 else [value] * parts for value in sides[1]), strict=True)
+    """The sums of squares of left @ right^T and of its error under these quantizers."""
     signal = noise = 0.0
-    for (x, x_hat), (w, w_hat) in zip(lefts, rights, strict=True):
+    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
         error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
         signal += float((x @ w.transpose(-1, -2)).square().sum(dtype=torch.float64))
         noise += float(error.square().sum(dtype=torch.float64))
     return signal, noise
+
+
+def refitted(left: Operand, right: Operand, first: Quantizer | None, second: UniformQuantizer) -> UniformQuantizer:
+    """A weight's quantizer with the scale a row that fits its codes best: the output's error is quadratic in it.
+
+    The codes stay as they are: no row is rounded again.
+    """
+    onto: list[Tensor] = []
+    power: list[Tensor] = []
+    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
+        output = x_hat @ w_hat.transpose(-1, -2)
+        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+        onto.append((output * error).sum(-2, dtype=torch.float64))
+        power.append(output.square().sum(-2, dtype=torch.float64))
+    grouped = right.values.ndim > 2  # each part is other rows; otherwise other tokens
+    excess, size = (torch.cat(parts) if grouped else torch.stack(parts).sum(0) for parts in (onto, power))
+    factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
+    return replace(second, scale=second.scale * factor.to(second.scale.dtype), rounded_by=second.scale)
+
+
+def _in_parts(
+    left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Both operands as they are and as they are quantized, (x, x_hat, w, w_hat), over slices of the first dimension."""
+    x_hat, w_hat = fake_quantize(left, first), fake_quantize(right, second)
+    outputs = left.values[..., 0].numel() * right.values.shape[-2]
+    parts = min(-(-outputs // _OUTPUTS), len(left.values))
+    lefts = (value.tensor_split(parts) for value in (left.values, x_hat))
+    rights = (value.tensor_split(parts) if value.ndim > 2 else [value] * parts for value in (right.values, w_hat))
+    return zip(*lefts, *rights, strict=True)
 
 
 def search_product(left: Operand, right: Operand, search: Search) -> Found:
@@ -317,7 +349,10 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
             right_hat = _apply(right, second)
         if error > before[1] * (1 - _LEAST_GAIN):
             break
-    return Found.judged(left, right, left.quantizer(first), right.quantizer(second))
+    x_quantizer, w_quantizer = left.quantizer(first), right.quantizer(second)
+    if search.refit and right.has_own_rows and isinstance(w_quantizer, UniformQuantizer):
+        w_quantizer = refitted(left, right, x_quantizer, w_quantizer)
+    return Found.judged(left, right, x_quantizer, w_quantizer)
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:

@@ -42,6 +42,7 @@ class Search:
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 2  # weight <-> activation, at most (released: 3)
     rough_rows: int = 512  # steps score so many tokens or more, and the survivors on all (0: all from the start)
+    refit: bool = True  # once the codes of a weight are found, each row takes the scale that fits them best
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
 
     def __post_init__(self) -> None:
@@ -49,6 +50,7 @@ class Search:
             raise ValueError(f"strategy = {self.strategy!r} is none of {', '.join(get_args(Strategy))}")
         for name, least in (("keep", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
             _check_whole(name, getattr(self, name), least)
+        _check_flag("refit", self.refit)
         if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
             raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
         if not isinstance(self.init, tuple) or len(self.init) != 2:
@@ -209,7 +211,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "rounding": "log",
         "offset": 0.17,
         "per_head": False,
-        "search": Search(steps=4, rounds=1, rough_rows=0, reach=0.1),
+        "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1),
     },
     # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
     "adalog-released": {

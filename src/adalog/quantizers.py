@@ -239,30 +239,34 @@ class UniformQuantizer:
     """An asymmetric uniform quantizer with its parameters.
 
     scale: float32, positive; zero_point: the same shape, whole numbers in [0, 2**bits); both broadcast against x.
+    rounded_by: the scale that codes are found by, where another one gives them their value (weights: codes are stored).
     """
 
     scale: Tensor
     zero_point: Tensor
     bits: int
+    rounded_by: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
 
     def quantize(self, x: Tensor) -> Tensor:
-        return uniform_quantize(x, self.scale, self.zero_point, self.bits)
+        scale = self.scale if self.rounded_by is None else self.rounded_by
+        return uniform_quantize(x, scale, self.zero_point, self.bits)
 
     def dequantize(self, code: Tensor) -> Tensor:
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         def part(values: Tensor) -> Tensor:
-            return uniform_fake_quantize(values, self.scale, self.zero_point, self.bits)
+            return self.dequantize(self.quantize(values)).to(x.dtype)
 
         varies_first = self.scale.ndim == x.ndim and self.scale.ndim > 0 and self.scale.shape[0] > 1
         return part(x) if varies_first else _in_parts(part, x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UniformQuantizer":
-        return UniformQuantizer(function(self.scale), function(self.zero_point), self.bits)
+        rounded_by = None if self.rounded_by is None else function(self.rounded_by)
+        return UniformQuantizer(function(self.scale), function(self.zero_point), self.bits, rounded_by)
 
 
 @dataclass(frozen=True)

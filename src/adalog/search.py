@@ -53,18 +53,20 @@ def fpcs(
     if rough is not None:
         points, _ = best_points(points, losses, max(1, keep // 2))  # they lie close together
         best, _ = best_points(points, loss(points), 1)
-        points, losses = (value[None] for value in refined(loss, best[0], spacing, children=children))
+        points, losses = (
+            value[None] for value in refined(loss, best[0], spacing, children=children, moves=max(4, steps))
+        )
     return _winner(loss, points, losses, incumbent)
 
 
-def refined(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8) -> tuple[Tensor, Tensor]:
-    """The best point met on a walk from this one: four moves to the best neighbour, 8, 4, 2 and 1 spacings away.
+def refined(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
+    """The best point met on a walk from this one: moves to the best neighbour, ..., 8, 4, 2 and 1 spacings away.
 
     spacing: (P, *groups). A point that nothing near is better than stays.
     """
     _, offsets = _neighbourhood(point, children)
     points, losses = point[None], loss(point[None])
-    for stride in (8, 4, 2, 1):
+    for stride in (2**move for move in reversed(range(moves))):
         born = (points + offsets * (spacing * stride)).flatten(0, 1)
         points, losses = best_points(torch.cat([points, born]), torch.cat([losses, loss(born)]), 1)
     return points[0], losses[0]
