@@ -32,7 +32,7 @@ from adalog.artifact import (
     write_whole,
 )
 from adalog.config import ReleasedSearch
-from adalog.quantizers import TwinUniformQuantizer
+from adalog.quantizers import TwinUniformQuantizer, UniformQuantizer
 from strategies import bits, quick
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -713,3 +713,14 @@ def test_a_path_that_no_file_can_have():
 def test_other_safetensors_files(tmp_path):
     refused(to_bytes({"weight": torch.ones(3)}), "not an adalog artifact")
     refused(to_bytes({"weight": torch.ones(3)}, {"format": "pt"}), "not an adalog artifact")
+
+
+def test_only_weights_round_by_another_scale(quantized):
+    """Whose codes are in the file: an activation that did would run otherwise elsewhere."""
+    assert all(weight.quantizer.rounded_by is None for weight in quantized.program.weights.values())
+    name = next(name for name, each in quantized.program.quantizers.items() if isinstance(each, UniformQuantizer))
+
+    def change(header):
+        header["quantizers"][name]["rounded_by"] = header["quantizers"][name]["scale"]
+
+    refused(rebuilt(serialise(quantized), change), f"quantizer {name} rounds by another scale")

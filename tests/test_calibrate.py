@@ -11,7 +11,7 @@ from torch.nn.functional import gelu
 
 import adalog.calibrate
 import adalog.objective
-from adalog.calibrate import Format, Operand, minimise, search_channels, search_own, search_product
+from adalog.calibrate import Format, Found, Operand, minimise, refitted, search_channels, search_own, search_product
 from adalog.config import Config, Search
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -541,3 +541,40 @@ def test_search_channels_treats_each_channel_alone():
 def test_search_channels_is_the_same_for_every_strategy(strategy):
     first, second = (search_channels(channels(), 4, replace(SEARCH, strategy=name)) for name in ("fpcs", strategy))
     assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
+    """A float64 oracle row by row; the codes stay."""
+    w_shape = shapes[1]
+    generator = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    keep = (0,) if w.ndim == 2 else (0, 1)
+    left, right = Operand(x, Format(3)), Operand(w, Format(3, keep=keep))
+    found = search_product(left, right, replace(SMALL, refit=False))
+    quantizer = refitted(left, right, found.left, found.right)
+    codes = found.right.quantize(w)
+    assert torch.equal(quantizer.quantize(w), codes)
+    assert torch.equal(quantizer.fake_quantize(w), (codes - found.right.zero_point) * quantizer.scale)
+    x_hat = found.left.fake_quantize(x)
+    signed = codes - found.right.zero_point
+    rows = signed.reshape(-1, w_shape[-1])
+    for index, (row, exact, scale) in enumerate(
+        zip(rows, w.reshape(rows.shape), quantizer.scale.flatten(), strict=True)
+    ):
+        group = index // w_shape[-2]
+        inputs, hats = (value if value.ndim == 2 else value[group] for value in (x, x_hat))
+        made, wanted = hats @ row, inputs @ exact
+        torch.testing.assert_close(scale, made @ wanted / (made @ made), rtol=1e-9, atol=0)
+    assert error_of(Found(found.left, quantizer, 0.0), left, right) < error_of(found, left, right)
+
+
+def test_the_search_refits_weights_and_nothing_else():
+    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, keep=(1,))) for seed in (1, 2)]
+    found = search_product(*heads, SMALL)
+    assert found.left.rounded_by is None
+    assert found.right.rounded_by is None
+    weight = Operand(normal(5, 6, seed=3).float(), Format(4, keep=(0,)))
+    found = search_product(Operand(normal(50, 6, seed=4).float(), Format(4)), weight, SMALL)
+    assert found.left.rounded_by is None
+    assert not torch.equal(found.right.rounded_by, found.right.scale)

@@ -41,12 +41,13 @@ def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
     scale, zero_point = torch.rand(3, 1, dtype=dtype) + 1e-7, torch.tensor([[0.0], [3.0], [7.0]], dtype=dtype)
     quantizers = [
         UniformQuantizer(scale, zero_point, 3),
+        UniformQuantizer(scale, zero_point, 3, scale * 1.25),
         LogQuantizer(torch.rand((), dtype=dtype) / 3, 11, 37, 4, offset=0.1699, keeps_offset=True),
         TwinUniformQuantizer(scale[0], scale[1], 5),
         None,
     ]
     written = Partial(tmp_path / "partial", "these")
-    folds = [None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None]
+    folds = [None, None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None]
     for index, quantizer in enumerate(quantizers):
         written.add(f"site{index}", Found(quantizer, quantizers[0], 1 / 3 + index), folds[index])
     read = Partial(tmp_path / "partial", "these")
