@@ -262,7 +262,7 @@ def minimise(
             rough=rough,
         )
     scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
-    return rescaled(loss, point, scales)[0] if search.rough_rows else point
+    return rescaled(loss, point, scales, rough=rough)[0] if search.rough_rows else point
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ def _search_piece(
     fast = error.fast() if search.rough_rows else error
     rough = fast.sample(search.rough_rows) if search.rough_rows else error
     loss = _loss(fast if rough is not fast else error, operand)
-    cheaper = None if nearby or rough is error else _loss(rough, operand)
+    cheaper = None if rough is error else _loss(rough, operand)
     best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
 

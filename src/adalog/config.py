@@ -40,7 +40,7 @@ class Search:
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
     keep: int = 16  # parents of a step; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = 2  # weight <-> activation, at most (released: 3)
+    rounds: int = 1  # weight <-> activation; more gain next to nothing (released: 3)
     rough_rows: int = 512  # steps score so many tokens or more, and the survivors on all (0: all from the start)
     refit: bool = True  # once the codes of a weight are found, each row takes the scale that fits them best
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
