@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adalog.calibrate import Found
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm
 from adalog.sites import Site, conv_geometry
 
@@ -24,6 +24,8 @@ def describe(quantizer: Quantizer | None, count: int = 0) -> str:
         return f"{quantizer.bits}-bit uniform{several}"
     if isinstance(quantizer, TwinUniformQuantizer):
         return f"{quantizer.bits}-bit twin uniform"
+    if isinstance(quantizer, SplitUniformQuantizer):
+        return f"{quantizer.bits}-bit split uniform"
     beyond = " and a zero beyond its codes" if quantizer.beyond == "zero" else ""
     return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){beyond}"
 
