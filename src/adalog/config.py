@@ -358,7 +358,8 @@ class Method:
 
     def to_json(self) -> dict[str, Any]:
         """The choices as JSON; of a search or refinement its kind and what differs from that kind's defaults."""
-        plain = dict(self.choices)
+        usual_fields = {entry.name: entry.default for entry in dataclasses.fields(Config)}
+        plain = {name: value for name, value in self.choices.items() if value != usual_fields[name]}
         for name, kinds in (("search", _SEARCHES), ("refine", _REFINEMENTS)):
             if name in plain:
                 fields, usual = _kind_to_json(plain[name], kinds), dataclasses.asdict(type(plain[name])())
@@ -370,11 +371,12 @@ class Method:
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# Scale 1 after softmax, and the paper's clipped codes.
+# The scale after softmax is 1. What is beyond the codes is zero, as in the code that the published figures are from, and
+# not clipped as the text has it; so it is with RepQ-ViT.
 _FQ_VIT: dict[str, Any] = {
     "post_softmax": "log2",
     "post_gelu": "uniform",
-    "beyond": "saturate",
+    "beyond": "zero",
     "rounding": "log",
     "per_head": False,
     "fold_rows": 1,

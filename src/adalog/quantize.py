@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,27 +17,30 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import released
+from adalog import refine, released, rivals
 from adalog.build import Build, describe
 from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
 from adalog.capture import batched, capture, take
-from adalog.config import Config, ReleasedSearch
+from adalog.config import BlockRefinement, Config, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
+from adalog.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.objective import coprime
 from adalog.partial import Fold, Partial
-from adalog.program import Node, Program
-from adalog.quantizers import FLOAT_BITS
+from adalog.program import Node, Program, Ref, leaves_of, map_refs
+from adalog.quantizers import FLOAT_BITS, Quantizer, UniformQuantizer
 from adalog.reparam import shared_scale, unfolded_patches
 from adalog.sites import (
     GELUS,
     POWER_LAW_ACTIVATIONS,
+    Block,
     Pair,
     Site,
     conv_geometry,
     find_blocks,
     find_pairs,
+    find_parts,
     find_refused,
     find_sites,
 )
@@ -174,9 +177,11 @@ class Calibration:
         self._groups = _group(self.sites, self.pairs)
         if not self.sites:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
-        self._head = find_blocks(self.program)[-1].nodes
+        self._blocks = find_blocks(self.program)
+        self._head = self._blocks[-1].nodes
         self._seen = self._observe()
         self._found: dict[Any, Any] = {}
+        self._probe: Tensor | None = None
 
     @torch.no_grad()
     def _observe(self) -> dict[str, Tensor]:
@@ -203,8 +208,8 @@ class Calibration:
         partial: a file that finished searches are read from and added to; of no more use once the result is saved.
         """
         self._check_keep(config)
-        build = Build(self.program)
-        ledger: list[LedgerRow] = []
+        self._prepare(config)
+        results: list[_Result] = []
         done = None if partial is None else Partial(partial, self._fingerprint(config))
         room = _Room(MEMORY)
 
@@ -225,21 +230,23 @@ class Calibration:
                     found, fold = searches.popleft().result()
                     if done is not None and not done.get(group.first.name):
                         done.add(group.first.name, found, fold)
-                    if fold is not None and group.pair is not None:
-                        build.fold_norm(group.pair.norm, *fold)
-                    build.place(group.sites, found)
-                    ledger += _ledger_rows(group.sites, found, self.program)
+                    results.append(_Result(group, found, fold))
             finally:
                 pool.shutdown(cancel_futures=True)
+        if config.refine is not None:
+            results = self._refined(results, config)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
+        ledger = [row for result in results for row in _ledger_rows(result.group.sites, result.found, self.program)]
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         for group in self._groups:
             if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
-        return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
+        return QuantizedModel(
+            _built(self.program, results), config, ledger, refusals, seed=self.seed, images=self.images
+        )
 
     def _fingerprint(self, config: Config) -> str:
         """Of all that decides what the searches find."""
@@ -278,6 +285,7 @@ class Calibration:
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
         groups = [group for group in self._groups if sites is None or any(site.name in sites for site in group.sites)]
+        self._prepare(config)
         return [self._search(group, config) for group in groups]
 
     def _check_keep(self, config: Config) -> None:
@@ -299,22 +307,38 @@ class Calibration:
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
-        config = group.choices(config)
+        whole, config = config, group.choices(config)
         fold = None
         if group.pair is not None and not self._unfolded(group.pair, config):
-            fold = self._fold(group.pair, config)
+            fold = self._fold(group.pair, whole)
         tried = []
         for activation in self._activations(group.first, config):
             left, right = self._operands(group, config, fold, activation)
             search = config.search
-            key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
+            bits = config.activation_bits if fold else None
+            key = (group.first.name, left.format, right.format, search, bits, _order(whole))
             if key not in self._found:
+                role = group.first.role
                 if isinstance(search, ReleasedSearch):
-                    self._found[key] = released.search_product(group.first.role, left, right, search)
+                    self._found[key] = released.search_product(role, left, right, search)
+                elif isinstance(search, RangeSearch):
+                    shared = None if fold is None or group.pair is None else self._shared(group.pair, whole)[2]
+                    seen = self._operands(group, config, fold, activation, self._seen_in_order(whole))
+                    found = rivals.search_ranges(role, *seen, search, shared)
+                    self._found[key] = Found.judged(left, right, found.left, found.right)
+                elif isinstance(search, ScaleSearch):
+                    weights = self._error_weights(group, search) if search.metric == "hessian" else None
+                    parts = None if search.row_scales else self._parts(group)
+                    self._found[key] = rivals.search_scales(role, left, right, search, weights, parts)
                 else:
                     self._found[key] = search_product(left, right, search)
             tried.append(Searched(group.sites, left, right, self._found[key], fold))
         return max(tried, key=lambda searched: searched.found.sqnr)
+
+    def probe(self, gradient: Tensor) -> None:
+        """Weight errors by this gradient of a loss by the model's only output, (N, ...), in place of random ones."""
+        self._probe = gradient
+        self._found.clear()
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
@@ -326,6 +350,8 @@ class Calibration:
         rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
+        if isinstance(config.search, ScaleSearch) or getattr(config.search, "share", "") == "none":
+            return "this method folds no norm"
         if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:
             return "the released code does not where weights and activations have unequal bits"
         if not config.fold_head and pair.norm.name in self._head:
@@ -334,17 +360,26 @@ class Calibration:
             return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
         return ""
 
-    def _fold(self, pair: Pair, config: Config) -> tuple[Tensor, Tensor]:
-        search, bits = config.search, config.activation_bits
-        key = ("fold", pair.norm.name, bits, search)
+    def _fold(self, pair: Pair, whole: Config) -> tuple[Tensor, Tensor]:
+        ratio, beta, _ = self._shared(pair, whole)
+        return ratio, beta
+
+    def _shared(self, pair: Pair, whole: Config) -> tuple[Tensor, Tensor, UniformQuantizer | None]:
+        """A pair's fold, and the quantizer that comes with it, if the method has one. whole: choices for all sites."""
+        search, bits = whole.search, whole.at(pair.sites).activation_bits
+        key = ("fold", pair.norm.name, bits, search, _order(whole))
         if key not in self._found:
             read = {site.left for site in self.sites if site.name in pair.sites}
-            values = torch.cat([self._seen[name].flatten(0, -2) for name in sorted(read)])
+            seen = self._seen_in_order(whole)
+            values = torch.cat([seen[name].flatten(0, -2) for name in sorted(read)])
             if isinstance(search, ReleasedSearch):
-                self._found[key] = shared_scale(*released.search_channels(values, bits, search))
+                self._found[key] = *shared_scale(*released.search_channels(values, bits, search)), None
+            elif isinstance(search, RangeSearch):
+                self._found[key] = rivals.share_channels(values, bits, search)
             else:
-                self._found[key] = shared_scale(*search_channels(values, bits, search))
-        fold: tuple[Tensor, Tensor] = self._found[key]
+                assert isinstance(search, Search)
+                self._found[key] = *shared_scale(*search_channels(values, bits, search)), None
+        fold: tuple[Tensor, Tensor, UniformQuantizer | None] = self._found[key]
         return fold
 
     def _activations(self, site: Site, config: Config) -> list[Format]:
@@ -366,13 +401,24 @@ class Calibration:
         sure = (kind in GELUS and not grouped) or power_law.log2_base is None
         return [power_law] if sure else [power_law, Format(bits)]
 
-    def _operands(self, group: _Group, config: Config, fold: Fold, activation: Format) -> tuple[Operand, Operand]:
-        """Both operands of the group's product with their formats, the right one transposed."""
+    def _operands(
+        self,
+        group: _Group,
+        config: Config,
+        fold: Fold,
+        activation: Format,
+        seen: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Operand, Operand]:
+        """Both operands of the group's product with their formats, the right one transposed.
+
+        seen: what they were, if not in the float network.
+        """
+        seen = self._seen if seen is None else seen
         site = group.first
-        x = self._seen[site.left]
+        x = seen[site.left]
         if site.role in ("qk", "av"):
             heads = (1,) if config.per_head and x.ndim == 4 else ()
-            right = self._seen[site.right].transpose(-1, -2).contiguous()
+            right = seen[site.right].transpose(-1, -2).contiguous()
             lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
             x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
             if site.role == "qk" and activation.is_uniform:
@@ -386,6 +432,268 @@ class Calibration:
             ratio, beta = fold
             x, weight = x / ratio - beta, weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
+
+    # --- what rivals need beside the operands ---
+
+    def _prepare(self, config: Config) -> None:
+        """What all searches share, before they run side by side."""
+        search = config.search
+        self._seen_in_order(config)
+        if isinstance(search, ScaleSearch):
+            if search.metric == "hessian":
+                self._squared_gradients(search.probes, noise=search.released)
+            if not search.row_scales:
+                self._all_parts()
+
+    def _squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
+        """By what every site, and every block, puts out."""
+        key = ("gradients", probes, noise)
+        if key not in self._found:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
+            given = drawn if self._probe is None else [given_probe(self._probe)]
+            names = {site.node.name for site in self.sites} | {block.value_out for block in self._blocks}
+            self._found[key] = squared_gradients(self.program, self.images, names, given)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    def _error_weights(self, group: _Group, search: ScaleSearch) -> Tensor:
+        """In the shape of the group's product."""
+        gradients = self._squared_gradients(search.probes, noise=search.released)
+        site, values = group.first, [gradients[member.node.name] for member in group.sites]
+        if site.role == "linear":
+            return torch.cat([value.flatten(0, -2) for value in values], dim=-1)
+        if site.role == "conv":
+            groups = conv_geometry(site.node)[3]
+            rows = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in values[0])
+            return _conv_rows(rows, len(values[0]), _overlap(site, self.program.tensors[site.right]))
+        return values[0]
+
+    def _all_parts(self) -> dict[str, Tensor]:
+        if "parts" not in self._found:
+            self._found["parts"] = find_parts(self.program, self.sites, take(self.images, [0, 1]))
+        found: dict[str, Tensor] = self._found["parts"]
+        return found
+
+    def _parts(self, group: _Group) -> Tensor | None:
+        """Which rows of the group's weight are one part; None where each is one."""
+        if group.first.role != "linear":
+            return None
+        parts, count = [], 0
+        for site in group.sites:
+            parts.append(self._all_parts()[site.name] + count)
+            count = int(parts[-1].max()) + 1
+        return torch.cat(parts)
+
+    def _seen_in_order(self, config: Config) -> dict[str, Tensor]:
+        """What operands are under these choices where methods look behind what is quantized already; else in float."""
+        if _order(config) is None:
+            return self._seen
+        key = ("seen", config)
+        if key not in self._found:
+            self._found[key] = self._observe_in_order(config)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    @torch.no_grad()
+    def _observe_in_order(self, config: Config) -> dict[str, Tensor]:
+        """One forward in which each site's operands are quantized as they come.
+
+        Where a norm is to be folded, its channels still have quantizers of their own (RepQ-ViT).
+        """
+        seen = dict(self._seen)
+        groups = {site.node.name: group for group in self._groups for site in group.sites}
+        outputs: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
+            group = groups.get(node.name)
+            if group is None:
+                return None
+            if node.name not in outputs:
+                site = group.first
+                seen[site.left] = args[0]
+                if site.role in ("qk", "av"):
+                    seen[site.right] = args[1]
+                outputs.update(self._quantized_outputs(group, config, seen))
+            return outputs.pop(node.name)
+
+        self.program.run(self.images, watch)
+        return seen
+
+    def _quantized_outputs(self, group: _Group, config: Config, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        choices = group.choices(config)
+        assert isinstance(choices.search, RangeSearch)
+        formats = self._activations(group.first, choices)
+        if group.pair is not None and not self._unfolded(group.pair, choices):
+            formats = [Format(choices.activation_bits, keep=(1,))]
+        tried = []
+        for activation in formats:
+            operands = self._operands(group, choices, None, activation, seen)
+            tried.append(rivals.search_ranges(group.first.role, *operands, choices.search))
+        found = max(tried, key=lambda each: each.sqnr)
+        nodes = tuple(site.node for site in group.sites)
+        operand_names = dict.fromkeys(name for site in group.sites for name in (site.left, site.right))
+        inputs = tuple(name for name in operand_names if name not in self.program.tensors)
+        alone = Program(inputs, nodes, tuple(Ref(node.name) for node in nodes), self.program.tensors)
+        results = _built(alone, [_Result(group, found, None)]).run([seen[name] for name in inputs])
+        return {node.name: result for node, result in zip(nodes, results, strict=True)}
+
+    # --- refinement ---
+
+    def _refined(self, results: "list[_Result]", config: Config) -> "list[_Result]":
+        """With other scales, as `Config.refine` has it, and SQNRs to match."""
+        if isinstance(config.refine, Evolution):
+            changed = self._evolved(results, config.refine)
+        else:
+            assert config.refine is not None
+            changed = self._refined_blocks(results, config.refine)
+        judged = []
+        for before, after in zip(results, changed, strict=True):
+            group, found, fold = after.group, after.found, after.fold
+            if found is not before.found:
+                choices = group.choices(config)
+                activation = self._activations(group.first, choices)[0]
+                operands = self._operands(group, choices, fold, activation)
+                found = Found.judged(*operands, found.left, found.right)
+            judged.append(_Result(group, found, fold))
+        return judged
+
+    def _evolved(self, results: "list[_Result]", choices: Evolution) -> "list[_Result]":
+        """Blocks from the last to the first, in each pass; a block's individuals are its weights' scales."""
+        generator = torch.Generator().manual_seed(self.seed)
+        wanted = _first_output(self.program.run(self.images))
+        results = list(results)
+        for _ in range(choices.passes):
+            for block in reversed(self._blocks):
+                indices = [
+                    index
+                    for index, result in enumerate(results)
+                    if result.group.first.node.name in block.nodes and result.group.first.role in ("linear", "conv")
+                ]
+                weights = {index: results[index].found.right for index in indices}
+                start = [weight for weight in weights.values() if isinstance(weight, UniformQuantizer)]
+                places = [index for index, weight in weights.items() if isinstance(weight, UniformQuantizer)]
+
+                def put(quantizers: list[UniformQuantizer], places: list[int] = places) -> "list[_Result]":
+                    changed = list(results)
+                    for index, quantizer in zip(places, quantizers, strict=True):
+                        found = replace(results[index].found, right=quantizer)
+                        changed[index] = replace(results[index], found=found)
+                    return changed
+
+                def loss(quantizers: list[UniformQuantizer], put: Any = put) -> float:
+                    outputs = _first_output(_built(self.program, put(quantizers)).run(self.images))
+                    return refine.info_nce(outputs, wanted, choices.temperature)
+
+                if start:
+                    results = put(refine.evolve(loss, start, choices, generator))
+        return results
+
+    def _refined_blocks(self, results: "list[_Result]", choices: BlockRefinement) -> "list[_Result]":
+        """Each block by itself, on what the float network gives it."""
+        results = list(results)
+        gradients = self._squared_gradients(choices.probes)
+        inputs, numbers = self._block_inputs()
+        for block in self._blocks:
+            places = [
+                index
+                for index, result in enumerate(results)
+                if {site.node.name for site in result.group.sites} <= set(block.nodes) and result.fold is None
+            ]
+            weights = gradients.get(block.value_out)
+            if not places or weights is None:
+                continue
+            program = _block_program(self.program, block, numbers)
+            given = [*self.images, *([] if block.value_in in self.program.inputs else [inputs[block.value_in]])]
+            wanted = program.run(given)
+            start = [side for index in places for side in (results[index].found.right, results[index].found.left)]
+            fixed = [
+                fixed for index in places for fixed in (False, results[index].group.first.left_source.kind == "softmax")
+            ]
+
+            def put(quantizers: list[Quantizer | None], places: list[int] = places) -> "list[_Result]":
+                return [
+                    replace(results[index], found=replace(results[index].found, right=right, left=left))
+                    for index, right, left in zip(places, quantizers[::2], quantizers[1::2], strict=True)
+                ]
+
+            def loss(
+                quantizers: list[Quantizer | None],
+                put: Any = put,
+                program: Program = program,
+                given: Any = given,
+                wanted: Tensor = wanted,
+                weights: Tensor = weights,
+            ) -> float:
+                error = _built(program, put(quantizers)).run(given) - wanted
+                return refine.largest_errors(error, weights, choices.eliminated)
+
+            for index, changed in zip(places, put(refine.refine_block(loss, start, choices, fixed)), strict=True):
+                if changed.found != results[index].found:
+                    results[index] = changed
+        return results
+
+    @torch.no_grad()
+    def _block_inputs(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """What each block is given in the float network, and all sizes in it."""
+        names = {block.value_in for block in self._blocks}
+        inputs: dict[str, Tensor] = {}
+        numbers: dict[str, int] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if isinstance(result, int):
+                numbers[node.name] = result
+            elif node.name in names:
+                inputs[node.name] = result
+
+        self.program.run(self.images, watch)
+        return inputs, numbers
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What was found for a group, and its norm's fold."""
+
+    group: _Group
+    found: Found
+    fold: Fold
+
+
+def _built(program: Program, results: Sequence[_Result]) -> Program:
+    """The program with what was found in its place."""
+    build = Build(program)
+    for result in results:
+        if result.fold is not None and result.group.pair is not None:
+            build.fold_norm(result.group.pair.norm, *result.fold)
+        build.place(result.group.sites, result.found)
+    return build.program()
+
+
+def _block_program(program: Program, block: Block, numbers: Mapping[str, int]) -> Program:
+    """A block by itself: it takes the program's inputs and, behind them, the value it starts from. Sizes are fixed."""
+
+    def fix(ref: Ref) -> Any:
+        return numbers.get(ref.name, ref)
+
+    nodes = tuple(
+        replace(
+            node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
+        )
+        for node in program.nodes
+        if node.name != block.value_in
+    )
+    inputs = program.inputs if block.value_in in program.inputs else (*program.inputs, block.value_in)
+    return replace(program, inputs=inputs, nodes=nodes, output=Ref(block.value_out)).pruned()
+
+
+def _first_output(output: Any) -> Tensor:
+    """The first floating tensor of a model's outputs."""
+    return next(leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _order(config: Config) -> Config | None:
+    """All choices, where a site's values hang on those of the sites before it."""
+    return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
 
 
 def _bytes(value: Tensor) -> bytes:
@@ -413,16 +721,12 @@ def _conv_operands(
     batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
     x = x.reshape(batch, groups, channels // groups, height, width)
-    overlap = math.prod(kernel) // math.prod(stride)
 
     def rows(images: Tensor) -> Tensor:
-        parts = []
-        for index, image in enumerate(images):
-            patches = unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1))
-            step = coprime(max(1, min(overlap, batch * patches.shape[1] // 1024)), patches.shape[1])
-            parts.append(patches[:, index % step :: step])
-        result = torch.cat(parts, dim=1)
-        return result if groups > 1 else result[0]
+        patches = (
+            unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1)) for image in images
+        )
+        return _conv_rows(patches, batch, _overlap(site, weight))
 
     mask = None
     if any(padding) and activation.log2_base is not None:
@@ -433,6 +737,21 @@ def _conv_operands(
     if activation.is_uniform:
         activation = replace(activation, keep=(0,))
     return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, keep=(0, 1)))
+
+
+def _overlap(site: Site, weight: Tensor) -> int:
+    """In how many of a convolution's patches a value is."""
+    return weight.shape[2] * weight.shape[3] // math.prod(conv_geometry(site.node)[0])
+
+
+def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
+    """Every n-th of each image's rows, (groups, L, I), together: (groups, T, I), or (T, I) of one group."""
+    parts = []
+    for index, rows in enumerate(images):
+        step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])
+        parts.append(rows[:, index % step :: step])
+    result = torch.cat(parts, dim=1)
+    return result if len(result) > 1 else result[0]
 
 
 def _ledger_rows(sites: Sequence[Site], found: Found, program: Program) -> Iterator[LedgerRow]:
