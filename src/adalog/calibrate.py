@@ -58,7 +58,7 @@ class Format:
     @staticmethod
     def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
         """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
-        if kind == "split" or kind == "max-kept":
+        if kind in ("split", "max-kept"):
             return Format(bits, unit=kind)
         if kind in ("uniform", "twin") or bits == FLOAT_BITS:
             return Format(bits, twin=kind == "twin", offset=offset)

@@ -101,9 +101,10 @@ class RangeSearch:
 
     percentiles: the shares of the values below the upper end of a range; above its lower end are as many, and the share
     of the least own error wins. symmetric_weights: codes reach as far below zero as above. unit_softmax: logarithms
-    after softmax have the scale 1. share: how the channels of a folded norm come to one scale; powers: how many doublings
-    of it a channel may have (FQ-ViT's K). round_zero_point: the shared zero point is a whole number (the released
-    RepQ-ViT: not, which no artifact stores). in_order: values are seen behind what is quantized already.
+    after softmax have the scale 1. share: how the channels of a folded norm come to one scale; powers: how many
+    doublings of it a channel may have (FQ-ViT's K). round_zero_point: the shared zero point is a whole number (the
+    released RepQ-ViT: not, which no artifact stores). in_order: values are seen behind what is quantized already (the
+    released RepQ-ViT).
     """
 
     percentiles: tuple[float, ...] = (1.0,)
@@ -127,12 +128,12 @@ class RangeSearch:
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Symmetric scales in turn, among multiples of the largest value's, by an output's error: see `rivals.search_scales`.
+    """Symmetric scales in turn, among multiples of the largest value's, by an output's error (`rivals.search_scales`).
 
-    metric: "squared" error, 1 - "cosine" of the angle, or squared error weighted by the diagonal of the loss's "hessian",
-    from `probes` random gradients. span: the first multiple and the end of all. row_scales: a linear's rows have scales
-    of their own, rather than its parts (queries, keys, values). released: one probe of rounding noise, the split after
-    softmax found beside unquantized values, and its halves added up, as PTQ4ViT's code does.
+    metric: "squared" error, 1 - "cosine" of the angle, or squared error weighted by the diagonal of the loss's
+    "hessian", from `probes` random gradients. span: the first multiple and the end of all. row_scales: a linear's rows
+    have scales of their own, rather than its parts (queries, keys, values). released: one probe of rounding noise, the
+    split after softmax found beside unquantized values, and its halves added up, as PTQ4ViT's code does.
     """
 
     metric: Metric = "hessian"
@@ -179,9 +180,10 @@ class BlockRefinement:
 class Evolution:
     """Weights' scales perturbed block by block, by the InfoNCE loss of the model's output: see `refine.evolve`.
 
-    passes over all blocks; cycles: mutants of a block in each. population: of scales that are kept; samples: of which so
-    many are drawn, and the best is a parent. radius: how far a mutant's scales are from its parent's; None: 1e-4 at 8
-    bits, 1e-3 below (Evol-Q's code).
+    passes over all blocks; cycles: mutants of a block in each. population: of scales that are kept; samples: of which
+    so many are drawn, and the best is a parent. radius: how far a mutant's scales are from its parent's; None: 1e-4 at
+    8 bits, 1e-3 below (Evol-Q's code, which also picks the block and pass of the best top-1 on its test images; here no
+    label is seen).
     """
 
     passes: int = 10
@@ -225,8 +227,9 @@ class Config:
     per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_rows: a norm is folded where
     at least so many rows of calibration give its channels their scales (a head on one token an image has 32, and is the
     worse for it: benchmarks/results/folds.json). fold_head: whether the last norm is one to fold (released: not).
-    refine: what is done to scales once all sites have theirs. images: how many calibrate (32). keep: (pattern, bits) for sites whose name matches, as file names do: both operands
-    get these bits, 32 for float. Where several match the last decides; see `at` for sites that are searched as one.
+    refine: what is done to scales once all sites have theirs. images: how many calibrate (32). keep: (pattern, bits)
+    for sites whose name matches, as file names do: both operands get these bits, 32 for float. Where several match the
+    last decides; see `at` for sites that are searched as one.
     """
 
     weight_bits: int = 4
@@ -371,8 +374,8 @@ class Method:
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# The scale after softmax is 1. What is beyond the codes is zero, as in the code that the published figures are from, and
-# not clipped as the text has it; so it is with RepQ-ViT.
+# The scale after softmax is 1. What is beyond the codes is zero, as in the code that the published figures are from,
+# and not clipped as the text has it; so it is with RepQ-ViT.
 _FQ_VIT: dict[str, Any] = {
     "post_softmax": "log2",
     "post_gelu": "uniform",

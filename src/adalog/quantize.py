@@ -18,23 +18,22 @@ from torch import Tensor, nn
 
 import adalog
 from adalog import refine, released, rivals
-from adalog.build import Build, describe
+from adalog.build import Placed, built, describe
 from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
 from adalog.capture import batched, capture, take
-from adalog.config import BlockRefinement, Config, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
+from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
 from adalog.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.objective import coprime
 from adalog.partial import Fold, Partial
-from adalog.program import Node, Program, Ref, leaves_of, map_refs
-from adalog.quantizers import FLOAT_BITS, Quantizer, UniformQuantizer
+from adalog.program import Node, Program, Ref
+from adalog.quantizers import FLOAT_BITS, UniformQuantizer
 from adalog.reparam import shared_scale, unfolded_patches
 from adalog.sites import (
     GELUS,
     POWER_LAW_ACTIVATIONS,
-    Block,
     Pair,
     Site,
     conv_geometry,
@@ -209,7 +208,7 @@ class Calibration:
         """
         self._check_keep(config)
         self._prepare(config)
-        results: list[_Result] = []
+        placed: list[Placed] = []
         done = None if partial is None else Partial(partial, self._fingerprint(config))
         room = _Room(MEMORY)
 
@@ -230,23 +229,40 @@ class Calibration:
                     found, fold = searches.popleft().result()
                     if done is not None and not done.get(group.first.name):
                         done.add(group.first.name, found, fold)
-                    results.append(_Result(group, found, fold))
+                    norm = None if group.pair is None else group.pair.norm
+                    placed.append(Placed(group.sites, found, norm, fold))
             finally:
                 pool.shutdown(cancel_futures=True)
         if config.refine is not None:
-            results = self._refined(results, config)
+            placed = self._refined(placed, config)
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        ledger = [row for result in results for row in _ledger_rows(result.group.sites, result.found, self.program)]
+        ledger = [row for each in placed for row in _ledger_rows(each.sites, each.found, self.program)]
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         for group in self._groups:
             if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
-        return QuantizedModel(
-            _built(self.program, results), config, ledger, refusals, seed=self.seed, images=self.images
-        )
+        whole = built(self.program, placed)
+        return QuantizedModel(whole, config, ledger, refusals, seed=self.seed, images=self.images)
+
+    def _refined(self, placed: list[Placed], config: Config) -> list[Placed]:
+        """With other scales, as `Config.refine` has it, and SQNRs to match."""
+        gradients = {}
+        if isinstance(config.refine, BlockRefinement):
+            gradients = self._squared_gradients(config.refine.probes)
+        assert config.refine is not None
+        changed = refine.refined(self.program, self.images, placed, config.refine, gradients, self.seed)
+        judged = []
+        for group, before, after in zip(self._groups, placed, changed, strict=True):
+            if after.found is before.found:
+                judged.append(before)
+                continue
+            choices = group.choices(config)
+            operands = self._operands(group, choices, after.fold, self._activations(group.first, choices)[0])
+            judged.append(replace(after, found=Found.judged(*operands, after.found.left, after.found.right)))
+        return judged
 
     def _fingerprint(self, config: Config) -> str:
         """Of all that decides what the searches find."""
@@ -535,160 +551,8 @@ class Calibration:
         operand_names = dict.fromkeys(name for site in group.sites for name in (site.left, site.right))
         inputs = tuple(name for name in operand_names if name not in self.program.tensors)
         alone = Program(inputs, nodes, tuple(Ref(node.name) for node in nodes), self.program.tensors)
-        results = _built(alone, [_Result(group, found, None)]).run([seen[name] for name in inputs])
+        results = built(alone, [Placed(group.sites, found)]).run([seen[name] for name in inputs])
         return {node.name: result for node, result in zip(nodes, results, strict=True)}
-
-    # --- refinement ---
-
-    def _refined(self, results: "list[_Result]", config: Config) -> "list[_Result]":
-        """With other scales, as `Config.refine` has it, and SQNRs to match."""
-        if isinstance(config.refine, Evolution):
-            changed = self._evolved(results, config.refine)
-        else:
-            assert config.refine is not None
-            changed = self._refined_blocks(results, config.refine)
-        judged = []
-        for before, after in zip(results, changed, strict=True):
-            group, found, fold = after.group, after.found, after.fold
-            if found is not before.found:
-                choices = group.choices(config)
-                activation = self._activations(group.first, choices)[0]
-                operands = self._operands(group, choices, fold, activation)
-                found = Found.judged(*operands, found.left, found.right)
-            judged.append(_Result(group, found, fold))
-        return judged
-
-    def _evolved(self, results: "list[_Result]", choices: Evolution) -> "list[_Result]":
-        """Blocks from the last to the first, in each pass; a block's individuals are its weights' scales."""
-        generator = torch.Generator().manual_seed(self.seed)
-        wanted = _first_output(self.program.run(self.images))
-        results = list(results)
-        for _ in range(choices.passes):
-            for block in reversed(self._blocks):
-                indices = [
-                    index
-                    for index, result in enumerate(results)
-                    if result.group.first.node.name in block.nodes and result.group.first.role in ("linear", "conv")
-                ]
-                weights = {index: results[index].found.right for index in indices}
-                start = [weight for weight in weights.values() if isinstance(weight, UniformQuantizer)]
-                places = [index for index, weight in weights.items() if isinstance(weight, UniformQuantizer)]
-
-                def put(quantizers: list[UniformQuantizer], places: list[int] = places) -> "list[_Result]":
-                    changed = list(results)
-                    for index, quantizer in zip(places, quantizers, strict=True):
-                        found = replace(results[index].found, right=quantizer)
-                        changed[index] = replace(results[index], found=found)
-                    return changed
-
-                def loss(quantizers: list[UniformQuantizer], put: Any = put) -> float:
-                    outputs = _first_output(_built(self.program, put(quantizers)).run(self.images))
-                    return refine.info_nce(outputs, wanted, choices.temperature)
-
-                if start:
-                    results = put(refine.evolve(loss, start, choices, generator))
-        return results
-
-    def _refined_blocks(self, results: "list[_Result]", choices: BlockRefinement) -> "list[_Result]":
-        """Each block by itself, on what the float network gives it."""
-        results = list(results)
-        gradients = self._squared_gradients(choices.probes)
-        inputs, numbers = self._block_inputs()
-        for block in self._blocks:
-            places = [
-                index
-                for index, result in enumerate(results)
-                if {site.node.name for site in result.group.sites} <= set(block.nodes) and result.fold is None
-            ]
-            weights = gradients.get(block.value_out)
-            if not places or weights is None:
-                continue
-            program = _block_program(self.program, block, numbers)
-            given = [*self.images, *([] if block.value_in in self.program.inputs else [inputs[block.value_in]])]
-            wanted = program.run(given)
-            start = [side for index in places for side in (results[index].found.right, results[index].found.left)]
-            fixed = [
-                fixed for index in places for fixed in (False, results[index].group.first.left_source.kind == "softmax")
-            ]
-
-            def put(quantizers: list[Quantizer | None], places: list[int] = places) -> "list[_Result]":
-                return [
-                    replace(results[index], found=replace(results[index].found, right=right, left=left))
-                    for index, right, left in zip(places, quantizers[::2], quantizers[1::2], strict=True)
-                ]
-
-            def loss(
-                quantizers: list[Quantizer | None],
-                put: Any = put,
-                program: Program = program,
-                given: Any = given,
-                wanted: Tensor = wanted,
-                weights: Tensor = weights,
-            ) -> float:
-                error = _built(program, put(quantizers)).run(given) - wanted
-                return refine.largest_errors(error, weights, choices.eliminated)
-
-            for index, changed in zip(places, put(refine.refine_block(loss, start, choices, fixed)), strict=True):
-                if changed.found != results[index].found:
-                    results[index] = changed
-        return results
-
-    @torch.no_grad()
-    def _block_inputs(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What each block is given in the float network, and all sizes in it."""
-        names = {block.value_in for block in self._blocks}
-        inputs: dict[str, Tensor] = {}
-        numbers: dict[str, int] = {}
-
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if isinstance(result, int):
-                numbers[node.name] = result
-            elif node.name in names:
-                inputs[node.name] = result
-
-        self.program.run(self.images, watch)
-        return inputs, numbers
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What was found for a group, and its norm's fold."""
-
-    group: _Group
-    found: Found
-    fold: Fold
-
-
-def _built(program: Program, results: Sequence[_Result]) -> Program:
-    """The program with what was found in its place."""
-    build = Build(program)
-    for result in results:
-        if result.fold is not None and result.group.pair is not None:
-            build.fold_norm(result.group.pair.norm, *result.fold)
-        build.place(result.group.sites, result.found)
-    return build.program()
-
-
-def _block_program(program: Program, block: Block, numbers: Mapping[str, int]) -> Program:
-    """A block by itself: it takes the program's inputs and, behind them, the value it starts from. Sizes are fixed."""
-
-    def fix(ref: Ref) -> Any:
-        return numbers.get(ref.name, ref)
-
-    nodes = tuple(
-        replace(
-            node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
-        )
-        for node in program.nodes
-        if node.name != block.value_in
-    )
-    inputs = program.inputs if block.value_in in program.inputs else (*program.inputs, block.value_in)
-    return replace(program, inputs=inputs, nodes=nodes, output=Ref(block.value_out)).pruned()
-
-
-def _first_output(output: Any) -> Tensor:
-    """The first floating tensor of a model's outputs."""
-    return next(leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
 def _order(config: Config) -> Config | None:

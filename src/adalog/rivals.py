@@ -5,18 +5,20 @@ method takes which choices is a row of `config.METHODS`.
 
 With R rounding halves to even, b bits, L = 2**b - 1 and h = 2**(b - 1):
 
-- Range (lo, hi) of a group of values x at the share p: hi = Q_p(x), lo = Q_(1-p)(x), by linear interpolation. Asymmetric
-  s = (hi - lo) / L and z = R(-lo / s), the range widened to hold zero; symmetric s = max(|lo|, |hi|) / (h - 1/2) and
-  z = h. A logarithm's scale is hi. Of several p the one of the least mean (x - x_hat)^2 (RepQ-ViT).
-- Scales s0 m_i, s0 = max|x| / (h - 1/2), m_i = low + i (high - low) / n for i < n, of symmetric quantizers: those of the
-  right operand with the left one at its own, then the left one's, and again (EasyQuant; PTQ4ViT).
-- Metrics of an output O and its error e = O_hat - O: squared, sum e^2; cosine, 1 - <O, O + e> / (|O| |O + e|) (EasyQuant);
-  Hessian, sum H e^2 with H the mean squared gradient of the loss by O (PTQ4ViT).
+- Range (lo, hi) of a group of values x at the share p: hi = Q_p(x), lo = Q_(1-p)(x), by linear interpolation.
+  Asymmetric s = (hi - lo) / L and z = R(-lo / s), the range widened to hold zero; symmetric
+  s = max(|lo|, |hi|) / (h - 1/2) and z = h. A logarithm's scale is hi. Of several p the one of the least mean
+  (x - x_hat)^2 (RepQ-ViT).
+- Scales s0 m_i, s0 = max|x| / (h - 1/2), m_i = low + i (high - low) / n for i < n, of symmetric quantizers: those of
+  the right operand with the left one at its own, then the left one's, and again (EasyQuant; PTQ4ViT).
+- Metrics of an output O and its error e = O_hat - O: squared, sum e^2; cosine, 1 - <O, O + e> / (|O| |O + e|)
+  (EasyQuant); Hessian, sum H e^2 with H the mean squared gradient of the loss by O (PTQ4ViT).
 - After GELU, twin: s+ = m_i max(x) / (h - 1/2), s- spans the minimum. After softmax, split (PTQ4ViT): steps of
-  sigma / (h - 1) below sigma, of 1 / (h - 1) from there on, sigma in 2^-i, i = 0 ... 19; or max-kept (APQ-ViT): steps of
-  max(x) / L from zero on, so that the largest weights of attention stay as they are.
-- A norm's channels c: their own (s_c, z_c) are replaced by the means of both (RepQ-ViT, `reparam.shared_scale`); or, with
-  s = (max - min) / L / 2^K of the whole tensor and its z, by 2^a_c s with a_c in 0 ... K of the least error (FQ-ViT).
+  sigma / (h - 1) below sigma, of 1 / (h - 1) from there on, sigma in 2^-i, i = 0 ... 19; or max-kept (APQ-ViT): steps
+  of max(x) / L from zero on, so that the largest weights of attention stay as they are.
+- A norm's channels c: their own (s_c, z_c) are replaced by the means of both (RepQ-ViT, `reparam.shared_scale`); or,
+  with s = (max - min) / L / 2^K of the whole tensor and its z, by 2^a_c s with a_c in 0 ... K of the least error
+  (FQ-ViT).
 """
 
 from collections.abc import Callable
