@@ -11,6 +11,19 @@ from adalog.config import METHODS, Config, ReleasedSearch, Search
 BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 
 
+# What follows softmax and GELU.
+RIVALS = {
+    "minmax": ("uniform", "uniform"),
+    "percentile": ("uniform", "uniform"),
+    "easyquant": ("uniform", "uniform"),
+    "fq-vit": ("log2", "uniform"),
+    "ptq4vit": ("split", "twin"),
+    "apq-vit": ("max-kept", "uniform"),
+    "repq-vit": ("log-sqrt2", "uniform"),
+    "evol-q": ("log2", "uniform"),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "widths"), [("w4a4", (4, 4, 4)), ("w3a6", (3, 6, 6)), ("w6a8s3", (6, 8, 3)), ("w2a2s8", (2, 2, 8))]
 )
@@ -18,9 +31,10 @@ BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 def test_preset(name, widths, method):
     config = Config.preset(name, method)
     assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
-    assert config.input_bits == (32 if method == "adalog-released" else 8)
+    assert config.input_bits == (32 if method in ("adalog-released", "ptq4vit") else 8)
     assert config.bits == name
-    assert (config.post_softmax, config.post_gelu) == 2 * (method.partition("-paper")[0].partition("-released")[0],)
+    ours = method.partition("-paper")[0].partition("-released")[0]
+    assert (config.post_softmax, config.post_gelu) == RIVALS.get(method, (ours, ours))
 
 
 def test_defaults_are_those_of_the_paper():
@@ -36,8 +50,8 @@ def test_defaults_are_those_of_the_paper():
 
 def test_methods_are_choices_of_config():
     fields = {field.name for field in dataclasses.fields(Config)}
-    for choices in METHODS.values():
-        assert set(choices) <= fields
+    for method in METHODS.values():
+        assert set(method.choices) <= fields
     for method in ("uniform", "log2", "log-sqrt2", "adalog"):  # which differ in nothing else
         power_law = {"post_softmax": method, "post_gelu": method}
         assert Config.preset("w4a4", method) == dataclasses.replace(Config(), **power_law)
@@ -46,8 +60,10 @@ def test_methods_are_choices_of_config():
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method):
     search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_stride=1, reach=0.2)
+    preset = Config.preset("w3a5s4", method)
     config = dataclasses.replace(
-        Config.preset("w3a5s4", method),
+        preset,
+        post_softmax="uniform" if preset.post_softmax in ("split", "max-kept") else preset.post_softmax,
         r=41,
         q_min=7,
         q_max=99,
@@ -99,9 +115,10 @@ def test_bits_are_whole_numbers_from_2_to_8_or_32(field, value):
     assert getattr(Config(**{field: 32}), field) == 32
 
 
-@pytest.mark.parametrize("field", ["post_softmax", "post_gelu"])
-def test_unknown_quantizers_are_refused_with_the_known_ones(field):
-    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of uniform, twin, log2, log-sqrt2, adalog$"):
+@pytest.mark.parametrize(("field", "more"), [("post_softmax", ", split, max-kept"), ("post_gelu", "")])
+def test_unknown_quantizers_are_refused_with_the_known_ones(field, more):
+    known = f"uniform, twin, log2, log-sqrt2, adalog{more}"
+    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of {known}$"):
         Config(**{field: "log3"})
 
 
