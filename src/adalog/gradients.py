@@ -69,10 +69,11 @@ def squared_gradients(
 ) -> dict[str, Tensor]:
     """The mean over probes of the squared gradient by each named value, scaled so that it is 1 on average.
 
-    What no gradient reaches has zeros. A value that is the same for all images has the sum over them. Takes one forward
-    for every BATCH images, and one backward for each probe.
+    What no gradient reaches has zeros. Takes one forward for every BATCH images, and one backward for each probe; all
+    images together where some value does not keep them one after the other.
     """
-    sizes = _first_dimensions(program, images, names)
+    dimensions = _image_dimensions(program, images, names)
+    batch = len(images[0]) if dimensions is None else BATCH
     leaves = {
         name: value.detach().requires_grad_() if value.is_floating_point() else value
         for name, value in program.tensors.items()
@@ -80,8 +81,8 @@ def squared_gradients(
     free = replace(program, tensors=leaves)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     count = len(images[0])
-    for start in range(0, count, BATCH):
-        which = slice(start, min(start + BATCH, count))
+    for start in range(0, count, batch):
+        which = slice(start, min(start + batch, count))
         kept: dict[str, Tensor] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any, kept: dict[str, Tensor] = kept) -> None:
@@ -108,7 +109,7 @@ def squared_gradients(
         for name, value in squares.items():
             parts[name].append(value)
     together = {
-        name: torch.cat(values) if sizes[name] else torch.stack(values).sum(0) for name, values in parts.items()
+        name: values[0] if dimensions is None else torch.cat(values, dimensions[name]) for name, values in parts.items()
     }
     return {name: value / value.mean().clamp(min=torch.finfo(value.dtype).tiny) for name, value in together.items()}
 
@@ -118,17 +119,33 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _first_dimensions(program: Program, images: Sequence[Tensor], names: Collection[str]) -> dict[str, bool]:
-    """Whether each value's first dimension grows with the images."""
-    shapes: list[dict[str, Any]] = []
-    for count in (1, 2):
-        seen: dict[str, Any] = {}
+def _image_dimensions(program: Program, images: Sequence[Tensor], names: Collection[str]) -> dict[str, int] | None:
+    """The dimension of each value along which those of two images come one after the other.
 
-        def watch(node: Node, args: tuple[Any, ...], result: Any, seen: dict[str, Any] = seen) -> None:
+    None: some value mixes its images otherwise, so that all must go through together.
+    """
+
+    def values(which: list[int]) -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in names:
-                seen[node.name] = result.shape
+                seen[node.name] = result
 
-        repeated = [value[:1].expand(count, *value.shape[1:]) for value in images]
-        program.run(repeated, watch)
-        shapes.append(seen)
-    return {name: bool(shapes[0][name][:1] != shapes[1][name][:1]) for name in names}
+        program.run([value[which] for value in images], watch)
+        return seen
+
+    if len(images[0]) < 2:
+        return None
+    first, second, both = values([0]), values([1]), values([0, 1])
+    dimensions = {}
+    for name, whole in both.items():
+        one, other = first[name], second[name]
+        grown = [dim for dim in range(whole.ndim) if whole.shape[dim] != one.shape[dim]]
+        if len(grown) != 1:
+            return None
+        joined = torch.cat([one, other], grown[0])
+        if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=1e-2, atol=1e-3 * float(whole.std())):
+            return None
+        dimensions[name] = grown[0]
+    return dimensions
