@@ -112,7 +112,7 @@ def test_what_no_gradient_reaches_has_zeros():
     probes = [hessian_probe(torch.Generator())]
     found = squared_gradients(program, (torch.randn(5, 3),), names.values(), probes)
     assert not found[names["unused"]].any()
-    assert torch.equal(found[names["used"]], torch.ones(5, 4))
+    assert float(found[names["used"]].mean()) == pytest.approx(1)
 
 
 class Turned(nn.Module):
