@@ -150,8 +150,9 @@ def test_long_rows_have_the_same_percentiles(monkeypatch):
     expected = [[percentile(row, share) for row in x] for share in (0.0, 0.013, 0.5, 0.99, 1.0)]
     for limit in (1 << 24, 150, 50):
         monkeypatch.setattr(rivals, "_QUANTILE_LIMIT", limit)
-        for share, values in zip((0.0, 0.013, 0.5, 0.99, 1.0), expected, strict=True):
-            close(rivals.quantile(x, share), values)
+        for found, values in zip(rivals.quantiles(x, (0.0, 0.013, 0.5, 0.99, 1.0)), expected, strict=True):
+            close(found, values)
+        assert torch.equal(torch.stack(rivals.quantiles(x, (1.0, 0.0))), torch.stack([x.amax(1), x.amin(1)]))
 
 
 # --- folds -----------------------------------------------------------------------------------------------------------
@@ -376,6 +377,25 @@ def test_float_operands_stay(search):
         found = find("linear", Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], keep=(0,))), search)
         assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
     assert found.sqnr == math.inf
+
+
+@pytest.mark.parametrize("metric", ["squared", "cosine", "hessian"])
+def test_samples_leave_the_best_candidates(metric):
+    """Of many rows, or images, some choose which candidates are scored on all."""
+    x, weight = normal(1300, 8).float(), normal(6, 8, seed=1).float()
+    form = Format(3, keep=(1,))
+    q, k = normal(33, 2, 7, 5).float(), normal(33, 2, 7, 5, seed=1).float()
+    for role, left, right, size in (
+        ("linear", Operand(x, Format(3)), Operand(weight, Format(3, keep=(0,))), (1300, 6)),
+        ("qk", Operand(q, form), Operand(k, form), (33, 2, 7, 7)),
+    ):
+        weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
+        both = [
+            search_scales(role, left, right, ScaleSearch(metric=metric, rounds=1, rough_stride=stride), weights)
+            for stride in (1, 5)
+        ]
+        assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.05)
+        torch.testing.assert_close(both[1].left.scale, both[0].left.scale, rtol=0.1, atol=0)
 
 
 def test_a_zero_operand_keeps_finite_scales():

@@ -21,15 +21,16 @@ With R rounding halves to even, b bits, L = 2**b - 1 and h = 2**(b - 1):
   (FQ-ViT).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import RangeSearch, ScaleSearch
-from adalog.objective import CHUNK_ELEMENTS, Candidates
+from adalog.objective import CHUNK_ELEMENTS, Candidates, coprime
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -45,6 +46,8 @@ from adalog.reparam import shared_scale
 _SPLITS = 20  # powers of two
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 _TINY = 2.0**-94
+_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # of which some are sampled
+_KEPT = 16  # candidates that a sample leaves
 
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
@@ -69,27 +72,29 @@ def search_ranges(
 
 def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False) -> Quantizer:
     """The quantizer of each group's range, at the share of the least own error; of equal ones the first."""
-    best, least = _ends(operand, search.percentiles[0], symmetric), None
-    for share in search.percentiles[1:]:
-        if least is None:
-            least = _own_error(operand, best)
-        point = _ends(operand, share, symmetric)
+    shares = search.percentiles
+    found = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
+    best, *others = (
+        _ends(operand, low, high, symmetric)
+        for high, low in zip(found[: len(shares)], found[len(shares) :], strict=True)
+    )
+    least = _own_error(operand, best) if others else None
+    for point in others:
         error = _own_error(operand, point)
+        assert least is not None
         best, least = torch.where(error < least, point, best), torch.minimum(error, least)
     quantizer = operand.quantizer(best)
     assert quantizer is not None
     return quantizer
 
 
-def _ends(operand: Operand, share: float, symmetric: bool) -> Tensor:
-    """The point (P, *groups) of `Operand.quantizer` at one share of the values."""
+def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tensor:
+    """The point (P, *groups) of `Operand.quantizer` whose range has these ends, (G,)."""
     form = operand.format
-    groups = operand.groups()
     shape = [operand.values.shape[dim] for dim in form.keep]
-    high = quantile(groups, share).reshape(shape)
+    low, high = low.reshape(shape), high.reshape(shape)
     if not form.is_uniform:
         return (high + (0.0 if form.twin else form.offset))[None]
-    low = quantile(groups, 1 - share).reshape(shape)
     if symmetric:
         half = symmetric_zero_point(form.bits)
         scale = torch.maximum(high.abs(), low.abs()) / (half - 0.5)
@@ -105,23 +110,26 @@ def _own_error(operand: Operand, point: Tensor) -> Tensor:
     return error.groups().mean(dim=1).reshape(point.shape[1:])
 
 
-def quantile(groups: Tensor, share: float) -> Tensor:
-    """Of each row of (G, T), by linear interpolation: (G,).
+def quantiles(groups: Tensor, shares: Sequence[float]) -> list[Tensor]:
+    """Of each row of (G, T), by linear interpolation: (G,) for each share.
 
     The rank is computed in the values' own type, as torch.quantile does, but for rows that are too long for it: earlier
     sites' codes follow such small differences, and so does all behind them.
     """
-    if share == 1:
-        return groups.amax(dim=1)
-    if share == 0:
-        return groups.amin(dim=1)
+    if set(shares) <= {0.0, 1.0}:
+        ends = {0.0: groups.amin(dim=1), 1.0: groups.amax(dim=1)}
+        return [ends[share] for share in shares]
     if groups.shape[1] > _QUANTILE_LIMIT:
-        rank = share * (groups.shape[1] - 1)
-        below = int(rank)
-        ordered = groups.sort(dim=1).values[:, below : below + 2]
-        return torch.lerp(ordered[:, 0], ordered[:, -1], rank - below)
+        ordered = groups.sort(dim=1).values
+        found = []
+        for share in shares:
+            rank = share * (groups.shape[1] - 1)
+            below, above = (ordered[:, place] for place in (int(rank), min(int(rank) + 1, groups.shape[1] - 1)))
+            found.append(torch.lerp(below, above, rank - int(rank)))
+        return found
     rows = max(1, _QUANTILE_LIMIT // groups.shape[1])
-    return torch.cat([part.quantile(part.new_tensor(share), dim=1) for part in groups.split(rows)])
+    parts = [part.quantile(part.new_tensor(shares), dim=1) for part in groups.split(rows)]
+    return list(torch.cat(parts, dim=1))
 
 
 def share_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor, UniformQuantizer]:
@@ -172,18 +180,41 @@ def search_scales(
     firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, parts)
     first, second = firsts.start(), seconds.start()
     left_first = role in ("qk", "av")
-    turned = None if weights is None else weights.transpose(-1, -2)
+    products = [(left, right, weights), *_sampled(left_first, left, right, weights, search.rough_stride)]
     for _ in range(search.rounds):
         before = first, second
         for on_left in (left_first, not left_first):
             if on_left and firsts.is_searched:
-                other = None if search.released and role == "av" else second
-                first = firsts.search(_OutputError.of(left, right, seconds.quantizer(other), weights, search))
+                other = seconds.quantizer(None if search.released and role == "av" else second)
+                first = firsts.search(*(_OutputError.of(x, w, other, h, search) for x, w, h in products))
             elif not on_left and seconds.is_searched:
-                second = seconds.search(_OutputError.of(right, left, firsts.quantizer(first), turned, search))
+                other = firsts.quantizer(first)
+                second = seconds.search(*(_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products))
         if all(torch.equal(now, then) for now, then in zip((first, second), before, strict=True)):
             break
     return Found.judged(left, right, firsts.quantizer(first), seconds.quantizer(second))
+
+
+_Product = tuple[Operand, Operand, Tensor | None]
+
+
+def _sampled(
+    of_activations: bool, left: Operand, right: Operand, weights: Tensor | None, stride: int
+) -> Iterator[_Product]:
+    """The product of every n-th image's (of attention) or row's values, to tell hopeless candidates; none if small."""
+    dim = 0 if of_activations else left.values.ndim - 2
+    size = left.values.shape[dim]
+    if stride == 1 or size < (_LEAST_IMAGES if of_activations else _LEAST_ROWS):
+        return
+    take = (slice(None),) * dim + (slice(None, None, coprime(stride, size)),)
+    mask = None if left.mask is None else left.mask[take]
+    some = replace(left, values=left.values[take].contiguous(), mask=mask)
+    other = replace(right, values=right.values[take].contiguous()) if of_activations else right
+    yield some, other, None if weights is None else weights[take]
+
+
+def _turned(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.transpose(-1, -2)
 
 
 @dataclass(frozen=True)
@@ -231,8 +262,9 @@ class _OutputError:
 
     def _total(self, values: Tensor) -> Tensor:
         kept = (0, *(dim + 1 for dim in self.operand.format.keep))
-        dims = [dim for dim in range(values.ndim) if dim not in kept]
-        return values.sum(dims, dtype=torch.float64)
+        dims = [dim for dim in range(values.ndim - 1) if dim not in kept]
+        rows = values.sum(-1).double()  # which is several times as fast as to add up all in float64
+        return rows.sum(dims) if dims else rows
 
 
 @dataclass(frozen=True)
@@ -276,27 +308,33 @@ class _Scaled:
             merged[..., rows] = function(values[..., rows], dim=-1, keepdim=True)
         return merged
 
-    def search(self, error: _OutputError) -> Tensor:
-        """The candidate of the least loss in each group; of equal ones the first."""
+    def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
+        """The candidate of the least loss in each group; of equal ones the first. rough: which of them are scored."""
         start = self.start()
         if self.operand.format.unit == "split":
             factors = torch.exp2(-torch.arange(_SPLITS, dtype=torch.float64))
         else:
             low, high = self.choices.span
-            factors = low + torch.arange(self.choices.candidates, dtype=torch.float64) * (high - low) / (
-                self.choices.candidates
-            )
+            count = self.choices.candidates
+            factors = low + torch.arange(count, dtype=torch.float64) * (high - low) / count
         points = factors.to(start).view(-1, *(1 for _ in start.shape)) * start
-        losses = self._merged(error.losses(self._candidates, points), torch.sum)
-        if error.output is not None:
-            power = self._merged(error.power(), torch.sum)
-            along, square = losses.unbind(1)
-            length = (power * (power + 2 * along + square).clamp(min=0)).sqrt()
-            losses = 1 - (power + along) / length.clamp(min=torch.finfo(length.dtype).tiny)
-        return points.gather(0, _first_least(losses)[None])[0]
+        if rough is not None and len(points) > _KEPT:
+            order = self._losses(rough, points).sort(dim=0, stable=True).indices[:_KEPT]
+            points = points.gather(0, order.sort(dim=0).values)
+        return points.gather(0, _first_least(self._losses(error, points))[None])[0]
 
-    def _candidates(self, points: Tensor) -> Tensor:
-        values, form = self.operand.values, self.operand.format
+    def _losses(self, error: _OutputError, points: Tensor) -> Tensor:
+        """points (K, *groups) -> (K, *groups), those of one part together."""
+        losses = self._merged(error.losses(partial(self._candidates, error.operand.values), points), torch.sum)
+        if error.output is None:
+            return losses
+        power = self._merged(error.power(), torch.sum)
+        along, square = losses.unbind(1)
+        length = (power * (power + 2 * along + square).clamp(min=0)).sqrt()
+        return 1 - (power + along) / length.clamp(min=torch.finfo(length.dtype).tiny)
+
+    def _candidates(self, values: Tensor, points: Tensor) -> Tensor:
+        form = self.operand.format
         if form.is_uniform:
             return uniform_fake_quantize(values, self.operand.spread(points), self._middle(values), form.bits)
         hats = [self.quantizer(point) for point in points]
