@@ -394,7 +394,7 @@ def test_samples_leave_the_best_candidates(metric):
             search_scales(role, left, right, ScaleSearch(metric=metric, rounds=1, rough_stride=stride), weights)
             for stride in (1, 5)
         ]
-        assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.05)
+        assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.2)  # [dB]; the cosine is not of the error alone
         torch.testing.assert_close(both[1].left.scale, both[0].left.scale, rtol=0.1, atol=0)
 
 
