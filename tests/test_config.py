@@ -28,7 +28,7 @@ RIVALS = {
     "easyquant": ("uniform", "uniform"),
     "fq-vit": ("log2", "uniform"),
     "ptq4vit": ("split", "twin"),
-    "apq-vit": ("max-kept", "uniform"),
+    "apq-vit": ("max-kept", "twin"),
     "repq-vit": ("log-sqrt2", "uniform"),
     "evol-q": ("log2", "uniform"),
 }
@@ -41,7 +41,7 @@ RIVALS = {
 def test_preset(name, widths, method):
     config = Config.preset(name, method)
     assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
-    assert config.input_bits == (32 if method in ("adalog-released", "ptq4vit") else 8)
+    assert config.input_bits == (32 if method in ("adalog-released", "ptq4vit", "apq-vit") else 8)
     assert config.bits == name
     ours = method.partition("-paper")[0].partition("-released")[0]
     assert (config.post_softmax, config.post_gelu) == RIVALS.get(method, (ours, ours))

@@ -188,7 +188,8 @@ def test_blocks_lower_their_own_outputs_errors(calibration):
     for name, quantizer in after.program.quantizers.items():
         before = plain.program.quantizers[name]
         factor = quantizer.scale / before.scale
-        assert torch.equal(quantizer.zero_point, before.zero_point)
+        if isinstance(quantizer, UniformQuantizer):
+            assert torch.equal(quantizer.zero_point, before.zero_point)
         torch.testing.assert_close(factor, factor.flatten()[0].expand_as(factor))
         changed += not torch.equal(quantizer.scale, before.scale)
         if name.endswith("av.left"):

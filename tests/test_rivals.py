@@ -477,8 +477,9 @@ families = pytest.mark.parametrize(
 @pytest.mark.parametrize("method", RIVALS)
 def test_every_family_is_quantized_and_stored(calibrations, family, method):
     model = calibrations(family).quantize(brief(method))
-    assert not model.float_sites() or method == "ptq4vit"
-    if method == "ptq4vit":  # whose images stay float
+    images_are_float = method in ("ptq4vit", "apq-vit")
+    assert not model.float_sites() or images_are_float
+    if images_are_float:
         convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
         assert [row.site for row in model.ledger if row.left == "float"] == convs
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)

@@ -443,9 +443,10 @@ METHODS: dict[str, Method] = {
     ),
     "fq-vit": Method("FQ-ViT (Lin et al., IJCAI 2022)", _FQ_VIT),
     "ptq4vit": Method("PTQ4ViT (Yuan et al., ECCV 2022)", {**_PTQ4VIT, "search": ScaleSearch()}),
+    # What it does not change is PTQ4ViT's, on which it builds.
     "apq-vit": Method(
         "APQ-ViT (Ding et al., ACM MM 2022)",
-        {**_UNIFORM, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
+        {**_PTQ4VIT, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
     ),
     "repq-vit": Method(
         "RepQ-ViT (Li et al., ICCV 2023)",

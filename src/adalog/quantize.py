@@ -270,7 +270,7 @@ class Calibration:
         for name, value in self.program.tensors.items():
             content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             content.update(_bytes(value))
-        for value in self.images:
+        for value in (*self.images, *(() if self._probe is None else (self._probe,))):
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             content.update(_bytes(value))
         content.update(repr((config.to_json(), adalog.__version__, torch.__version__)).encode())
