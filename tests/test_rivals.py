@@ -532,6 +532,22 @@ def test_grouped_convolutions(method):
     assert torch.equal(stored(images), model(images))
 
 
+@pytest.mark.parametrize("search", [RangeSearch((1.0, 0.99), share="mean"), ScaleSearch("squared", candidates=6)])
+@pytest.mark.parametrize("law", ["log2", "log-sqrt2", "twin"])
+def test_other_quantizers_go_with_either_search(calibrations, law, search):
+    softmax = "uniform" if law == "twin" else law
+    config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search)
+    torch.manual_seed(0)
+    padded = Calibration(Convolutional().eval(), torch.randn(4, 3, 16, 16))
+    kind = {"log2": "4-bit log 2^(1/1)", "log-sqrt2": "4-bit log 2^(1/2)", "twin": "4-bit twin uniform"}[law]
+    for calibration in (calibrations("demo"), padded):
+        model = calibration.quantize(config)
+        if calibration is not padded:  # where what the search finds better is taken
+            assert {row.left for row in model.ledger if row.source == "gelu"} == {kind}
+        assert all(row.sqnr > 3 for row in model.ledger)
+        assert deserialise(serialise(model)).config == config
+
+
 def test_methods_fold_as_they_say(calibrations):
     calibration = calibrations("timm_vit")
     reasons = {method: calibration.quantize(brief(method)).refusals for method in ("minmax", "fq-vit", "repq-vit")}

@@ -366,7 +366,8 @@ class Calibration:
         rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
-        if isinstance(config.search, ScaleSearch) or getattr(config.search, "share", "") == "none":
+        ranges = isinstance(config.search, RangeSearch) and config.search.share == "none"
+        if ranges or isinstance(config.search, ScaleSearch):
             return "this method folds no norm"
         if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:
             return "the released code does not where weights and activations have unequal bits"
