@@ -309,7 +309,10 @@ class _Scaled:
         return merged
 
     def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
-        """The candidate of the least loss in each group; of equal ones the first. rough: which of them are scored."""
+        """The candidate of the least loss in each group; of equal ones the first.
+
+        rough: the error of a sample, which leaves the candidates that are scored by the whole one.
+        """
         start = self.start()
         if self.operand.format.unit == "split":
             factors = torch.exp2(-torch.arange(_SPLITS, dtype=torch.float64))
@@ -336,12 +339,10 @@ class _Scaled:
     def _candidates(self, values: Tensor, points: Tensor) -> Tensor:
         form = self.operand.format
         if form.is_uniform:
-            return uniform_fake_quantize(values, self.operand.spread(points), self._middle(values), form.bits)
+            middle = values.new_tensor(symmetric_zero_point(form.bits))
+            return uniform_fake_quantize(values, self.operand.spread(points), middle, form.bits)
         hats = [self.quantizer(point) for point in points]
         return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None])
-
-    def _middle(self, values: Tensor) -> Tensor:
-        return values.new_tensor(symmetric_zero_point(self.operand.format.bits))
 
     def quantizer(self, point: Tensor | None) -> Quantizer | None:
         """Of one point; None for none, or where the operand stays float."""
