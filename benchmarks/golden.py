@@ -58,6 +58,18 @@ def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
     return model.eval()
 
 
+def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[str, Any]]]:
+    """The model, the calibration images and the settings by name, AdaLog's first."""
+    (weights,) = sorted(folder.glob("*.safetensors")) or sorted(folder.parent.glob("*.safetensors"))
+    tensors = load_file(weights)
+    paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("rivals/*.json"))]
+    settings = {path.stem: json.loads(path.read_text()) for path in paths}
+    # Of RepQ-ViT's one scale a tensor the heads cannot be told.
+    others = [*settings.values(), *(json.loads(path.read_text()) for path in sorted(weights.parent.glob("*.json")))]
+    scales = [content["hyperparameters"]["blocks.0.attn.matmul1.A_quantizer"]["scale"] for content in others]
+    return load_vit(tensors, heads=max(map(len, scales))), tensors["images"], settings
+
+
 def layer_name(searched: Searched) -> str:
     """As the released code calls it."""
     name, role = searched.sites[0].name, searched.sites[0].role
@@ -143,15 +155,7 @@ def main(
     golden: Annotated[Path, typer.Option()], json_out: Annotated[Path | None, typer.Option("--json")] = None
 ) -> None:
     torch.set_num_threads(1)
-    (weights,) = sorted(golden.glob("*.safetensors")) or sorted(golden.parent.glob("*.safetensors"))
-    tensors = load_file(weights)
-    paths = [*sorted(golden.glob("*.json")), *sorted(golden.glob("rivals/*.json"))]
-    settings = {path.stem: json.loads(path.read_text()) for path in paths}
-    # Of RepQ-ViT's one scale a tensor the heads cannot be told.
-    others = [*settings.values(), *(json.loads(path.read_text()) for path in sorted(weights.parent.glob("*.json")))]
-    scales = [content["hyperparameters"]["blocks.0.attn.matmul1.A_quantizer"]["scale"] for content in others]
-    model = load_vit(tensors, heads=max(map(len, scales)))
-    images = tensors["images"]
+    model, images, settings = load_folder(golden)
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
     other = mean + std * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     calibration, held_out = Calibration(model, images), Calibration(model, other)

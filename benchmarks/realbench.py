@@ -23,10 +23,9 @@ from torch import nn
 
 import adalog
 from adalog import METHODS, Calibration, Config
-from adalog.artifact import write_whole
 from adalog.data import Preprocessing, find_images
 from adalog.evaluate import classify_by_nearest, predict, score
-from provenance import machine
+from provenance import kept, machine
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = 32
@@ -64,17 +63,8 @@ def main() -> None:
         features = predict(network, images.batches(preprocessing, jobs=given.jobs), jobs=given.jobs)
         return classify_by_nearest(features[support], labels[support], features[~support])
 
-    work = given.work
-
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """What `make` gives, kept in the work folder; made again where it was for another key."""
-        path = None if work is None else work / f"{name}.json"
-        if path is not None and path.exists() and (kept := json.loads(path.read_text()))["key"] == key:
-            return kept["value"]
-        value = make()
-        if path is not None:
-            write_whole(path, json.dumps({"key": key, "value": value}).encode())
-        return value
+        return kept(None if given.work is None else given.work / f"{name}.json", key, make)
 
     data = {"images": len(images), "folder": folder.resolve().name, "adalog": adalog.__version__}
     reference = torch.tensor(finished("fp32", data, lambda: classes(model).tolist()))

@@ -510,6 +510,42 @@ def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
     assert partial.read_text() == "left"
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("512KiB", 512 << 10),
+        ("3TB", 3 * 10**12),
+        ("500", 500),
+        ("7 MB", 7_000_000),
+    ],
+)
+def test_a_size_of_memory(monkeypatch, capsys, tmp_path, text, size):
+    given = {}
+
+    def record(*arguments, **named):
+        given.update(named)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    code, _ = call(monkeypatch, capsys, "quantize", "demo", "--memory", text, "--out", tmp_path / "out")
+    assert (code, given["memory"]) == (2, size)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])
+def test_what_is_no_size_of_memory(monkeypatch, capsys, tmp_path, text):
+    code, message = call(monkeypatch, capsys, "quantize", "demo", f"--memory={text}", "--out", tmp_path / "out")
+    assert (code, message) == (2, f"error: --memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB\n")
+
+
+def test_too_little_memory(monkeypatch, capsys, tmp_path):
+    code, message = call(monkeypatch, capsys, "quantize", "demo", "--memory", "1MB", "--out", tmp_path / "out")
+    assert code == 2
+    assert message.startswith("error: memory = 1,000,000 bytes are too few for patch_embed.conv")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_name_that_is_no_text(folder, tmp_path, monkeypatch, capsys):
     """It is written, and told as it can be."""
     folder, out = folder[0], tmp_path / "out\udcff"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import golden
-from adalog import Calibration, Config
+from adalog import Calibration, Config, released
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from direct import Direct
 
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
@@ -36,12 +38,18 @@ class Head(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def search():
-    """Every product's quantizers under some choices; the head, behind a block that is not stored, on its own input."""
+def parts():
+    """The model and its images; the head, behind a block that is not stored, on its own input."""
     model, images, features = stored_vit()
-    head = Calibration(Head(model), features)
+    head = Head(model)
     model.head = nn.Identity()
-    body = Calibration(model, images)
+    return [(model, images), (head, features)]
+
+
+@pytest.fixture(scope="module")
+def search(parts):
+    """Every product's quantizers under some choices."""
+    body, head = (Calibration(*part) for part in parts)
     return lambda config: body.search(config) + head.search(config)
 
 
@@ -66,6 +74,19 @@ def test_released_search_gives_the_released_outputs(search, name):
     else:
         assert row["max_mse_ratio"] <= 1.03
     assert row["q_equal"]
+    assert golden.passes(content, row)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "w3a3" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+)
+def test_the_direct_search_gives_the_released_outputs(parts, name):
+    """The reference that the library's search is timed against."""
+    content, config = SETTINGS[name], golden.released_config(SETTINGS[name])
+    with mock.patch.object(released, "search_product", Direct().search_product):
+        found = [searched for part in parts for searched in Calibration(*part).search(config)]
+    row = golden.compare(content, found)
+    assert row["sites"] == 8
     assert golden.passes(content, row)
 
 
@@ -173,6 +194,18 @@ def test_the_command_takes_another_layout(folder):
     assert set(result["adalog_over_released"]) == {"w5a5"}
     by_site = result["adalog_over_released_by_site"]["w5a5"].values()
     assert result["adalog_over_released"]["w5a5"]["calibration"] == golden.geometric_mean(list(by_site))
+
+
+@pytest.mark.slow
+def test_the_direct_search_is_checked_by_command(folder):
+    words = [sys.executable, str(Path(golden.__file__).with_name("search.py")), "--golden", str(folder)]
+    done = subprocess.run([*words, "--json", str(folder / "direct")], check=False, capture_output=True, text=True)
+    result = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert result == json.loads((folder / "direct").read_text())
+    assert result["ok"] is True
+    assert set(result["files"]) == {"some", "other"}
+    assert all(row["sites"] == 8 for row in result["files"].values())
 
 
 def corrupt_error(content):

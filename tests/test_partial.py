@@ -247,7 +247,7 @@ small = Operand(x[:64].clone(), form)
 search = Search(init=(4, 2), keep=1, steps=1)
 search_product(small, right, search)  # what only starting costs
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
 print(search_product(left, right, search).sqnr)
 """
 

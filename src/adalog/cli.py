@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -207,6 +208,15 @@ def read_keep(text: str) -> tuple[str, int]:
     return pattern, int(bits)
 
 
+def read_size(text: str) -> int:
+    """A number of bytes, as 2GiB, 1.5GB or 500000000."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([KMGT])(i?)B)?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"--memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
+    number, letter, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter) + 1 if letter else 0))
+
+
 def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> models.LoadedModel:
     with waiting(f"load {name}"):
         return models.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
@@ -322,9 +332,13 @@ def quantize(
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="For values and their search, beside model and images, like 512MB.")
+    ] = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
     """Quantize a model and write its artifact."""
+    limit = read_size(memory)
     config = dataclasses.replace(Config.preset(bits, method), images=images, keep=tuple(map(read_keep, keep or ())))
     if not models.is_model(model):
         raise DataError(f"model {model!r} is none of {models.KINDS}")
@@ -360,6 +374,7 @@ def quantize(
             config,
             seed=seed,
             jobs=jobs if place.type == "cpu" else 1,  # a GPU's memory is for one site at a time
+            memory=limit,
             progress=watch,
             partial=partial,
         ).cpu()

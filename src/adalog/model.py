@@ -154,5 +154,7 @@ def digest(images: Sequence[Tensor]) -> str:
     """A short fingerprint of the calibration images, of every input together."""
     if not images:
         return ""
-    content = b"".join(value.detach().cpu().contiguous().to(torch.float32).numpy().tobytes() for value in images)
-    return hashlib.sha256(content).hexdigest()[:16]
+    content = hashlib.sha256()
+    for value in images:
+        content.update(value.detach().cpu().contiguous().to(torch.float32).reshape(-1).numpy().data)
+    return content.hexdigest()[:16]

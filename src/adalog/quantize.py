@@ -3,12 +3,12 @@
 import difflib
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from threading import Condition
 from typing import Any
@@ -27,6 +27,7 @@ from adalog.errors import CalibrationError
 from adalog.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.objective import coprime
+from adalog.observe import Need, Observed, measured
 from adalog.partial import Fold, Partial
 from adalog.program import Node, Program, Ref
 from adalog.quantizers import FLOAT_BITS, UniformQuantizer
@@ -45,7 +46,7 @@ from adalog.sites import (
 )
 from adalog.submodule import exchange, record_call
 
-MEMORY = 1 << 30  # bytes of temporaries that the searches of all jobs may hold together
+MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
 _BYTES_AN_ELEMENT = 16  # of temporaries for each element of a left operand, more or less
 
 Progress = Callable[[int, int, str], None]
@@ -61,6 +62,7 @@ def quantize(
     partial: Path | None = None,
     seed: int = 0,
     jobs: int = 1,
+    memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
@@ -69,17 +71,20 @@ def quantize(
     or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
-    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. Searches
-    hold about MEMORY bytes of temporaries beside what the sites saw. The model is not changed.
-    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, or where a pattern
-    of `keep` matches no site.
+    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
+    as of `Calibration`. The model is not changed.
+    Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
+    `keep` matches no site, or where memory is too little.
     """
     config = config or Config.preset("w4a4")
     sample = sample_images(images, config.images, seed)
     if within is None:
-        return Calibration(model, sample, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
+        return Calibration(model, sample, seed=seed, memory=memory).quantize(
+            config, progress, jobs=jobs, partial=partial
+        )
     call, inputs = record_call(model, within, batched(sample))
-    result = Calibration(model, inputs, seed=seed).quantize(config, progress, jobs=jobs, partial=partial)
+    calibration = Calibration(model, inputs, seed=seed, memory=memory)
+    result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
     result.provenance |= {"calibration": digest(batched(sample)), "images": config.images}
     result.call = call
     exchange(model, within, result)
@@ -155,19 +160,24 @@ class _Room:
 
 
 class Calibration:
-    """A captured model with everything its sites saw in one forward of the calibration images.
+    """A captured model with what its sites see in one forward of the calibration images.
 
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0):
+    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0, memory: int = MEMORY):
         """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's.
 
         Or several positional inputs, (N, ...) each; what is no tensor is a constant.
+        memory: bytes, half of them for what the sites saw, half for the searches' temporaries; the model, the images
+        and what a caller asks for to keep come on top. If all that the sites saw fits (DeiT-T takes 0.8 GB at 32
+        images), it stays for further configurations; else each needs a forward. Where one operand, or its search, does
+        not fit, it is every n-th row of the operand that serves, of attention's products and convolutions every n-th
+        image or window (`Observed`); ValueError where memory is too little for 1,024 rows.
         """
         inputs = batched(images)
         self.images = tuple(value for value in inputs if isinstance(value, Tensor))
-        if not all(bool(torch.isfinite(value).all()) for value in self.images):
+        if not all(bool(torch.isfinite(image).all()) for value in self.images for image in value):
             raise CalibrationError("the calibration images hold NaN or infinite values")
         self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
@@ -178,25 +188,21 @@ class Calibration:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
         self._blocks = find_blocks(self.program)
         self._head = self._blocks[-1].nodes
-        self._seen = self._observe()
+        self._memory = memory
+        self._shapes = measured(self.program, self.images)
+        self._needs = {group.first.name: self._need(group) for group in self._groups}
+        self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}
         self._probe: Tensor | None = None
 
-    @torch.no_grad()
-    def _observe(self) -> dict[str, Tensor]:
-        """The value of every operand, by name, from one float forward."""
-        wanted = {name for site in self.sites for name in (site.left, site.right)}
-        given = {**self.program.tensors, **dict(zip(self.program.inputs, self.images, strict=True))}
-        seen = {name: value for name, value in given.items() if name in wanted}
-
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-            if node.name in wanted:
-                if not bool(torch.isfinite(result).all()):
-                    raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
-                seen[node.name] = result
-
-        self.program.run(self.images, watch)
-        return seen
+    def _need(self, group: _Group) -> Need:
+        """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
+        products = [] if group.pair is None else list(group.pair.sites)
+        read = {group.first.left} | {site.left for site in self.sites if site.name in products}
+        if group.first.role in ("qk", "av"):
+            read.add(group.first.right)
+        rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
+        return Need(group.first.name, frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
 
     @torch.no_grad()
     def quantize(
@@ -208,36 +214,38 @@ class Calibration:
         """
         self._check_keep(config)
         self._prepare(config)
-        placed: list[Placed] = []
         done = None if partial is None else Partial(partial, self._fingerprint(config))
-        room = _Room(MEMORY)
+        room = _Room(self._memory // 2)
 
         def find(group: _Group) -> tuple[Found, Fold]:
             known = done and done.get(group.first.name)
             if known:
                 return self._placed(*known)
-            with room.taken(self._elements(group) * _BYTES_AN_ELEMENT):
+            with room.taken(self._needs[group.first.name].scratch):
                 searched = self._search(group, config)
             return searched.found, searched.fold
 
+        found = dict[str, tuple[Found, Fold]]()
         with ThreadPoolExecutor(jobs) as pool:
-            searches = deque(pool.submit(find, group) for group in self._groups)
             try:
-                for index, group in enumerate(self._groups):
-                    if progress is not None:
-                        progress(index, len(self._groups), group.first.name)
-                    found, fold = searches.popleft().result()
-                    if done is not None and not done.get(group.first.name):
-                        done.add(group.first.name, found, fold)
-                    norm = None if group.pair is None else group.pair.norm
-                    placed.append(Placed(group.sites, found, norm, fold))
+                for part in self._parts():  # one after the other, since their operands are held at different times
+                    for group, search in [(group, pool.submit(find, group)) for group in part]:
+                        if progress is not None:
+                            progress(len(found), len(self._groups), group.first.name)
+                        found[group.first.name] = search.result()
+                        if done is not None and not done.get(group.first.name):
+                            done.add(group.first.name, *found[group.first.name])
             finally:
                 pool.shutdown(cancel_futures=True)
+        placed = []
+        for group in self._groups:
+            norm = None if group.pair is None else group.pair.norm
+            placed.append(Placed(group.sites, found[group.first.name][0], norm, found[group.first.name][1]))
         if config.refine is not None:
             placed = self._refined(placed, config)
+        ledger = [row for each in placed for row in _ledger_rows(each.sites, each.found, self.program)]
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
-        ledger = [row for each in placed for row in _ledger_rows(each.sites, each.found, self.program)]
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
@@ -260,9 +268,18 @@ class Calibration:
                 judged.append(before)
                 continue
             choices = group.choices(config)
-            operands = self._operands(group, choices, after.fold, self._activations(group.first, choices)[0])
+            seen = self._observed.seen(self._needs[group.first.name].names)
+            operands = self._operands(group, seen, choices, after.fold, self._activations(group.first, choices)[0])
             judged.append(replace(after, found=Found.judged(*operands, after.found.left, after.found.right)))
         return judged
+
+    def _parts(self) -> list[list[_Group]]:
+        """The groups by whose operands are held at a time, in order."""
+
+        def number(group: _Group) -> int:
+            return self._observed.part(self._needs[group.first.name].names)
+
+        return [list(groups) for _, groups in groupby(sorted(self._groups, key=number), key=number)]
 
     def _fingerprint(self, config: Config) -> str:
         """Of all that decides what the searches find."""
@@ -273,7 +290,8 @@ class Calibration:
         for value in (*self.images, *(() if self._probe is None else (self._probe,))):
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             content.update(_bytes(value))
-        content.update(repr((config.to_json(), adalog.__version__, torch.__version__)).encode())
+        strides = [self._observed.stride(need.names) for need in self._needs.values()]
+        content.update(repr((config.to_json(), strides, adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
 
     def _placed(self, found: Found, fold: Fold) -> tuple[Found, Fold]:
@@ -287,22 +305,28 @@ class Calibration:
 
     def _elements(self, group: _Group) -> int:
         """Of the larger of a product's left operand and output, more or less."""
-        site, x = group.first, self._seen[group.first.left]
+        site, x = group.first, self._shapes[group.first.left]
         if site.role == "linear":
             columns = sum(len(self.program.tensors[member.right]) for member in group.sites)
         else:
-            columns = x.shape[-1] if site.role == "conv" else self._seen[site.right].shape[-1]
+            columns = x.shape[-1] if site.role == "conv" else self._shapes[site.right].shape[-1]
         return x[..., 0].numel() * max(x.shape[-1], columns)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """Products' quantizers under these choices, in order of execution: all, or those of these sites."""
+        """Products' quantizers under these choices, in order of execution: all, or those of these sites.
+
+        They hold their operands, whatever the memory of this.
+        """
         self._check_keep(config)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
-        groups = [group for group in self._groups if sites is None or any(site.name in sites for site in group.sites)]
         self._prepare(config)
-        return [self._search(group, config) for group in groups]
+        found = {}
+        for group in (group for part in self._parts() for group in part):
+            if sites is None or any(site.name in sites for site in group.sites):
+                found[group.first.name] = self._search(group, config)
+        return [found[group.first.name] for group in self._groups if group.first.name in found]
 
     def _check_keep(self, config: Config) -> None:
         names = [site.name for site in self.sites]
@@ -318,33 +342,37 @@ class Calibration:
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The same quantizers with what this calibration's images make of the operands: another one's, held out."""
         group = next(group for group in self._groups if group.first.name == searched.sites[0].name)
-        left, right = self._operands(group, group.choices(config), searched.fold, searched.left.format)
+        seen = self._observed.seen(self._needs[group.first.name].names)
+        left, right = self._operands(group, seen, group.choices(config), searched.fold, searched.left.format)
         return replace(searched, left=left, right=right)
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
         whole, config = config, group.choices(config)
-        fold = None
+        seen = self._observed.seen(self._needs[group.first.name].names)
+        ordered = self._seen_in_order(whole)
+        looked_at = seen if ordered is None else ordered
+        fold: Fold = None
+        shared: UniformQuantizer | None = None
         if group.pair is not None and not self._unfolded(group.pair, config):
-            fold = self._fold(group.pair, whole)
+            ratio, beta, shared = self._shared(group.pair, looked_at, whole)
+            fold = ratio, beta
         tried = []
         for activation in self._activations(group.first, config):
-            left, right = self._operands(group, config, fold, activation)
-            search = config.search
+            left, right = self._operands(group, seen, config, fold, activation)
+            search, role = config.search, group.first.role
             bits = config.activation_bits if fold else None
             key = (group.first.name, left.format, right.format, search, bits, _order(whole))
             if key not in self._found:
-                role = group.first.role
                 if isinstance(search, ReleasedSearch):
                     self._found[key] = released.search_product(role, left, right, search)
                 elif isinstance(search, RangeSearch):
-                    shared = None if fold is None or group.pair is None else self._shared(group.pair, whole)[2]
-                    seen = self._operands(group, config, fold, activation, self._seen_in_order(whole))
-                    found = rivals.search_ranges(role, *seen, search, shared)
+                    operands = self._operands(group, looked_at, config, fold, activation)
+                    found = rivals.search_ranges(role, *operands, search, shared)
                     self._found[key] = Found.judged(left, right, found.left, found.right)
                 elif isinstance(search, ScaleSearch):
                     weights = self._error_weights(group, search) if search.metric == "hessian" else None
-                    parts = None if search.row_scales else self._parts(group)
+                    parts = None if search.row_scales else self._linear_parts(group)
                     self._found[key] = rivals.search_scales(role, left, right, search, weights, parts)
                 else:
                     self._found[key] = search_product(left, right, search)
@@ -357,12 +385,15 @@ class Calibration:
         self._found.clear()
 
     def operand(self, name: str) -> Tensor:
-        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision."""
-        return self._seen[name]
+        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision.
+
+        Of an operand larger than the memory, every n-th row or image.
+        """
+        return self._observed.seen([name])[name]
 
     def _unfolded(self, pair: Pair, config: Config) -> str:
         """Why these choices leave a foldable norm as it is; empty where they fold it."""
-        read = (self._seen[site.left] for site in self.sites if site.name in pair.sites)
+        read = (self._shapes[site.left] for site in self.sites if site.name in pair.sites)
         rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
@@ -377,18 +408,16 @@ class Calibration:
             return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
         return ""
 
-    def _fold(self, pair: Pair, whole: Config) -> tuple[Tensor, Tensor]:
-        ratio, beta, _ = self._shared(pair, whole)
-        return ratio, beta
-
-    def _shared(self, pair: Pair, whole: Config) -> tuple[Tensor, Tensor, UniformQuantizer | None]:
+    def _shared(
+        self, pair: Pair, seen: Mapping[str, Tensor], whole: Config
+    ) -> tuple[Tensor, Tensor, UniformQuantizer | None]:
         """A pair's fold, and the quantizer that comes with it, if the method has one. whole: choices for all sites."""
         search, bits = whole.search, whole.at(pair.sites).activation_bits
         key = ("fold", pair.norm.name, bits, search, _order(whole))
         if key not in self._found:
             read = {site.left for site in self.sites if site.name in pair.sites}
-            seen = self._seen_in_order(whole)
-            values = torch.cat([seen[name].flatten(0, -2) for name in sorted(read)])
+            rows = [seen[name].flatten(0, -2) for name in sorted(read)]
+            values = rows[0] if len(rows) == 1 else torch.cat(rows)
             if isinstance(search, ReleasedSearch):
                 self._found[key] = *shared_scale(*released.search_channels(values, bits, search)), None
             elif isinstance(search, RangeSearch):
@@ -396,8 +425,8 @@ class Calibration:
             else:
                 assert isinstance(search, Search)
                 self._found[key] = *shared_scale(*search_channels(values, bits, search)), None
-        fold: tuple[Tensor, Tensor, UniformQuantizer | None] = self._found[key]
-        return fold
+        found: tuple[Tensor, Tensor, UniformQuantizer | None] = self._found[key]
+        return found
 
     def _activations(self, site: Site, config: Config) -> list[Format]:
         """The formats that the left operand of a site is tried in; the first of equally good ones wins.
@@ -419,18 +448,9 @@ class Calibration:
         return [power_law] if sure else [power_law, Format(bits)]
 
     def _operands(
-        self,
-        group: _Group,
-        config: Config,
-        fold: Fold,
-        activation: Format,
-        seen: Mapping[str, Tensor] | None = None,
+        self, group: _Group, seen: Mapping[str, Tensor], config: Config, fold: Fold, activation: Format
     ) -> tuple[Operand, Operand]:
-        """Both operands of the group's product with their formats, the right one transposed.
-
-        seen: what they were, if not in the float network.
-        """
-        seen = self._seen if seen is None else seen
+        """Both operands of the group's product with their formats, the right one transposed."""
         site = group.first
         x = seen[site.left]
         if site.role in ("qk", "av"):
@@ -447,7 +467,7 @@ class Calibration:
         weight = torch.cat(weights)
         if fold is not None:
             ratio, beta = fold
-            x, weight = x / ratio - beta, weight * ratio
+            x, weight = (x / ratio).sub_(beta), weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
 
     # --- what rivals need beside the operands ---
@@ -460,7 +480,7 @@ class Calibration:
             if search.metric == "hessian":
                 self._squared_gradients(search.probes, noise=search.released)
             if not search.row_scales:
-                self._all_parts()
+                self._all_linear_parts()
 
     def _squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
         """By what every site, and every block, puts out."""
@@ -477,7 +497,8 @@ class Calibration:
     def _error_weights(self, group: _Group, search: ScaleSearch) -> Tensor:
         """In the shape of the group's product."""
         gradients = self._squared_gradients(search.probes, noise=search.released)
-        site, values = group.first, [gradients[member.node.name] for member in group.sites]
+        names, site = self._needs[group.first.name].names, group.first
+        values = [self._observed.alike(site.left, names, gradients[member.node.name]) for member in group.sites]
         if site.role == "linear":
             return torch.cat([value.flatten(0, -2) for value in values], dim=-1)
         if site.role == "conv":
@@ -486,26 +507,26 @@ class Calibration:
             return _conv_rows(rows, len(values[0]), _overlap(site, self.program.tensors[site.right]))
         return values[0]
 
-    def _all_parts(self) -> dict[str, Tensor]:
+    def _all_linear_parts(self) -> dict[str, Tensor]:
         if "parts" not in self._found:
             self._found["parts"] = find_parts(self.program, self.sites, take(self.images, [0, 1]))
         found: dict[str, Tensor] = self._found["parts"]
         return found
 
-    def _parts(self, group: _Group) -> Tensor | None:
+    def _linear_parts(self, group: _Group) -> Tensor | None:
         """Which rows of the group's weight are one part; None where each is one."""
         if group.first.role != "linear":
             return None
         parts, count = [], 0
         for site in group.sites:
-            parts.append(self._all_parts()[site.name] + count)
+            parts.append(self._all_linear_parts()[site.name] + count)
             count = int(parts[-1].max()) + 1
         return torch.cat(parts)
 
-    def _seen_in_order(self, config: Config) -> dict[str, Tensor]:
-        """What operands are under these choices where methods look behind what is quantized already; else in float."""
+    def _seen_in_order(self, config: Config) -> dict[str, Tensor] | None:
+        """What operands are under these choices, all of them at once, where methods look behind what is quantized."""
         if _order(config) is None:
-            return self._seen
+            return None
         key = ("seen", config)
         if key not in self._found:
             self._found[key] = self._observe_in_order(config)
@@ -518,7 +539,7 @@ class Calibration:
 
         Where a norm is to be folded, its channels still have quantizers of their own (RepQ-ViT).
         """
-        seen = dict(self._seen)
+        seen = dict(self.program.tensors)
         groups = {site.node.name: group for group in self._groups for site in group.sites}
         outputs: dict[str, Tensor] = {}
 
@@ -545,7 +566,7 @@ class Calibration:
             formats = [Format(choices.activation_bits, keep=(1,))]
         tried = []
         for activation in formats:
-            operands = self._operands(group, choices, None, activation, seen)
+            operands = self._operands(group, seen, choices, None, activation)
             tried.append(rivals.search_ranges(group.first.role, *operands, choices.search))
         found = max(tried, key=lambda each: each.sqnr)
         nodes = tuple(site.node for site in group.sites)
@@ -561,8 +582,8 @@ def _order(config: Config) -> Config | None:
     return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
 
 
-def _bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def _bytes(value: Tensor) -> memoryview:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _group(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[_Group]:

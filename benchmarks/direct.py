@@ -1,0 +1,282 @@
+"""The released code's search, every candidate of every step a whole product: the reference of `search.py`.
+
+Written from an account of the released code, and not from the library's search, with which it shares formats,
+quantizers and what comes of them. It is what that code does, made as fast as that goes without doing anything else:
+each candidate quantizes its operand, multiplies it with the other one over all tokens of all images and is compared
+with the full-precision output. No error is derived from another, no token left out, no candidate given up early.
+Quantizing is done in place, and products go, in tiles that fit in the cache, into buffers that are there.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adalog.calibrate import Found, Operand, fake_quantize
+from adalog.config import ReleasedSearch
+from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+
+POINTS = 128  # candidates of a step
+TILE_ELEMENTS = 1 << 19  # of an operand and its output together, more or less
+LEAST_SCALE = 1e-4  # of an activation
+RADIX = 37
+QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+
+Space = Callable[[Tensor], Quantizer]  # a point (P, *groups) -> its quantizer
+
+
+def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
+    """quantizer.fake_quantize(values), to the bit, in a contiguous tensor of the same shape."""
+    if isinstance(quantizer, UniformQuantizer):
+        low = -quantizer.zero_point
+        torch.div(values, quantizer.scale, out=out).round_()
+        torch.maximum(out, low, out=out)
+        torch.minimum(out, low + (2**quantizer.bits - 1), out=out).mul_(quantizer.scale)
+    elif isinstance(quantizer, LogQuantizer) and quantizer.rounding == "log":
+        levels = log_levels(quantizer.q, quantizer.r, quantizer.bits, beyond=quantizer.beyond, table=quantizer.table)
+        levels = levels.float() * quantizer.scale - quantizer.offset
+        torch.add(values, quantizer.offset, out=out).div_(quantizer.scale).clamp_(min=torch.finfo(torch.float32).tiny)
+        out.log2_().mul_(-quantizer.r).div_(quantizer.q).round_().clamp_(0, len(levels) - 1)
+        torch.index_select(levels, 0, out.int().view(-1), out=out.view(-1))
+    else:
+        out.copy_(quantizer.fake_quantize(values))
+
+
+class Losses:
+    """The squared error of operand @ other^T under quantizers of the operand; without another, of the operand itself.
+
+    other, other_hat: (*batch, O, I), as it is and as it is quantized. evaluated, flops: what was done so far.
+    """
+
+    def __init__(self, operand: Operand, other: Tensor | None = None, other_hat: Tensor | None = None):
+        self.keep, self.evaluated, self.flops = operand.format.keep, 0, 0
+        values = operand.values.contiguous()
+        rows = values.ndim - 2
+        columns = 0 if other is None else other.shape[-2]
+        # Images of attention, rows of an activation, or the columns of the output of a weight's kept rows.
+        along = 0 if values.ndim == 4 else rows
+        on_other = along in self.keep
+        whole = columns if on_other else values.shape[along]
+        unit = values[..., 0].numel() // (1 if on_other else whole) * (1 if on_other else values.shape[-1] + columns)
+        size = max(1, min(whole, TILE_ELEMENTS // unit))
+        if other is None or other_hat is None:
+            parts = [values] if on_other else values.split(size, along)
+            self.tiles = [(part, None, part) for part in parts]
+        else:
+            other, other_hat = other.contiguous(), other_hat.contiguous()
+            target = values @ other.transpose(-1, -2)
+            targets = target.split(size, -1 if on_other else along)
+            lefts = [values] * len(targets) if on_other else values.split(size, along)
+            hats = other_hat.split(size, along) if on_other or values.ndim == 4 else [other_hat] * len(targets)
+            self.tiles = list(zip(lefts, hats, targets, strict=True))
+        masks = None if operand.mask is None else operand.mask.bool().split(size, along)
+        self.masks = masks or [None] * len(self.tiles)
+
+    def __call__(self, quantizers: Sequence[Quantizer]) -> Tensor:
+        """(K, *groups), float64."""
+        losses: list[Tensor | float] = [0.0] * len(quantizers)
+        for (values, other, target), mask in zip(self.tiles, self.masks, strict=True):
+            hat, output = torch.empty_like(values), values.new_empty(target.shape)
+            for index, quantizer in enumerate(quantizers):
+                quantize_into(quantizer, values, hat)
+                if mask is not None:
+                    torch.where(mask, hat, values, out=hat)
+                if other is None:
+                    torch.sub(hat, target, out=output)
+                else:
+                    multiply(hat, other, output).sub_(target)
+                    self.flops += 2 * output.numel() * values.shape[-1]
+                squares = torch.linalg.vector_norm(output, dim=-1).double().square_()
+                summed = [dim for dim in range(squares.ndim) if dim not in self.keep]
+                losses[index] += squares.sum(summed) if summed else squares
+        self.evaluated += len(quantizers) if self.tiles[0][1] is not None else 0
+        return torch.stack([torch.as_tensor(loss) for loss in losses])
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """left (*batch, T, I) @ right (*batch, O, I)^T."""
+    if left.ndim == 2:
+        return torch.mm(left, right.t(), out=out)
+    torch.bmm(left.flatten(0, -3), right.flatten(0, -3).transpose(1, 2), out=out.view(-1, *out.shape[-2:]))
+    return out
+
+
+class Direct:
+    """The search, and what it did: candidates scored on the output and the FLOPs of their products."""
+
+    def __init__(self) -> None:
+        self.candidates = self.flops = 0
+
+    def search_product(self, role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
+        """Quantizers of left @ right^T, as `released.search_product`, whose place it can take."""
+        half = 2 ** (right.format.bits - 1)
+        of_activations = role in ("qk", "av")
+        steps = search.steps - 1 if search.progressive else 0
+        seconds = Uniform(right, min(half, 64 if role == "conv" else 16), steps, LEAST_SCALE if of_activations else 0)
+        firsts: Uniform | Logarithmic | Twin
+        if left.format.twin:
+            firsts = Twin(left)
+        elif left.format.log2_base is not None:
+            firsts = Logarithmic(left, search, scale_is_one=role == "av")
+        else:
+            firsts = Uniform(left, seconds.zero_points if of_activations else min(2**left.format.bits, 16), steps)
+        activation_first = of_activations or not isinstance(firsts, Uniform)
+
+        first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
+        second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
+        for _ in range(1 if left.is_float or right.is_float else search.rounds):
+            for on_left in (activation_first, not activation_first):
+                if on_left and first is not None:
+                    losses = Losses(left, right.values, fake_quantize(right, second))
+                    first = firsts.search(losses, first)
+                elif not on_left and second is not None:
+                    losses = Losses(right, left.values, fake_quantize(left, first))
+                    second = seconds.search(losses, second)
+                else:
+                    continue
+                self.candidates, self.flops = self.candidates + losses.evaluated, self.flops + losses.flops
+        if isinstance(firsts, Logarithmic) and isinstance(first, LogQuantizer):
+            first = firsts.at_its_base(first)
+        return Found.judged(left, right, first, second)
+
+
+def best(points: Tensor, losses: Tensor, keep: int) -> Tensor:
+    """The points (keep, P, *groups) of least loss; of equal ones the last, which comes closest to `torch.topk`."""
+    order = len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:keep]
+    return torch.take_along_dim(points, order.unsqueeze(1), dim=0)
+
+
+def refine(
+    losses: Losses, space: Space, points: Tensor, spacing: Tensor, steps: int, keep: int, least: float
+) -> Tensor:
+    """The best point after `steps` steps in which the scales of the `keep` best ones are spread by `spacing`."""
+    fan = POINTS // keep
+    offsets = torch.linspace(-0.5, 0.5, fan).view(1, fan, *(1 for _ in spacing.shape))
+    for _ in range(steps):
+        parents = best(points, losses([space(point) for point in points]), keep)
+        scales = (parents[:, None, 0] + offsets * spacing).clamp(min=least).flatten(0, 1)
+        points = torch.stack([scales, parents[:, 1].repeat_interleave(fan, dim=0)], dim=1)
+        spacing = spacing / (fan - 0.5)
+    return best(points, losses([space(point) for point in points]), 1)[0]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Points (scale, zero point)."""
+
+    operand: Operand
+    zero_points: int
+    steps: int
+    least: float = LEAST_SCALE
+
+    def quantizer(self, point: Tensor) -> UniformQuantizer:
+        scale, zero_point = (self.operand.spread(part)[0] for part in point)
+        return UniformQuantizer(scale, zero_point, self.operand.format.bits)
+
+    def grid(self) -> tuple[Tensor, Tensor]:
+        """Zero points around the middle, under each the scales from the inner 80 % of values to all of them."""
+        bits, groups = self.operand.format.bits, self.operand.groups()
+        count = POINTS // self.zero_points
+        parts = 1
+        while groups.numel() // parts > QUANTILE_LIMIT and groups.shape[1] % (2 * parts) == 0:
+            parts *= 2
+        inner = groups.view(len(groups), parts, -1).quantile(torch.tensor([0.1, 0.9]), dim=2).mean(2)
+        narrow, wide = inner[1] - inner[0], groups.amax(1) - groups.amin(1)
+        scales = (narrow + torch.arange(count).view(-1, 1) / (count - 1) * (wide - narrow)) / (2**bits - 1)
+        scales = scales.clamp(min=max(self.least, torch.finfo(torch.float32).tiny))
+        middle = 2 ** (bits - 1) - self.zero_points // 2
+        zero_points = torch.arange(middle, middle + self.zero_points).repeat_interleave(count).to(scales)
+        points = torch.stack(
+            [scales.repeat(self.zero_points, 1), zero_points.view(-1, 1).expand(-1, len(groups))], dim=1
+        )
+        shape = [self.operand.values.shape[dim] for dim in self.operand.format.keep]
+        return points.view(POINTS, 2, *shape), (scales[1] - scales[0]).view(shape)
+
+    def start(self, *, own_error: bool) -> UniformQuantizer:
+        if own_error:
+            return self.search(Losses(self.operand))
+        return self.quantizer(self.grid()[0][POINTS - 2])
+
+    def search(self, losses: Losses, current: Quantizer | None = None) -> UniformQuantizer:
+        points, spacing = self.grid()
+        return self.quantizer(refine(losses, self.quantizer, points, spacing, self.steps, 16, self.least))
+
+
+@dataclass(frozen=True)
+class Logarithmic:
+    """Points (scale, q) of AdaLog, also where the base is to be a fixed one, which takes the scale only."""
+
+    operand: Operand
+    choices: ReleasedSearch
+    scale_is_one: bool
+
+    def quantizer(self, point: Tensor) -> LogQuantizer:
+        form = self.operand.format
+        assert form.log2_base is not None
+        radix = RADIX if form.log2_base[0] else form.log2_base[1]
+        return LogQuantizer(
+            point[0], round(float(point[1])), radix, form.bits, form.beyond, form.rounding, offset=form.offset
+        )
+
+    def at_its_base(self, found: LogQuantizer) -> LogQuantizer:
+        form = self.operand.format
+        assert form.log2_base is not None
+        q, r = form.log2_base
+        if not q:
+            return found
+        return LogQuantizer(
+            found.scale, q, r, form.bits, form.beyond, form.rounding, table=form.table, offset=form.offset
+        )
+
+    def span(self) -> tuple[Tensor, Tensor]:
+        """Of scales: the 0.9 quantile of the positive values, and the largest, lifted."""
+        positive = self.operand.values[self.operand.values > 0].sort().values
+        if not len(positive):
+            positive = torch.ones(1)
+        low, high = (positive[math.ceil(part * len(positive)) - 1] for part in (0.9, 1.0))
+        return low + self.operand.format.offset, high + self.operand.format.offset
+
+    def start(self, *, own_error: bool) -> LogQuantizer:
+        low, high = self.span()
+        scale = torch.ones(()) if self.scale_is_one else low + (high - low) * (POINTS - 2) / (POINTS - 1)
+        return self.quantizer(torch.stack([scale, torch.tensor(float(RADIX))]))
+
+    def search(self, losses: Losses, current: Quantizer) -> LogQuantizer:
+        form = self.operand.format
+        assert isinstance(current, LogQuantizer)
+        assert form.log2_base is not None
+        if self.scale_is_one and form.log2_base[0]:
+            return self.at_its_base(current)
+        q = torch.arange(form.q_min, form.q_max + 1).float()
+        points = torch.stack([current.scale.expand(len(q)), q], dim=1)
+        bases = best(points, losses([self.quantizer(point) for point in points]), 8)
+        if self.scale_is_one:
+            return self.quantizer(bases[0])
+        count, bases = (16, bases) if self.choices.progressive else (POINTS, bases[:1])
+        steps = self.choices.steps - 1 if self.choices.progressive else 0
+        low, high = self.span()
+        scales = low + (high - low) * torch.linspace(0, 1, count)
+        points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
+        spacing = (high - low) / (count - 1)
+        return self.quantizer(refine(losses, self.quantizer, points, spacing, steps, 32, LEAST_SCALE))
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Points (positive scale,): the negative scale times a power of two."""
+
+    operand: Operand
+
+    def quantizer(self, scale: Tensor) -> TwinUniformQuantizer:
+        bits = self.operand.format.bits
+        return TwinUniformQuantizer(scale, torch.tensor(self.operand.format.offset / 2 ** (bits - 1)), bits)
+
+    def start(self, *, own_error: bool) -> TwinUniformQuantizer:
+        return self.quantizer(self.operand.values.abs().max() / (2 ** (self.operand.format.bits - 1) - 0.5))
+
+    def search(self, losses: Losses, current: Quantizer) -> TwinUniformQuantizer:
+        negative = self.operand.format.offset / 2 ** (self.operand.format.bits - 1)
+        points = negative * torch.exp2(torch.arange(-5.0, 24.0))[:, None]
+        return self.quantizer(best(points, losses([self.quantizer(point[0]) for point in points]), 1)[0, 0])
