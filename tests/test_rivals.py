@@ -636,3 +636,25 @@ def test_gradients_weight_the_errors_of_their_own_rows():
     assert torch.equal(found.found.right.scale, again.right.scale)
     loud = replace(found.left, values=torch.cat([found.left.values[:20], found.left.values[20:] * 9]))
     assert float(search_scales("linear", loud, found.right, config.search).left.scale) > float(again.left.scale)
+
+
+def test_gradients_are_thinned_as_operands_are():
+    """With little memory every n-th row serves, and has its own weights."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(8000, 6)
+    quiet = torch.arange(8000) % 5 < 2  # which a step of 3 rows meets as often
+    x[~quiet] *= 6
+    config = replace(brief("ptq4vit"), images=8000, search=ScaleSearch(candidates=40, rough_stride=1))
+    found = []
+    for memory in (1 << 30, 900_000):
+        calibration = Calibration(model, x, memory=memory)
+        calibration.probe(quiet[:, None] * torch.ones(8000, 4))
+        found.append({searched.sites[0].name: searched for searched in calibration.search(config)})
+    for name in ("0", "2"):
+        whole, part = (each[name] for each in found)
+        assert len(part.left.values) == -(-8000 // 3)
+        for side in ("left", "right"):
+            scales = (getattr(each.found, side).scale for each in (part, whole))
+            torch.testing.assert_close(*scales, rtol=0.15, atol=0)
+        unweighted = search_scales("linear", part.left, part.right, config.search)
+        assert float(unweighted.left.scale) > 1.5 * float(part.found.left.scale)
