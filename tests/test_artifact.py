@@ -31,8 +31,8 @@ from adalog.artifact import (
     unpack,
     write_whole,
 )
-from adalog.config import ReleasedSearch
-from adalog.quantizers import TwinUniformQuantizer
+from adalog.config import ReleasedSearch, ScaleSearch
+from adalog.quantizers import SplitUniformQuantizer, TwinUniformQuantizer
 from strategies import bits, quick
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -139,6 +139,26 @@ def test_twin_quantizers_round_trip(twin, twin_content, images):
         assert torch.equal(quantizer.scale, original.scale)
         assert torch.equal(quantizer.negative_scale, original.negative_scale)
     assert serialise(loaded) == twin_content
+
+
+@pytest.fixture(scope="module")
+def split(calibration):
+    search = ScaleSearch(metric="squared", candidates=6, rounds=1)
+    return calibration.quantize(replace(Config.preset("w4a4", "ptq4vit"), images=4, search=search))
+
+
+def test_split_quantizers_round_trip(split, images):
+    content = serialise(split)
+    loaded = deserialise(content)
+    assert torch.equal(loaded(images), split(images))
+    kept = {name: q for name, q in loaded.program.quantizers.items() if isinstance(q, SplitUniformQuantizer)}
+    assert len(kept) == sum(row.left == "4-bit split uniform" for row in split.ledger) == 2
+    for name, quantizer in kept.items():
+        original = split.program.quantizers[name]
+        assert torch.equal(quantizer.scale, original.scale)
+        assert torch.equal(quantizer.coarse_scale, original.coarse_scale)
+        assert quantizer.sums is original.sums is False
+    assert serialise(loaded) == content
 
 
 @pytest.mark.parametrize("post_gelu", ["adalog", "twin"])
@@ -689,6 +709,23 @@ def test_damaged_quantizers(twin_content, kind, field, value):
         entry[field] = value
 
     refused(rebuilt(twin_content, change), "some.file is damaged")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("coarse_scale", value) for value in ([-1.0], [0.0], [1e400], ["x"], None, [1.0] * 3, [])),
+        *(("sums", value) for value in (0, "yes", None)),
+        *(("scale", value) for value in ([0.0], [1.0] * 3)),
+        ("kind", "log"),
+    ],
+)
+def test_damaged_split_quantizers(split, field, value):
+    def change(header):
+        entry = next(entry for entry in header["quantizers"].values() if entry["kind"] == "split")
+        entry[field] = value
+
+    refused(rebuilt(serialise(split), change), "some.file is damaged")
 
 
 @pytest.mark.parametrize("make", ["directory", "missing", "text", "empty", "pipe"])

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
-from adalog import Config, Search, artifact, models
+from adalog import METHODS, Config, Search, artifact, models
 from adalog.cli import main
 from adalog.data import ImageSet, find_images
 from adalog.figures import level_figure
@@ -50,6 +50,24 @@ def test_help(start):
     result = subprocess.run([*start, "--help"], capture_output=True, text=True, check=True)
     for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost"):
         assert word in result.stdout
+
+
+def test_methods(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adalog", "methods", "--json", "-"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(METHODS)
+    for row in rows:
+        assert set(row) == {"name", "source", "choices"}
+        assert Config.from_json(json.dumps(row["choices"])) == Config.preset("w4a4", row["name"])
+    monkeypatch.setattr(sys, "argv", ["adalog", "methods", "--json", str(tmp_path / "methods")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    table = capsys.readouterr().out
+    assert "repq-vit" in table
+    assert "ICCV" in table
+    assert json.loads((tmp_path / "methods").read_text()) == rows
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
     Rounding,
+    SplitUniformQuantizer,
     TwinUniformQuantizer,
     UniformQuantizer,
 )
@@ -254,9 +255,12 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
     scale = _decimals(quantizer.scale)
     fields: dict[str, Any] = {"bits": quantizer.bits, "shape": list(quantizer.scale.shape), "scale": scale}
     if isinstance(quantizer, UniformQuantizer):
+        _check_parameters("a uniform quantizer", quantizer.scale, quantizer.zero_point, quantizer.bits)
         return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
     if isinstance(quantizer, TwinUniformQuantizer):
         return {"kind": "twin", **fields, "negative_scale": _decimals(quantizer.negative_scale)}
+    if isinstance(quantizer, SplitUniformQuantizer):
+        return {"kind": "split", **fields, "coarse_scale": _decimals(quantizer.coarse_scale), "sums": quantizer.sums}
     names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
     return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
 
@@ -528,12 +532,18 @@ def decode_quantizer(name: str, fields: Mapping[str, Any], dtype: torch.dtype = 
         zero_point = torch.tensor(fields["zero_point"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, scale, zero_point, bits)
         return UniformQuantizer(scale, zero_point, bits)
-    _check(fields["kind"] in ("log", "twin"), f"quantizer {name} is of the unknown kind {fields['kind']!r}")
+    known = fields["kind"] in ("log", "twin", "split")
+    _check(known, f"quantizer {name} is of the unknown kind {fields['kind']!r}")
     _check_parameters(name, scale, torch.zeros_like(scale), bits)
     if fields["kind"] == "twin":
         negative = torch.tensor(fields["negative_scale"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, negative, torch.zeros_like(negative), bits)
         return TwinUniformQuantizer(scale, negative, bits)
+    if fields["kind"] == "split":
+        coarse = torch.tensor(fields["coarse_scale"], dtype=dtype).reshape(fields["shape"])
+        _check_parameters(name, coarse, torch.zeros_like(coarse), bits)
+        _check(type(fields["sums"]) is bool, f"quantizer {name} sums its halves: {fields['sums']!r}")
+        return SplitUniformQuantizer(scale, coarse, bits, fields["sums"])
     choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}
     sane = scale.numel() == 1 and all(_is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
     sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from adalog.config import Config, PowerLaw, Search
+from adalog.config import Config, PostSoftmax, Search
 from adalog.objective import Candidates, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -40,7 +41,8 @@ class Format:
 
     keep: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
     log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
-    twin: the negative values, down to -offset, have half of the codes to themselves.
+    twin: the negative values, down to -offset, have half of the codes to themselves. unit: of the ways that rivals
+    have for values in [0, 1], the one taken, if any.
     """
 
     bits: int
@@ -53,14 +55,17 @@ class Format:
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
     offset: float = 0.0
+    unit: Literal["", "split", "max-kept"] = ""
 
     @property
     def is_uniform(self) -> bool:
-        return self.log2_base is None and not self.twin
+        return self.log2_base is None and not self.twin and not self.unit
 
     @staticmethod
-    def power_law(kind: PowerLaw, bits: int, config: Config, offset: float) -> "Format":
+    def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
         """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
+        if kind in ("split", "max-kept"):
+            return Format(bits, unit=kind)
         if kind in ("uniform", "twin") or bits == FLOAT_BITS:
             return Format(bits, twin=kind == "twin", offset=offset)
         base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]

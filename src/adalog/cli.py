@@ -531,6 +531,16 @@ def inspect(
     emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)
 
 
+@app.command(name="methods")
+def methods_command(json_out: JsonOption = None) -> None:
+    """List the methods: where each is from, and its choices that differ from the defaults."""
+    check_outputs(json_out)
+    rows = [{"name": name, "source": method.source, "choices": method.to_json()} for name, method in METHODS.items()]
+    if json_out != "-":
+        say(report.methods_table(rows))
+    emit_json(rows, json_out)
+
+
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
     if checkpoint is not None or no_pretrained:
         raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {models.KINDS}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adalog.errors import ProgramError
 from adalog.program import FAKE_QUANTIZE, Node, Program, aten
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.sites import Site, find_refused, find_sites
 
 FLOAT_BITS = 32
@@ -266,6 +266,8 @@ def _size_bytes(program: Program) -> dict[str, int]:
             sizes["activation"] += quantizer.zero_point.numel()
         if isinstance(quantizer, TwinUniformQuantizer):
             sizes["activation"] += quantizer.negative_scale.nbytes
+        if isinstance(quantizer, SplitUniformQuantizer):
+            sizes["activation"] += quantizer.coarse_scale.nbytes
     return sizes
 
 

@@ -186,8 +186,10 @@ class Program:
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict)
     weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
-    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
+    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None) -> Any:
         """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments.
+
+        What it returns, if anything, takes the result's place.
 
         Raises ProgramError where an operation fails.
         """
@@ -206,9 +208,8 @@ class Program:
                 raise  # of a batch that is too large, which the caller may halve
             except Exception as cause:  # whatever an operation says of its arguments
                 raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
-            if watch is not None:
-                watch(node, args, result)
-            values[node.name] = result
+            instead = None if watch is None else watch(node, args, result)
+            values[node.name] = result if instead is None else instead
             for name in dead:
                 del values[name]
         return evaluate(self.output, values)

@@ -338,4 +338,46 @@ class TwinUniformQuantizer:
         return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
 
 
-Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer
+@dataclass(frozen=True)
+class SplitUniformQuantizer:
+    """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
+
+    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the finer one's end, and
+    h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
+    sums: each value is the sum of what both make of x, as in the released code: the large overshoot by the split.
+    """
+
+    scale: Tensor
+    coarse_scale: Tensor
+    bits: int
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+
+    @property
+    def split(self) -> Tensor:
+        return self.scale * (symmetric_zero_point(self.bits) - 1)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        half, x = symmetric_zero_point(self.bits), _wide(x)
+        fine = torch.div(x, self.scale).round_().clamp_(0, half - 1)
+        coarse = torch.div(x, self.coarse_scale).round_().clamp_(0, half - 1).add_(half)
+        return torch.where(x < self.split, fine, coarse)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        half, code = symmetric_zero_point(self.bits), code.to(self.scale.dtype)
+        fine, coarse = code * self.scale, (code - half) * self.coarse_scale
+        if self.sums:
+            fine = fine + torch.div(self.split, self.coarse_scale).round() * self.coarse_scale
+            coarse = coarse + self.split
+        return torch.where(code < half, fine, coarse)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return self.dequantize(self.quantize(x)).to(x.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
+        return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)
+
+
+Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer | SplitUniformQuantizer
