@@ -48,7 +48,7 @@ from adalog.quantizers import (
     UniformQuantizer,
 )
 
-FORMAT = 2
+FORMAT = 3
 KEY = "adalog"
 # Bytes of JSON. Python objects take some forty times their JSON; the header of a model of 40 blocks takes 1 % of this.
 MAX_HEADER = 2**23
@@ -67,6 +67,7 @@ _FIELDS: dict[str, type] = {
     "weights": dict,
     "dtypes": dict,
 }
+_LOG_FIELDS = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset", "width", "headroom")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
@@ -257,8 +258,7 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
         return {"kind": "uniform", **fields, "zero_point": [int(value) for value in quantizer.zero_point.reshape(-1)]}
     if isinstance(quantizer, TwinUniformQuantizer):
         return {"kind": "twin", **fields, "negative_scale": _decimals(quantizer.negative_scale)}
-    names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
-    return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
+    return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in _LOG_FIELDS}}
 
 
 def _decimals(values: Tensor) -> list[float]:
@@ -534,11 +534,12 @@ def decode_quantizer(name: str, fields: Mapping[str, Any], dtype: torch.dtype = 
         negative = torch.tensor(fields["negative_scale"], dtype=dtype).reshape(fields["shape"])
         _check_parameters(name, negative, torch.zeros_like(negative), bits)
         return TwinUniformQuantizer(scale, negative, bits)
-    choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}
+    choices = {key: fields[key] for key in _LOG_FIELDS}
     sane = scale.numel() == 1 and all(_is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
     sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)
     sane = sane and all(type(choices[key]) is bool for key in ("table", "keeps_offset"))
     sane = sane and type(choices["offset"]) in (int, float) and math.isfinite(choices["offset"])
+    sane = sane and all(_is_whole(choices[key], 0, 16) for key in ("width", "headroom"))
     _check(sane, f"quantizer {name} has choices that no logarithmic quantizer has: {choices}")
     return LogQuantizer(scale=scale, bits=bits, **choices)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS, Beyond, Rounding
 
 PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
+Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 
 
@@ -88,7 +89,9 @@ class Config:
     else is asymmetric uniform. r: the denominator of log2(base) = q / r (37, Sec. 4.1); q is searched in q_min ...
     q_max (released: 10 ... 137; from 1 because small q win at 6 bits). offset: what lifts GELU's tail; None: minus the
     minimum of the activation at hand (the paper: 0.17). beyond, rounding: see `quantizers.log_quantize`; zero-coded and
-    nearest because they store in `bits` bits at the least loss.
+    nearest because they store in `bits` bits at the least loss. tables: of what integers a logarithmic quantizer's
+    levels are (docs/integer.md), of a width that is found for each site or of this one; "float" ones do not run in
+    integers, nor do those of `beyond` "zero".
     per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_rows: a norm is folded where
     at least so many rows of calibration give its channels their scales (a head on one token an image has 32, and is the
     worse for it: benchmarks/results/folds.json). fold_head: whether the last norm is one to fold (released: not).
@@ -108,6 +111,7 @@ class Config:
     offset: float | None = None
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
+    tables: Tables = "calibrated"
     per_head: bool = True
     fold_rows: int = 128
     fold_head: bool = True
@@ -125,6 +129,7 @@ class Config:
                 raise ValueError(f"keep = {entry!r} is not (pattern, bits), as in ('head', 8)")
             _check_bits(f"keep of {entry[0]!r}", entry[1])
         choices = {"post_softmax": PowerLaw, "post_gelu": PowerLaw, "beyond": Beyond, "rounding": Rounding}
+        choices["tables"] = Tables
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} = {getattr(self, name)!r} is none of {', '.join(get_args(allowed))}")
@@ -207,6 +212,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "adalog-paper": {
         "beyond": "saturate",
         "rounding": "log",
+        "tables": "float",
         "offset": 0.17,
         "per_head": False,
         "search": Search(rough_stride=1, reach=0.1),
@@ -215,6 +221,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "adalog-released": {
         "beyond": "zero",
         "rounding": "log",
+        "tables": "float",
         "offset": 0.16997124254703522,
         "input_bits": FLOAT_BITS,
         "q_min": 10,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import adalog
 from adalog import released
 from adalog.build import Build, describe
-from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
+from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product, with_table
 from adalog.capture import batched, capture, take
 from adalog.config import Config, ReleasedSearch
 from adalog.data import draw_indices
@@ -313,7 +313,10 @@ class Calibration:
                     self._found[key] = released.search_product(group.first.role, left, right, search)
                 else:
                     self._found[key] = search_product(left, right, search)
-            tried.append(Searched(group.sites, left, right, self._found[key], fold))
+            tabled = (*key, config.tables)
+            if tabled not in self._found:
+                self._found[tabled] = with_table(left, right, self._found[key], config.tables)
+            tried.append(Searched(group.sites, left, right, self._found[tabled], fold))
         return max(tried, key=lambda searched: searched.found.sqnr)
 
     def operand(self, name: str) -> Tensor:

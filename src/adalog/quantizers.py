@@ -8,7 +8,7 @@ Rounding is to the nearest integer, halves to even.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ Beyond = Literal["saturate", "zero", "zero-coded"]
 Rounding = Literal["log", "nearest"]
 
 MIN_BITS, MAX_BITS = 2, 8
+WIDTHS = (8, 16)  # bits of the integers in a logarithmic quantizer's table
 FLOAT_BITS = 32  # of an operand that is not quantized
 _PART_ELEMENTS = 1 << 18
 _TABLE_BINS = 1 << 20
@@ -82,13 +83,41 @@ def table_step(bits: int) -> float:
     return 1 / (2 * (2**bits - 1))
 
 
-def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True) -> Tensor:
+def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
+    """The largest headroom whose table fits in `width` bits; below zero where none does."""
+    return width - bits - 1 if table else width - 1
+
+
+def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
+    """The integer of each code, in units of `integer_unit`: int64, (2**bits,), the folded table of Eq. 10.
+
+    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it 2**headroom times the
+    exact power 2**(-k q / r), to the nearest.
+    """
+    if table:
+        shift, mantissa = log_tables(q, r, bits)
+        return (mantissa << headroom) >> shift.clamp(max=62)  # more is undefined
+    return torch.exp2(headroom - torch.arange(2**bits, dtype=torch.float64) * q / r).round().to(torch.int64)
+
+
+def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
+    """What one is worth in `integer_levels`, at scale 1."""
+    return (table_step(bits) if table else 1.0) * 2.0**-headroom
+
+
+def log_levels(
+    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True, headroom: int | None = None
+) -> Tensor:
     """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
 
     table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
     2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
+    headroom: that of the integer table which stands for either; None where there is none.
     """
-    if table:
+    if headroom is not None:
+        integers = integer_levels(q, r, bits, headroom, table=table)
+        levels = integers.double() * integer_unit(bits, headroom, table=table)
+    elif table:
         shift, mantissa = log_tables(q, r, bits)
         levels = mantissa.double() * table_step(bits) * torch.exp2(-shift.double())
     else:
@@ -100,14 +129,21 @@ def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", tabl
 
 
 def log_thresholds(
-    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", rounding: Rounding = "nearest", table: bool = True
+    q: int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "zero-coded",
+    rounding: Rounding = "nearest",
+    table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Where x / scale leaves one code for the next, descending: float64, one fewer than the levels.
 
     A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
     ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
     """
-    levels = log_levels(q, r, bits, beyond=beyond, table=table)
+    levels = log_levels(q, r, bits, beyond=beyond, table=table, headroom=headroom)
     if rounding == "nearest":
         # Rounded mantissas can make neighbours equal: the first keeps the interval, the others get an empty one.
         distinct, first = levels.unique_consecutive(return_inverse=True)
@@ -157,6 +193,7 @@ def log_quantize(
     beyond: Beyond = "saturate",
     rounding: Rounding = "log",
     table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
 
@@ -172,19 +209,27 @@ def log_quantize(
         return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
 
     def nearest(values: Tensor, base: int) -> Tensor:
-        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table)
+        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table, headroom=headroom)
         return _count_not_below(values, thresholds)
 
     return _per_base(nearest, ratio, q).to(ratio.dtype)
 
 
 def log_dequantize(
-    code: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, *, beyond: Beyond = "saturate", table: bool = True
+    code: Tensor,
+    scale: Tensor,
+    q: Tensor | int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "saturate",
+    table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
 
     def lookup(codes: Tensor, base: int) -> Tensor:
-        levels = log_levels(base, r, bits, beyond=beyond, table=table).to(scale)
+        levels = log_levels(base, r, bits, beyond=beyond, table=table, headroom=headroom).to(scale)
         return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     return _per_base(lookup, code, q) * scale
@@ -268,7 +313,8 @@ class LogQuantizer:
 
     scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
     x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
-    table: mantissas are quantized (Eq. 9).
+    table: mantissas are quantized (Eq. 9). width, headroom: of the table of integers that stands for the levels
+    (`integers`), of 8 or 16 bits; 0: there is none, and the levels are floats.
     """
 
     scale: Tensor
@@ -280,20 +326,46 @@ class LogQuantizer:
     table: bool = True
     offset: float = 0.0
     keeps_offset: bool = False
+    width: int = 0
+    headroom: int = 0
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
         if self.q < 1 or self.r < 1:
             raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
+        if not self.width:
+            return
+        if self.beyond == "zero":
+            raise ValueError(f"2**{self.bits} + 1 values are more than a table of integers has codes for")
+        most = most_headroom(self.bits, self.width, table=self.table)
+        if self.width not in WIDTHS or not 0 <= self.headroom <= most:
+            raise ValueError(
+                f"a table of {self.width} bits with a headroom of {self.headroom} does not hold {self.bits}-bit codes' "
+                f"levels: the width is one of {', '.join(map(str, WIDTHS))}, the headroom from 0 to {most}"
+            )
+
+    def integers(self) -> Tensor:
+        """The table: for each code an integer below 2**width, in units of `unit`. int64, (2**bits,), on the CPU."""
+        integers = integer_levels(self.q, self.r, self.bits, self.headroom, table=self.table)
+        if self.beyond == "zero-coded":
+            integers[-1] = 0
+        return integers
+
+    @property
+    def unit(self) -> Tensor:
+        """What one in the table is worth, in float64: of the scale's shape."""
+        return self.scale.double() * integer_unit(self.bits, self.headroom, table=self.table)
 
     def quantize(self, x: Tensor) -> Tensor:
         lifted = _wide(x) + self.offset if self.offset else x
-        return log_quantize(
-            lifted, self.scale, self.q, self.r, self.bits, beyond=self.beyond, rounding=self.rounding, table=self.table
-        )
+        return log_quantize(lifted, self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._levels)
+
+    @property
+    def _levels(self) -> dict[str, Any]:
+        return {"beyond": self.beyond, "table": self.table, "headroom": self.headroom if self.width else None}
 
     def dequantize(self, code: Tensor) -> Tensor:
-        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, beyond=self.beyond, table=self.table)
+        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, **self._levels)
         return value.sub_(self.offset) if self.offset and not self.keeps_offset else value
 
     def fake_quantize(self, x: Tensor) -> Tensor:
