@@ -463,7 +463,7 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     model, told = adalog.load(tmp_path / "a"), json.loads(told)
     assert [(row.left, row.right) for row in model.ledger] == [
         ("4-bit uniform", "3-bit uniform x 16"),
-        ("8-bit log 2^(1/1)", "8-bit uniform x 7"),
+        ("8-bit log 2^(1/1) u8", "8-bit uniform x 7"),
     ]
     assert (model.provenance["seed"], model.provenance["images"]) == (3, 9)
     assert told["config"]["keep"] == [["3", 8]]

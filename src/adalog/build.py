@@ -15,7 +15,7 @@ from adalog.sites import Site, conv_geometry
 
 
 def describe(quantizer: Quantizer | None, count: int = 0) -> str:
-    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37) u8". count: of its scales, not all of them."""
+    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37) u8". count: of its scales."""
     if quantizer is None:
         return "float"
     count = count or quantizer.scale.numel()

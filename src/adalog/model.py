@@ -107,6 +107,12 @@ class QuantizedModel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def compile(self, executor: str = "torch") -> nn.Module:  # type: ignore[override]
+        """This model run in integers, by the executor "reference" or "torch": see `runtime.Compiled`."""
+        from adalog.runtime import Compiled
+
+        return Compiled(self, executor)
+
     def float_sites(self) -> list[str]:
         """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""
         quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)

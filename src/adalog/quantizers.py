@@ -152,35 +152,46 @@ def log_thresholds(
     return torch.exp2(-(torch.arange(len(levels) - 1, dtype=torch.float64) + 0.5) * q / r)
 
 
-def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many of the descending thresholds each x is at most: int32, exactly `torch.bucketize`, several times faster.
+class Bins:
+    """Counts how many of the descending thresholds a value is at most: exactly `torch.bucketize`, several times faster.
 
-    A float's leading bits index a table with the count for the bin they name; one comparison settles the rest, because
-    bins are made so narrow that none holds two different thresholds.
+    A float's leading bits name a bin. Bins are made so narrow that none holds two different thresholds: `counts` is of
+    those at or above a bin's upper edge, and one comparison with the one that may lie in it, `ends` (0: none), settles
+    the rest. lowest, highest: what values are brought between first; a NaN takes the last count. first: the number of
+    the first bin; drop: the bits that are not leading. More than `_TABLE_BINS` bins are not made: `fit` is false.
     """
-    limits = torch.finfo(x.dtype)
-    cuts = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16)  # on the input's grid, above subnormals
-    cuts, repeats = cuts.unique_consecutive(return_counts=True)
-    mantissa_bits, integer = (23, torch.int32) if x.dtype == torch.float32 else (52, torch.int64)
-    gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
-    drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
-    lowest, highest = cuts[-1] / 2, cuts[0] * 2
-    first, last = (int(edge.view(integer)) >> drop for edge in (lowest, highest))
-    if last - first > _TABLE_BINS:  # close cuts over many octaves, which no search finds
-        values = x.clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())
-        ascending = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16).flip(0).to(x.device)
-        return len(thresholds) - torch.searchsorted(ascending, values.contiguous(), out_int32=True)
-    upper_edges = ((torch.arange(first, last + 1, dtype=integer) + 1) << drop).view(x.dtype)
-    sure = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
-    passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0)]).to(torch.int32)
-    ends = torch.cat([cuts, cuts.new_zeros(1)]).to(x.device)  # nothing is below the last interval
 
-    values = x.reshape(-1).clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())  # a NaN takes the last code
-    count = sure.to(x.device).index_select(0, (values.view(integer) >> drop).sub_(first))
-    count.add_(values <= ends.index_select(0, count))
-    if len(cuts) < len(thresholds):
-        count = passed.to(x.device).index_select(0, count)
-    return count.view(x.shape)
+    def __init__(self, thresholds: Tensor, dtype: torch.dtype):
+        tiny = torch.finfo(dtype).tiny * 2.0**16
+        cuts = thresholds.to(dtype).clamp(min=tiny)  # on the input's grid, above subnormals
+        cuts, repeats = cuts.unique_consecutive(return_counts=True)
+        mantissa_bits, self.integer = (23, torch.int32) if dtype == torch.float32 else (52, torch.int64)
+        gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
+        self.drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
+        lowest, highest = cuts[-1] / 2, cuts[0] * 2
+        self.lowest, self.highest = lowest.item(), highest.item()
+        self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
+        self.fit = last - self.first <= _TABLE_BINS  # else close cuts over many octaves, which no search finds
+        if not self.fit:
+            return
+        numbers = torch.arange(self.first, last + 1, dtype=self.integer)
+        upper_edges = ((numbers + 1) << self.drop).view(dtype)
+        distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
+        passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
+        self.counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
+        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct]  # nothing is below the last interval
+
+
+def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
+    """How many of the descending thresholds each x is at most: int32."""
+    bins = Bins(thresholds, x.dtype)
+    values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
+    if not bins.fit:
+        ascending = thresholds.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny * 2.0**16).flip(0).to(x.device)
+        return (len(thresholds) - torch.searchsorted(ascending, values, out_int32=True)).view(x.shape)
+    number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
+    below = values <= bins.ends.to(x.device).index_select(0, number)
+    return bins.counts.to(x.device).reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
 
 
 def log_quantize(

@@ -1,0 +1,127 @@
+"""Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import ArtifactError
+from adalog.model import QuantizedModel
+from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.quantizers import Quantizer
+from adalog.runtime import reference, torch_int
+from adalog.runtime.reference import Site
+
+Executor = Literal["reference", "torch"]
+EXECUTORS = get_args(Executor)
+_ROOMS = {"reference": reference, "torch": torch_int}
+ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # of compiled programs alone
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one site did with some inputs.
+
+    left, right: codes, uint8 (right: of the weight, where it is stored); accumulators: int64, for each pair of parts;
+    bias: what was added, if anything; output: as the model goes on with it.
+    """
+
+    site: Site
+    left: Tensor
+    right: Tensor
+    accumulators: tuple[Tensor, ...]
+    bias: Tensor | None
+    output: Tensor
+
+
+class Compiled(nn.Module):
+    """A quantized model that runs in integers: its inputs and outputs, moved and cast as it is.
+
+    sites: what runs in integers, by name; all other operations run as they do in the model, in float.
+    Raises ArtifactError for a model that has no integers: see `reference.plan`.
+    """
+
+    def __init__(self, model: QuantizedModel, executor: str):
+        super().__init__()
+        if executor not in _ROOMS:
+            raise ValueError(f"executor = {executor!r} is none of {', '.join(EXECUTORS)}")
+        if not model.example:
+            raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
+        self.model = model
+        self.executor = executor
+        self.eval()
+        self._compile()
+
+    def _compile(self) -> None:
+        planned = reference.plan(self.model.program, self.model.example)
+        self.sites = {site.name: site for site in planned}
+        self._program, self._steps = _compiled(self.model.program, planned, _ROOMS[self.executor])
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's positional inputs and outputs. Raises as the model does."""
+        return self.run(inputs)
+
+    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
+        """`Program.run`, in integers."""
+        self.model.check(inputs)
+        return self._program.run(inputs, watch, self._steps)
+
+    @torch.no_grad()
+    def trace(self, name: str, *inputs: Tensor) -> Trace:
+        """What the site of this name does with these inputs. Raises ValueError where there is none."""
+        if name not in self.sites:
+            raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
+        site = self.sites[name]
+        made = {arg.name for node in self._program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
+        codes: dict[str, Tensor] = {}
+        found: list[Trace] = []
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in made:
+                codes[node.name] = self._steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
+            elif node.name == site.node.name:
+                sums = self._steps[node.name].accumulate(*args[:2])
+                right = codes[node.args[1].name] if site.weight is None else site.weight
+                found.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
+
+        self.run(inputs, watch)
+        return found[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._compile()
+        return self
+
+
+def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Program, dict[str, Any]]:
+    """The program with the planned sites in integers, and what their nodes do, by name.
+
+    A quantizer of several sites encodes once for all that take the same; it stays where something float reads it too.
+    """
+    sites = {site.node.name: site for site in planned}
+    fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
+    steps: dict[str, Any] = {}
+    nodes: list[Node] = []
+
+    def encoded(arg: Ref, quantizer: Quantizer, site: Site) -> Ref:
+        fake = fakes[arg.name]
+        name = f"{fake.name}#{room.Encoder.key(site)}"
+        if name not in steps:
+            steps[name] = room.Encoder(quantizer, site)
+            nodes.append(Node(name, ENCODE, fake.args[:1], scope=fake.scope))
+        return Ref(name)
+
+    for node in program.nodes:
+        site = sites.get(node.name)
+        if site is None:
+            nodes.append(node)
+            continue
+        left, right, *rest = node.args
+        left = encoded(left, site.left, site)
+        right = encoded(right, site.right, site) if site.weight is None else None
+        bias = rest[0] if rest and site.weight is not None else None
+        steps[node.name] = room.Product(site)
+        nodes.append(Node(node.name, PRODUCT, (left, right, bias), scope=node.scope))
+    return replace(program, nodes=tuple(nodes)).pruned(), steps
