@@ -12,12 +12,11 @@ from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantizers import Quantizer
 from adalog.runtime import reference, torch_int
-from adalog.runtime.reference import Site
+from adalog.runtime.reference import ENCODE, PRODUCT, Site
 
 Executor = Literal["reference", "torch"]
 EXECUTORS = get_args(Executor)
 _ROOMS = {"reference": reference, "torch": torch_int}
-ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # of compiled programs alone
 
 
 @dataclass(frozen=True)
@@ -57,36 +56,49 @@ class Compiled(nn.Module):
     def _compile(self) -> None:
         planned = reference.plan(self.model.program, self.model.example)
         self.sites = {site.name: site for site in planned}
-        self._program, self._steps = _compiled(self.model.program, planned, _ROOMS[self.executor])
+        self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
+        self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
 
     def forward(self, *inputs: Any) -> Any:
         """The model's positional inputs and outputs. Raises as the model does."""
-        return self.run(inputs)
-
-    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
-        """`Program.run`, in integers."""
         self.model.check(inputs)
-        return self._program.run(inputs, watch, self._steps)
+        program, steps = self._fused
+        return program.run(inputs, None, steps)
+
+    @torch.no_grad()
+    def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """What every quantizer of a product in integers makes of its operand, by the quantizer's name: uint8."""
+        self.model.check(inputs)
+        program, steps = self._apart
+        found: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.op == ENCODE:
+                found[node.name.rpartition("#")[0]] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
+
+        program.run(inputs, watch, steps)
+        return found
 
     @torch.no_grad()
     def trace(self, name: str, *inputs: Tensor) -> Trace:
         """What the site of this name does with these inputs. Raises ValueError where there is none."""
         if name not in self.sites:
             raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
-        site = self.sites[name]
-        made = {arg.name for node in self._program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
+        self.model.check(inputs)
+        site, (program, steps) = self.sites[name], self._apart
+        made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
         codes: dict[str, Tensor] = {}
         found: list[Trace] = []
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in made:
-                codes[node.name] = self._steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
+                codes[node.name] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
             elif node.name == site.node.name:
-                sums = self._steps[node.name].accumulate(*args[:2])
+                sums = steps[node.name].accumulate(*args[:2])
                 right = codes[node.args[1].name] if site.weight is None else site.weight
                 found.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
 
-        self.run(inputs, watch)
+        program.run(inputs, watch, steps)
         return found[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":

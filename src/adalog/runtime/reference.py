@@ -17,6 +17,7 @@ from adalog.program import FAKE_QUANTIZE, PRODUCTS, Node, Program, Ref
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, symmetric_zero_point
 from adalog.sites import conv_geometry, find_sites
 
+ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
 INT32 = 2**31  # what accumulators of 32 bits stay below
 
 
@@ -119,11 +120,13 @@ class Site:
 
     def image(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """A convolution's output, (B, groups, L, O / groups) -> (B, O, H, W), for an input of this shape."""
+        return rows.permute(0, 1, 3, 2).flatten(1, 2).unflatten(2, self.sizes(shape))
+
+    def sizes(self, shape: torch.Size) -> tuple[int, ...]:
+        """(height, width) of a convolution's output for an input of this shape."""
         assert self.geometry is not None
         assert self.weight is not None
-        stride, padding, dilation, _ = self.geometry
-        sizes = output_sizes(shape[2:], self.weight.shape[2:], stride, padding, dilation)
-        return rows.permute(0, 1, 3, 2).flatten(1, 2).unflatten(2, sizes)
+        return output_sizes(shape[2:], self.weight.shape[2:], *self.geometry[:3])
 
 
 def output_sizes(

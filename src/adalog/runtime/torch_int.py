@@ -8,15 +8,17 @@ and what a digit is moved by to be signed comes back as one constant an output c
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
+from adalog.program import Node, Program, refs_of
 from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer, log_thresholds
-from adalog.runtime.reference import INT32, Site, finish, integers, limits
+from adalog.runtime.reference import ENCODE, INT32, PRODUCT, Site, finish, integers, limits
 
 _CHUNK = 1 << 16  # elements that elementwise steps do at once on a CPU: their temporaries stay in the cache
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which whole numbers have no gaps
@@ -32,9 +34,9 @@ def _buffer(name: str, count: int, dtype: torch.dtype, device: torch.device) -> 
     return kept[key][:count]
 
 
-def _chunks(*values: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(*values: Tensor, size: int = _CHUNK) -> Iterator[tuple[Tensor, ...]]:
     """Flat tensors of equal length, a cacheful at a time."""
-    size = _CHUNK if values[0].device.type == "cpu" else max(1, values[0].numel())
+    size = size if values[0].device.type == "cpu" else max(1, values[0].numel())
     return zip(*(value.split(size) for value in values), strict=True)
 
 
@@ -96,7 +98,7 @@ class Encoder:
         self._dtype = torch.int8 if signed else torch.float32
         plain = len(self._digits) == 1 and quantizer.scale.dtype == torch.float32
         self._tables: list[Tensor] = []
-        self._quick: Callable[[Tensor], list[Tensor]] | None = None
+        self._quick: Callable[[Tensor, list[Tensor]], None] | None = None
         if plain and isinstance(quantizer, UniformQuantizer) and len(self._digits[0].factors) == 1:
             constant, top = self._digits[0].constant, 2**quantizer.bits - 1
             bounds = -quantizer.zero_point - constant, top - quantizer.zero_point - constant
@@ -107,27 +109,45 @@ class Encoder:
         elif plain and isinstance(quantizer, LogQuantizer) and quantizer.rounding == "nearest":
             self._quick = self._logarithmic if self._prepare(quantizer) else None
 
+    @property
+    def by_value(self) -> bool:
+        """Whether a value's code does not depend on where it is."""
+        return self.quantizer.scale.numel() == 1
+
     @staticmethod
     def key(site: Site) -> str:
         """Sites of the same key share what is encoded for one of them."""
         return "bytes" if _by_rows(site) else "floats"
 
-    def __call__(self, x: Tensor) -> list[Tensor]:
+    def __call__(self, x: Tensor, puts: list[Tensor] | None = None) -> list[Tensor]:
+        """puts: memory for the digits, as `room` gives it."""
         if self._quick is None or x.dtype != torch.float32 or not x.numel():
-            return self.lift(self.quantizer.quantize(x))
-        return self._quick(x)
+            digits = self.lift(self.quantizer.quantize(x))
+            return digits if puts is None else [put.copy_(digit) for put, digit in zip(puts, digits, strict=True)]
+        if puts is None:
+            by_column = x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1  # keys, transposed
+            puts = self.room(x.mT.shape if by_column else x.shape, x.device)
+            puts = [put.mT for put in puts] if by_column else puts
+        self._quick(x, puts)
+        return puts
+
+    def room(self, shape: Sequence[int], device: torch.device, *, kept: bool = False) -> list[Tensor]:
+        """Memory for the digits of a value; kept: this thread's, until it is asked for again."""
+        count = sum(len(digits.factors) for digits in self._digits)
+        if kept:
+            size = math.prod(shape)
+            return [_buffer(f"digit {i}", size, self._dtype, device).view(shape) for i in range(count)]
+        return [torch.empty(shape, dtype=self._dtype, device=device) for _ in range(count)]
 
     def lift(self, code: Tensor) -> list[Tensor]:
         """The digits of codes."""
         parts = integers(self.quantizer, code)
         return [digit for part, digits in zip(parts, self._digits, strict=True) for digit in digits.of(part)]
 
-    def _uniform(self, x: Tensor) -> list[Tensor]:
+    def _uniform(self, x: Tensor, puts: list[Tensor]) -> None:
         """clamp(round(x / scale), -zero_point, top - zero_point), less the digits' constant."""
         scale = self.quantizer.scale
-        by_column = x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1  # keys, transposed
-        result = torch.empty_like(x.mT if by_column else x, dtype=self._dtype, memory_format=torch.contiguous_format)
-        result = result.mT if by_column else result
+        (result,) = puts
         if scale.numel() == 1:
             scale = scale.reshape(())
         parts: Iterator[tuple[Tensor, ...]] = iter([(x, result)])
@@ -145,7 +165,6 @@ class Encoder:
             if self._constant:
                 part.sub_(self._constant)
             put.copy_(part.clamp_(*self._bounds))
-        return [result]
 
     def _prepare(self, quantizer: LogQuantizer) -> bool:
         """The table from a value's bin and side of the bin's end to digits."""
@@ -162,17 +181,22 @@ class Encoder:
         if not bins.fit:
             return False
         device = quantizer.scale.device
-        (values,) = integers(quantizer, bins.counts.reshape(-1))
+        # Where the bins are counted from one at the lowest, or where that makes no large table, from zero's; one more,
+        # beyond all values, is for what is no number. Counts of above and below a bin's end are at 2 i - 1 and 2 i.
+        self._first = 0 if bins.first < 1 << 14 else bins.first - 1
+        numbers = torch.arange(self._first, bins.first + len(bins.ends) + 1) - bins.first
+        numbers[-1] = 0
+        numbers.clamp_(min=0)
+        (values,) = integers(quantizer, bins.counts[numbers].reshape(-1)[1:])
         self._tables = [digit.to(device) for digit in self._digits[0].of(values)]
-        self._ends = bins.ends.view(torch.int32).to(device)
+        self._ends = bins.ends[numbers].view(torch.int32).to(device)
         return True
 
-    def _logarithmic(self, x: Tensor) -> list[Tensor]:
+    def _logarithmic(self, x: Tensor, results: list[Tensor]) -> None:
         quantizer, bins = self.quantizer, self._bins
         assert isinstance(quantizer, LogQuantizer)
-        results = [torch.empty(x.shape, dtype=self._dtype, device=x.device) for _ in self._tables]
         scale = quantizer.scale.reshape(())
-        for given, *puts in _chunks(x.reshape(-1), *(result.view(-1) for result in results)):
+        for given, *puts in _chunks(x.reshape(-1), *(result.view(-1) for result in results), size=_CHUNK // 2):
             count = given.numel()
             value = _buffer("values", count, torch.float32, x.device)
             number = _buffer("numbers", count, torch.int32, x.device)
@@ -181,16 +205,18 @@ class Encoder:
                 torch.add(given, quantizer.offset, out=value).div_(scale)
             else:
                 torch.div(given, scale, out=value)
-            value.clamp_(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
+            bits = value.clamp_(bins.lowest, bins.highest).view(torch.int32)
             # Positive floats are in the order of their bits: those at most the end are less than the end's bits by -1
             # or more, which an arithmetic shift makes -1, and 0 of all others.
-            torch.bitwise_right_shift(value.view(torch.int32), bins.drop, out=number).sub_(bins.first)
+            torch.bitwise_right_shift(bits, bins.drop, out=number)
+            if self._first:
+                number.sub_(self._first)
+            number.clamp_(1, len(self._ends) - 1)  # where a NaN's bits are
             torch.index_select(self._ends, 0, number, out=end)
-            above = torch.sub(end, value.view(torch.int32), out=end).bitwise_right_shift_(31)  # -1: above the end
-            number.mul_(2).add_(above).add_(1)
+            above = torch.sub(end, bits, out=end).bitwise_right_shift_(31)  # -1: above the end
+            torch.add(above, number, alpha=2, out=number)
             for table, put in zip(self._tables, puts, strict=True):
                 torch.index_select(table, 0, number, out=put)
-        return results
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -251,6 +277,7 @@ class _Rows(Product):
             self._dtypes.append(torch.int32 if 2 * passing < INT32 else torch.int64)
         if site.terms * 2**14 >= INT32:
             raise ArtifactError(f"site {site.name} sums {site.terms:,} products: bytes take fewer than {INT32 >> 14:,}")
+        self.columns = self._weight.shape[1]
         self._scales = [scale.reshape(-1).expand(self._weight.shape[1]).contiguous() for scale in site.scales]
 
     @staticmethod
@@ -313,29 +340,39 @@ class _Rows(Product):
             sums.append(total.reshape(*lead, total.shape[1]))
         return sums
 
-    def __call__(self, left: list[Tensor], right: None = None, bias: Tensor | None = None) -> Tensor:
-        dtype, device = self._scales[0].dtype, left[0].device
-        result = torch.empty(0)
-        for part, rows in enumerate(self._rows(left)):
-            products = self._products(rows)
-            if part == 0:
-                result = torch.empty(products[0].shape, dtype=dtype, device=device)
-            count = max(1, _CHUNK // max(1, result.shape[1])) if device.type == "cpu" else max(1, len(result))
-            for start in range(0, len(result), count):
-                span = slice(start, start + count)
-                sums = self._sums(part, [product[span] for product in products], [row[span] for row in rows])
-                put, scale = result[span], self._scales[part]
-                real = _buffer("values", sums.numel(), dtype, device).view(sums.shape).copy_(sums)
+    def blocks(self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None) -> Iterator[Tensor]:
+        """The output, (T, O), some rows at a time, whose accumulators stay in the cache: in `result`, or in memory that
+        the next ones take again."""
+        parts, columns = self._rows(left), self.columns
+        total, dtype, device = len(parts[0][0]), self._scales[0].dtype, left[0].device
+        count = max(64, _CHUNK // max(1, columns)) if device.type == "cpu" else max(1, total)
+        for start in range(0, max(1, total), count):
+            span = slice(start, min(start + count, total))
+            shape = span.stop - span.start, columns
+            real = _buffer("sums", math.prod(shape), dtype, device).view(shape)
+            put = real if result is None else result[span]
+            if result is None and len(self._scales) > 1:
+                put = _buffer("output", math.prod(shape), dtype, device).view(shape)
+            for part, scale in enumerate(self._scales):
+                rows = [row[span] for row in parts[part]]
+                real.copy_(self._sums(part, self._products(rows), rows))
                 if part:
                     put.addcmul_(real, scale)
                 elif bias is None:
                     torch.mul(real, scale, out=put)
                 else:
                     torch.addcmul(bias, real, scale, out=put)
+            yield put
+
+    def __call__(self, left: list[Tensor], right: None = None, bias: Tensor | None = None) -> Tensor:
         site, shape = self.site, left[0].shape
-        if site.geometry is None:
-            return result.view(*shape[:-1], result.shape[1])
-        return site.image(result.view(shape[0], 1, -1, result.shape[1]), shape)
+        lead = shape[:-1] if site.geometry is None else (shape[0], math.prod(site.sizes(shape)))
+        columns, scale = self.columns, self._scales[0]
+        result = torch.empty(math.prod(lead), columns, dtype=scale.dtype, device=scale.device)
+        for _ in self.blocks(left, bias, result):
+            pass
+        result = result.view(*lead, columns)
+        return result if site.geometry is None else site.image(result[:, None], shape)
 
 
 class _Batched(Product):
@@ -354,6 +391,13 @@ class _Batched(Product):
                 f"site {site.name} sums {site.terms:,} products up to {largest:,}: more than floats hold"
             )
         self._dtype = fitting[0]
+
+    @property
+    def simple(self) -> bool:
+        """Whether a product of two tensors in float32 is all there is to it."""
+        sides = (*self._left, *self._right)
+        plain = len(sides) == 2 and all(len(each.factors) == 1 for each in sides) and self._weight is None
+        return plain and self._dtype == self.site.scales[0].dtype == torch.float32
 
     def _pairs(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
         """For each pair of parts the products of their digits, and what each is to be multiplied by."""
@@ -382,3 +426,99 @@ class _Batched(Product):
         if len(sums) == 1 and self.site.geometry is None and sums[0].dtype == self.site.scales[0].dtype:
             return sums[0].mul_(self.site.scales[0])
         return finish(self.site, sums, bias, left[0].shape)
+
+
+# --- several steps in one --------------------------------------------------------------------------------------------
+
+
+class _Chain:
+    """A linear, an activation and an encoder, some rows at a time."""
+
+    def __init__(self, product: _Rows, activation: Callable[[Tensor], Tensor], encoder: Encoder):
+        self._product, self._activation, self._encoder = product, activation, encoder
+
+    def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:
+        shape = *left[0].shape[:-1], self._product.columns
+        results = self._encoder.room(shape, left[0].device)
+        flat, start = [result.view(-1, shape[-1]) for result in results], 0
+        for block in self._product.blocks(left, bias):
+            end = start + len(block)
+            self._encoder(self._activation(block), [result[start:end] for result in flat])
+            start = end
+        return results
+
+
+class _Attention:
+    """Q K^T, scale, softmax over the last dimension, encoder and A V, some images at a time."""
+
+    def __init__(self, scores: _Batched, factor: float, encoder: Encoder, product: _Batched):
+        self._scores, self._factor, self._encoder, self._product = scores, factor, encoder, product
+
+    def __call__(self, *sides: list[Tensor]) -> Tensor:
+        """Digits of queries, keys (transposed) and values."""
+        queries, keys, _ = (side[0] for side in sides)
+        alike = all(digit.ndim > 3 and digit.shape[:-2] == queries.shape[:-2] for side in sides for digit in side)
+        if not alike or not len(queries) or queries.device.type != "cpu":
+            weights = self._scores(*sides[:2]).mul_(self._factor).softmax(-1)
+            return self._product(self._encoder(weights), sides[2])
+        self._scores.site.check_terms(queries.shape[-1])
+        count = max(1, 4 * _CHUNK // max(1, queries[0, ..., 0].numel() * keys.shape[-1]))
+        parts = zip(*(zip(*(digit.split(count) for digit in side), strict=True) for side in sides), strict=True)
+        return torch.cat([self._some(*map(list, part)) for part in parts])
+
+    def _some(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        (left,), (right,) = queries, keys
+        shape = *left.shape[:-1], right.shape[-1]
+        scores, weights = (_buffer(name, math.prod(shape), left.dtype, left.device).view(shape) for name in "sw")
+        torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=scores.flatten(0, -3))
+        torch.softmax(scores.mul_(self._scores.site.scales[0]).mul_(self._factor), -1, out=weights)
+        digits = self._encoder.room(shape, left.device, kept=True)
+        return self._product(self._encoder(weights, digits), values)
+
+
+def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
+    """The same program, with one step for several where what they pass on is large: it then stays in the cache."""
+    steps = dict(steps)
+    readers, outputs = program.consumers(), set(refs_of(program.output))
+    nodes = {node.name: node for node in program.nodes}
+
+    def next_of(node: Node | None, op: str) -> Node | None:
+        """What alone reads the node, as its first argument, if it does this."""
+        found = [] if node is None or node.name in outputs else readers.get(node.name, [])
+        fits = len(found) == 1 and found[0].op == op and list(found[0].refs())[:1] == [node.name if node else ""]
+        return found[0] if fits else None
+
+    for node in program.nodes:
+        step = steps.get(node.name)
+        if isinstance(step, _Rows) and step.site.geometry is None:
+            middle = next_of(node, "aten.gelu.default")
+            encode = next_of(middle, ENCODE)
+            if middle is None or encode is None or not steps[encode.name].by_value:
+                continue
+            steps[encode.name] = _Chain(
+                step, functools.partial(torch.ops.aten.gelu_.default, **middle.kwargs), steps[encode.name]
+            )
+            nodes[encode.name] = replace(node, name=encode.name)
+            del nodes[node.name], nodes[middle.name]
+        elif isinstance(step, _Batched):
+            scaled = next_of(node, "aten.mul.Tensor")
+            if scaled is not None and not isinstance(scaled.args[1], float):
+                continue
+            middle = next_of(scaled or node, "aten.softmax.int")
+            encode = next_of(middle, ENCODE)
+            product = next_of(encode, PRODUCT)
+            if middle is None or encode is None or product is None or middle.args[1:] != (-1,):
+                continue
+            scales = (*step.site.scales, *steps[product.name].site.scales)
+            if (
+                not steps[encode.name].by_value
+                or not step.simple
+                or any(scale.ndim > 3 and len(scale) > 1 for scale in scales)
+            ):
+                continue
+            factor = scaled.args[1] if scaled is not None else 1.0
+            steps[product.name] = _Attention(step, factor, steps[encode.name], steps[product.name])
+            nodes[product.name] = replace(product, args=(*node.args[:2], product.args[1]))
+            for gone in (node, scaled, middle, encode):
+                nodes.pop(gone.name if gone else "", None)
+    return replace(program, nodes=tuple(nodes.values())), steps
