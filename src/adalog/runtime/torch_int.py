@@ -125,7 +125,8 @@ class Encoder:
             digits = self.lift(self.quantizer.quantize(x))
             return digits if puts is None else [put.copy_(digit) for put, digit in zip(puts, digits, strict=True)]
         if puts is None:
-            by_column = x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1  # keys, transposed
+            uniform = isinstance(self.quantizer, UniformQuantizer)
+            by_column = uniform and x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1  # keys, transposed
             puts = self.room(x.mT.shape if by_column else x.shape, x.device)
             puts = [put.mT for put in puts] if by_column else puts
         self._quick(x, puts)
@@ -196,7 +197,7 @@ class Encoder:
         quantizer, bins = self.quantizer, self._bins
         assert isinstance(quantizer, LogQuantizer)
         scale = quantizer.scale.reshape(())
-        for given, *puts in _chunks(x.reshape(-1), *(result.view(-1) for result in results), size=_CHUNK // 2):
+        for given, *puts in _chunks(x.reshape(-1), *(result.view(-1) for result in results), size=_CHUNK):
             count = given.numel()
             value = _buffer("values", count, torch.float32, x.device)
             number = _buffer("numbers", count, torch.int32, x.device)
@@ -459,7 +460,7 @@ class _Attention:
         queries, keys, _ = (side[0] for side in sides)
         alike = all(digit.ndim > 3 and digit.shape[:-2] == queries.shape[:-2] for side in sides for digit in side)
         if not alike or not len(queries) or queries.device.type != "cpu":
-            weights = self._scores(*sides[:2]).mul_(self._factor).softmax(-1)
+            weights = self._scores(sides[0], sides[1]).mul_(self._factor).softmax(-1)
             return self._product(self._encoder(weights), sides[2])
         self._scores.site.check_terms(queries.shape[-1])
         count = max(1, 4 * _CHUNK // max(1, queries[0, ..., 0].numel() * keys.shape[-1]))
