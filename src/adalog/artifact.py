@@ -10,6 +10,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,6 +138,35 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
     except OSError as cause:
         raise write_error(path, cause) from cause
+
+
+def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a folder of files whole or not at all: a temporary one beside it, then a rename.
+
+    Raises as `write_whole` does, and DataError where something is at the path already.
+    """
+    check_folder(path)
+    try:
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
+        temporary.mkdir()
+        try:
+            for name, content in contents.items():
+                (temporary / name).write_bytes(content)
+            temporary.rename(target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as cause:
+        raise write_error(path, cause) from cause
+
+
+def check_folder(path: Path) -> None:
+    """Raise the DataError of `write_folder`, as far as it can be known before there is anything to write."""
+    if path.exists() or path.is_symlink():
+        raise DataError(f"{path} is there already: name a folder to make, or remove it")
+    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
