@@ -54,7 +54,7 @@ def limits(quantizer: Quantizer) -> list[tuple[int, int]]:
     if isinstance(quantizer, TwinUniformQuantizer):
         half = symmetric_zero_point(quantizer.bits)
         return [(0, half - 1), (-half, 0)]
-    return [(0, 2**quantizer.width - 1), (1, 1)][: len(units(quantizer))]
+    return [(0, int(quantizer.integers().max())), (1, 1)][: len(units(quantizer))]
 
 
 def largest(quantizer: Quantizer) -> list[int]:
@@ -72,7 +72,8 @@ class Site:
     left, right: their quantizers; weight: the right one's codes where they are stored, (O, I) or (O, I / groups, kh,
     kw). terms: how many products an accumulator sums. scales: for each pair of parts, left ones outermost, what an
     accumulator of one is worth, shaped against the output (a convolution's: against (B, groups, L, O / groups)).
-    bounds: what the accumulators of each pair cannot exceed, from widths and terms alone. geometry: of a convolution.
+    bounds: what the accumulators of each pair cannot exceed, whatever the codes: terms times the largest integers of
+    both. geometry: of a convolution.
     """
 
     name: str
@@ -158,7 +159,7 @@ def patches(
     images, channels, down, across = x.stride()
     steps = (images, stride[0] * down, stride[1] * across, channels, dilation[0] * down, dilation[1] * across)
     seen = x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)
-    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel))
+    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel)).contiguous()
 
 
 def plan(program: Program, example: tuple[Tensor, ...]) -> list[Site]:

@@ -241,6 +241,8 @@ def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     if not _multiplies_bytes(left.device):
         dtype = torch.float32 if left.shape[1] * 2**14 < _EXACT[torch.float32] else torch.float64
         return (left.to(dtype) @ right.to(dtype)).to(torch.int32)
+    if left.shape[1] == 1:  # which PyTorch 2.12 gets wrong on the CPU
+        left, right = torch.nn.functional.pad(left, (0, 1)), torch.nn.functional.pad(right, (0, 0, 0, 1))
     if left.device.type == "cpu":
         if not left.numel() or not right.numel():
             return torch.zeros(len(left), right.shape[1], dtype=torch.int32)
@@ -270,7 +272,7 @@ class _Rows(Product):
         super().__init__(site)
         self._weight, self._moved = self._bytes(site)
         sums = self._weight.sum(0, dtype=torch.int64) + site.terms * self._moved
-        largest = int(self._weight.abs().max()) if self._weight.numel() else 0
+        largest = int(self._weight.to(torch.int16).abs().max()) if self._weight.numel() else 0
         self._constants = [digits.constant * sums for digits in self._left]
         self._dtypes = []
         for digits, bound in zip(self._left, site.bounds, strict=True):
