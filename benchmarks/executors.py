@@ -1,13 +1,13 @@
-"""Integers beside fake quantization, on the bundled model and its 2,000 images, and how fast they run on DeiT-S's shapes.
+"""Integers beside fake quantization, on the bundled model and its 2,000 images, and their speed on DeiT-S's shapes.
 
     python benchmarks/executors.py --model demo --bits w3a3 w4a4 w6a6 [--json F]
 
-One row for each executor and bits with the tables that calibration chose, against fake quantization of the same file: the
-share of activation codes that differ, the median over images of the logits' relative error, the share of equal answers,
-top-1 and images a second (batch 20, one thread). Rows of the executor "fake" are fake quantization itself, with u8, u16
-and float tables: what tables cost in top-1, and in loss, the mean squared error of logits to full precision. "speed": the
-median images a second of `torch` and of fp32 torch, interleaved, on DeiT-S with random weights at batch 8, one thread.
-Prints one JSON object and saves it as benchmarks/results/executors.json.
+One row for each executor and bits with the tables that calibration chose, against fake quantization of the same file:
+the share of activation codes that differ, the median over images of the logits' relative error, the share of equal
+answers, top-1 and images a second (batch 20, one thread). Rows of the executor "fake" are fake quantization itself,
+with u8, u16 and float tables: what tables cost in top-1, and in loss, the mean squared error of logits to full precision.
+"speed": the median images a second of `torch` and of fp32 torch, in turn, on DeiT-S with random weights at batch 8, one
+thread. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
 """
 
 import json

@@ -198,6 +198,10 @@ def outcome(content, images):
         check_told(f"some.file {error}")
         return "fails"
     assert all(line.isprintable() for line in model.summary().splitlines())
+    try:
+        model.compile("torch")(images)
+    except (AdalogError, ValueError) as error:
+        check_told(f"some.file {error}")
     return "runs"
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from adalog.errors import ArtifactError
+from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantizers import Quantizer
@@ -54,6 +54,14 @@ class Compiled(nn.Module):
         self._compile()
 
     def _compile(self) -> None:
+        try:
+            self._plan()
+        except AdalogError:
+            raise
+        except Exception as cause:  # whatever a strange program, which runs in float, makes of the search for its sites
+            raise ArtifactError(f"the program has no integers: {one_line(cause)}") from cause
+
+    def _plan(self) -> None:
         planned = reference.plan(self.model.program, self.model.example)
         self.sites = {site.name: site for site in planned}
         self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
