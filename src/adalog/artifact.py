@@ -10,6 +10,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ from adalog.quantizers import (
     UniformQuantizer,
 )
 
-FORMAT = 2
+FORMAT = 3
 KEY = "adalog"
 # Bytes of JSON. Python objects take some forty times their JSON; the header of a model of 40 blocks takes 1 % of this.
 MAX_HEADER = 2**23
@@ -68,6 +69,7 @@ _FIELDS: dict[str, type] = {
     "weights": dict,
     "dtypes": dict,
 }
+_LOG_FIELDS = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset", "width", "headroom")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
@@ -137,6 +139,35 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
     except OSError as cause:
         raise write_error(path, cause) from cause
+
+
+def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a folder of files whole or not at all: a temporary one beside it, then a rename.
+
+    Raises as `write_whole` does, and DataError where something is at the path already.
+    """
+    check_folder(path)
+    try:
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".adalog.{secrets.token_hex(8)}")
+        temporary.mkdir()
+        try:
+            for name, content in contents.items():
+                (temporary / name).write_bytes(content)
+            temporary.rename(target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as cause:
+        raise write_error(path, cause) from cause
+
+
+def check_folder(path: Path) -> None:
+    """Raise the DataError of `write_folder`, as far as it can be known before there is anything to write."""
+    if path.exists() or path.is_symlink():
+        raise DataError(f"{path} is there already: name a folder to make, or remove it")
+    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
@@ -261,8 +292,7 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
         return {"kind": "twin", **fields, "negative_scale": _decimals(quantizer.negative_scale)}
     if isinstance(quantizer, SplitUniformQuantizer):
         return {"kind": "split", **fields, "coarse_scale": _decimals(quantizer.coarse_scale), "sums": quantizer.sums}
-    names = ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")
-    return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in names}}
+    return {"kind": "log", **fields, **{name: getattr(quantizer, name) for name in _LOG_FIELDS}}
 
 
 def _decimals(values: Tensor) -> list[float]:
@@ -544,11 +574,12 @@ def decode_quantizer(name: str, fields: Mapping[str, Any], dtype: torch.dtype = 
         _check_parameters(name, coarse, torch.zeros_like(coarse), bits)
         _check(type(fields["sums"]) is bool, f"quantizer {name} sums its halves: {fields['sums']!r}")
         return SplitUniformQuantizer(scale, coarse, bits, fields["sums"])
-    choices = {key: fields[key] for key in ("q", "r", "beyond", "rounding", "table", "offset", "keeps_offset")}
+    choices = {key: fields[key] for key in _LOG_FIELDS}
     sane = scale.numel() == 1 and all(_is_whole(choices[key], 1, 2**16) for key in ("q", "r"))
     sane = sane and choices["beyond"] in get_args(Beyond) and choices["rounding"] in get_args(Rounding)
     sane = sane and all(type(choices[key]) is bool for key in ("table", "keeps_offset"))
     sane = sane and type(choices["offset"]) in (int, float) and math.isfinite(choices["offset"])
+    sane = sane and all(_is_whole(choices[key], 0, 16) for key in ("width", "headroom"))
     _check(sane, f"quantizer {name} has choices that no logarithmic quantizer has: {choices}")
     return LogQuantizer(scale=scale, bits=bits, **choices)
 

@@ -15,7 +15,7 @@ from adalog.sites import Site, conv_geometry
 
 
 def describe(quantizer: Quantizer | None, count: int = 0) -> str:
-    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)". count: of its scales, not all of them."""
+    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37) u8". count: of its scales."""
     if quantizer is None:
         return "float"
     count = count or quantizer.scale.numel()
@@ -27,7 +27,8 @@ def describe(quantizer: Quantizer | None, count: int = 0) -> str:
     if isinstance(quantizer, SplitUniformQuantizer):
         return f"{quantizer.bits}-bit split uniform"
     beyond = " and a zero beyond its codes" if quantizer.beyond == "zero" else ""
-    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){beyond}"
+    table = f" u{quantizer.width}" if quantizer.width else ""
+    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){table}{beyond}"
 
 
 @dataclass(frozen=True)

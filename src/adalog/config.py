@@ -15,6 +15,7 @@ PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
 PostSoftmax = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog", "split", "max-kept"]
 Sharing = Literal["none", "mean", "power-of-two"]
 Metric = Literal["squared", "cosine", "hessian"]
+Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 
 
@@ -225,7 +226,9 @@ class Config:
     else is asymmetric uniform. r: the denominator of log2(base) = q / r (37, Sec. 4.1); q is searched in q_min ...
     q_max (released: 10 ... 137; from 1 because small q win at 6 bits). offset: what lifts GELU's tail; None: minus the
     minimum of the activation at hand (the paper: 0.17). beyond, rounding: see `quantizers.log_quantize`; zero-coded and
-    nearest because they store in `bits` bits at the least loss.
+    nearest because they store in `bits` bits at the least loss. tables: of what integers a logarithmic quantizer's
+    levels are (docs/integer.md), of a width that is found for each site or of this one; "float" ones do not run in
+    integers, nor do those of `beyond` "zero".
     per_head: Q, K and V have a scale a head (as released) rather than one a tensor. fold_rows: a norm is folded where
     at least so many rows of calibration give its channels their scales (a head on one token an image has 32, and is the
     worse for it: benchmarks/results/folds.json). fold_head: whether the last norm is one to fold (released: not).
@@ -246,6 +249,7 @@ class Config:
     offset: float | None = None
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
+    tables: Tables = "calibrated"
     per_head: bool = True
     fold_rows: int = 128
     fold_head: bool = True
@@ -263,8 +267,8 @@ class Config:
             if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str) or not entry[0]:
                 raise ValueError(f"keep = {entry!r} is not (pattern, bits), as in ('head', 8)")
             _check_bits(f"keep of {entry[0]!r}", entry[1])
-        choices = {"post_softmax": PostSoftmax, "post_gelu": PowerLaw, "beyond": Beyond, "rounding": Rounding}
-        for name, allowed in choices.items():
+        choices = (PostSoftmax, "post_softmax"), (PowerLaw, "post_gelu"), (Beyond, "beyond"), (Rounding, "rounding")
+        for allowed, name in (*choices, (Tables, "tables")):
             _check_choice(name, getattr(self, name), allowed)
         if self.post_softmax == "twin":
             raise ValueError("post_softmax = 'twin': a twin quantizer is for values of both signs")
@@ -383,6 +387,7 @@ _FQ_VIT: dict[str, Any] = {
     "post_gelu": "uniform",
     "beyond": "zero",
     "rounding": "log",
+    "tables": "float",
     "per_head": False,
     "fold_rows": 1,
     "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
@@ -406,6 +411,7 @@ METHODS: dict[str, Method] = {
         {
             "beyond": "saturate",
             "rounding": "log",
+            "tables": "float",
             "offset": 0.17,
             "per_head": False,
             "search": Search(steps=4, rounds=1, rough_rows=0, reach=0.1),
@@ -417,6 +423,7 @@ METHODS: dict[str, Method] = {
         {
             "beyond": "zero",
             "rounding": "log",
+            "tables": "float",
             "offset": 0.16997124254703522,
             "input_bits": FLOAT_BITS,
             "q_min": 10,
@@ -455,6 +462,7 @@ METHODS: dict[str, Method] = {
             "post_gelu": "uniform",
             "beyond": "zero",
             "rounding": "log",
+            "tables": "float",
             "per_head": False,
             "fold_rows": 1,
             "fold_head": False,

@@ -7,7 +7,7 @@ alone: BOPs here have no term for the accumulator. docs/cost.md says what is cou
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
     input_shapes: of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes come from
     a run without data. Raises ValueError where the program does not run on such inputs.
     """
-    plain, sources = _without_quantizers(program)
+    plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
     sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
     quantizers = _quantizers(program)
@@ -155,19 +155,6 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
             role = node.op.removeprefix("aten.").split(".")[0]
             rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
     return Cost(tuple(rows), _size_bytes(program))
-
-
-def _without_quantizers(program: Program) -> tuple[Program, dict[str, str]]:
-    """The program with every operand read where it is made, and what each fake-quantize node reads."""
-    sources: dict[str, str] = {}
-    nodes = []
-    for node in program.nodes:
-        if node.op == FAKE_QUANTIZE:
-            name = node.args[0].name
-            sources[node.name] = sources.get(name, name)
-        else:
-            nodes.append(node.renamed(sources))
-    return replace(program, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
 
 def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import adalog
 from adalog import refine, released, rivals
 from adalog.build import Placed, built, describe
-from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
+from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product, with_table
 from adalog.capture import batched, capture, take
 from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.data import draw_indices
@@ -376,7 +376,10 @@ class Calibration:
                     self._found[key] = rivals.search_scales(role, left, right, search, weights, parts)
                 else:
                     self._found[key] = search_product(left, right, search)
-            tried.append(Searched(group.sites, left, right, self._found[key], fold))
+            tabled = (*key, config.tables)
+            if tabled not in self._found:
+                self._found[tabled] = with_table(left, right, self._found[key], config.tables)
+            tried.append(Searched(group.sites, left, right, self._found[tabled], fold))
         return max(tried, key=lambda searched: searched.found.sqnr)
 
     def probe(self, gradient: Tensor) -> None:
@@ -568,7 +571,8 @@ class Calibration:
         tried = []
         for activation in formats:
             operands = self._operands(group, seen, choices, None, activation)
-            tried.append(rivals.search_ranges(group.first.role, *operands, choices.search))
+            found = rivals.search_ranges(group.first.role, *operands, choices.search)
+            tried.append(with_table(*operands, found, choices.tables))
         found = max(tried, key=lambda each: each.sqnr)
         nodes = tuple(site.node for site in group.sites)
         operand_names = dict.fromkeys(name for site in group.sites for name in (site.left, site.right))
