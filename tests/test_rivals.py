@@ -1,6 +1,7 @@
 """The rivals' searches against slow oracles, written from the papers, one group at a time in float64; whole models."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -543,7 +544,8 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
     for calibration in (calibrations("demo"), padded):
         model = calibration.quantize(config)
         if calibration is not padded:  # where what the search finds better is taken
-            assert {row.left for row in model.ledger if row.source == "gelu"} == {kind}
+            found = {row.left for row in model.ledger if row.source == "gelu"}
+            assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
         assert all(row.sqnr > 3 for row in model.ledger)
         assert deserialise(serialise(model)).config == config
 
