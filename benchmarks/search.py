@@ -406,6 +406,8 @@ def check_golden(folder: Path) -> dict[str, Any]:
     calibration, files, ok = Calibration(model, images), {}, True
     with mock.patch.object(released, "search_product", Direct().search_product):
         for name, content in settings.items():
+            if "method" in content:  # another's
+                continue
             # The same product under the same choices is found once, under whatever name the search goes.
             files[name] = golden.compare(content, calibration.search(golden.released_config(content)))
             ok &= golden.passes(content, files[name])

@@ -106,7 +106,7 @@ def realbench_sites_table() -> str:
 
 
 def golden_table() -> str:
-    """How close `adalog-released` is to the released code, by file, and what `adalog` gains over it."""
+    """How close methods are to their released codes, by file, and what `adalog` gains over AdaLog's."""
     result = json.loads((RESULTS / "golden.json").read_text())
     lines = [
         "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points |",

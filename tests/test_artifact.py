@@ -1,6 +1,7 @@
 """The file: it round-trips bit by bit, is as small as it says, and nothing hostile in it passes."""
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -31,8 +32,9 @@ from adalog.artifact import (
     unpack,
     write_whole,
 )
-from adalog.config import ReleasedSearch
-from adalog.quantizers import TwinUniformQuantizer, UniformQuantizer
+from adalog.config import ReleasedSearch, ScaleSearch
+from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from strategies import bits, quick
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -141,6 +143,26 @@ def test_twin_quantizers_round_trip(twin, twin_content, images):
     assert serialise(loaded) == twin_content
 
 
+@pytest.fixture(scope="module")
+def split(calibration):
+    search = ScaleSearch(metric="squared", candidates=6, rounds=1)
+    return calibration.quantize(replace(Config.preset("w4a4", "ptq4vit"), images=4, search=search))
+
+
+def test_split_quantizers_round_trip(split, images):
+    content = serialise(split)
+    loaded = deserialise(content)
+    assert torch.equal(loaded(images), split(images))
+    kept = {name: q for name, q in loaded.program.quantizers.items() if isinstance(q, SplitUniformQuantizer)}
+    assert len(kept) == sum(row.left == "4-bit split uniform" for row in split.ledger) == 2
+    for name, quantizer in kept.items():
+        original = split.program.quantizers[name]
+        assert torch.equal(quantizer.scale, original.scale)
+        assert torch.equal(quantizer.coarse_scale, original.coarse_scale)
+        assert quantizer.sums is original.sums is False
+    assert serialise(loaded) == content
+
+
 @pytest.mark.parametrize("post_gelu", ["adalog", "twin"])
 def test_released_models_round_trip(calibration, images, post_gelu):
     search = ReleasedSearch(steps=1, rounds=1)
@@ -158,6 +180,48 @@ def test_same_seed_same_bytes(tiniest, images, fast):
     assert (first.provenance["seed"], first.provenance["images"]) == (0, 4)
     assert first.provenance["calibration"] != other.provenance["calibration"]
     assert len(first.provenance["calibration"]) == 16
+
+
+def test_the_format_is_what_it_was(monkeypatch):
+    """One linear after a logarithmic quantizer, byte by byte: another hash is another format, and needs its number."""
+    monkeypatch.setattr(adalog, "__version__", "0")
+    codes = torch.arange(10, dtype=torch.uint8).reshape(2, 5) % 8
+    weight = QuantizedTensor(codes, UniformQuantizer(torch.tensor([[0.5], [0.1]]), torch.tensor([[3.0], [0.0]]), 3))
+    left = LogQuantizer(torch.tensor(0.7), 17, 37, 4, offset=0.17, keeps_offset=True, width=8, headroom=3)
+    nodes = (Node("l", FAKE_QUANTIZE, (Ref("x"), "l")), Node("y", "aten.linear.default", (Ref("l"), Ref("w"), None)))
+    program = Program(("x",), nodes, Ref("y"), {"w": weight.dequantize()}, {"l": left}, {"w": weight})
+    model = QuantizedModel(program, Config(), [], {}, provenance={}, example=[torch.empty(0, 5)])
+    found = serialise(model)
+    (length,) = struct.unpack("<Q", found[:8])
+    header = json.loads(json.loads(found[8 : 8 + length])["__metadata__"][KEY])
+    assert header["quantizers"]["l"] == {
+        "kind": "log",
+        "bits": 4,
+        "shape": [],
+        "scale": [0.7],
+        "q": 17,
+        "r": 37,
+        "beyond": "zero-coded",
+        "rounding": "nearest",
+        "table": True,
+        "offset": 0.17,
+        "keeps_offset": True,
+        "width": 8,
+        "headroom": 3,
+    }
+    assert header["format"] == FORMAT == 3
+    header["config"] = {}  # whose choices come and go
+    text = json.dumps(header, sort_keys=True).encode() + found[8 + length :]
+    assert hashlib.sha256(text).hexdigest() == "6b51b1bd74bf745c327d614b00cb9cb99494fa65e3798c81d953f3b3cc01fd54"
+
+
+@pytest.mark.parametrize("fields", [{"width": 12}, {"width": 8, "headroom": 4}, {"headroom": -1}, {"width": "8"}])
+def test_tables_that_do_not_fit(content, fields):
+    def change(header):
+        name = next(name for name, fields in header["quantizers"].items() if fields["kind"] == "log")
+        header["quantizers"][name].update(fields)
+
+    refused(rebuilt(content, change), "is damaged")
 
 
 def test_floats_are_kept_exactly(quantized, content):
@@ -689,6 +753,23 @@ def test_damaged_quantizers(twin_content, kind, field, value):
         entry[field] = value
 
     refused(rebuilt(twin_content, change), "some.file is damaged")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("coarse_scale", value) for value in ([-1.0], [0.0], [1e400], ["x"], None, [1.0] * 3, [])),
+        *(("sums", value) for value in (0, "yes", None)),
+        *(("scale", value) for value in ([0.0], [1.0] * 3)),
+        ("kind", "log"),
+    ],
+)
+def test_damaged_split_quantizers(split, field, value):
+    def change(header):
+        entry = next(entry for entry in header["quantizers"].values() if entry["kind"] == "split")
+        entry[field] = value
+
+    refused(rebuilt(serialise(split), change), "some.file is damaged")
 
 
 @pytest.mark.parametrize("make", ["directory", "missing", "text", "empty", "pipe"])

@@ -196,7 +196,7 @@ def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
             assert rows[searched.sites[0].name]["loss_ratio"] == pytest.approx(ratio)
     softmax, gelu = 128 + 128, 128 + 128 + 128  # q; q and scales; and the other side
     assert result["candidates"]["direct"] == 128 + 7 * 256 + softmax + gelu
-    assert result["candidates"]["ours"] == 256 + 9 * 3 * 256
+    assert result["candidates"]["ours"] == 256 + 9 * (1 + 2 * Search().rounds) * 256
 
     def fail(*_):
         raise AssertionError("measured again")

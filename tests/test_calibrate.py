@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
@@ -434,6 +434,7 @@ def test_uniform_candidates_are_their_quantizers(problem):
 @pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
 @quick
 @given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
+@example(4, 2, 1.0, 2.0)
 def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):
     operand = problem(bits)[0]
     offset = operand.format.offset + more
@@ -446,11 +447,12 @@ def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding
     two = torch.stack([point, point + torch.tensor([0.5, 0.1])])
     assert torch.equal(operand.candidates(operand.values)(two)[0], fast)  # whatever is asked along with it
     cuts = log_thresholds(q, R, bits, beyond=beyond, rounding=rounding) * scale
-    near = ((lifted[..., None] / cuts - 1).abs() < 1e-3).any(-1) | (lifted < lifted.max() * 2.0**-19)
+    near = ((lifted[..., None] / cuts - 1).abs() < 1e-3).any(-1)
     same = (exact - fast).abs() <= 1e-12 + 1e-6 * exact.abs()
-    assert bool((same | near).all())
-    error, fast_error = ((hat - operand.values).square().sum() for hat in (exact, fast))
-    assert float(fast_error) == pytest.approx(float(error), rel=0.02)
+    assert bool((same | near | (lifted < lifted.max() * 2.0**-19)).all())
+    if float(near.double().mean()) < 0.002:  # many, where an offset puts all of what is nearly zero at one threshold
+        error, fast_error = ((hat - operand.values).square().sum() for hat in (exact, fast))
+        assert float(fast_error) == pytest.approx(float(error), rel=0.02)
 
 
 @pytest.mark.parametrize(

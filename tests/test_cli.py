@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
-from adalog import Config, Search, artifact, models
+from adalog import METHODS, Config, Search, artifact, models
 from adalog.cli import main
 from adalog.data import ImageSet, find_images
 from adalog.figures import level_figure
@@ -50,6 +50,24 @@ def test_help(start):
     result = subprocess.run([*start, "--help"], capture_output=True, text=True, check=True)
     for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost"):
         assert word in result.stdout
+
+
+def test_methods(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adalog", "methods", "--json", "-"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == list(METHODS)
+    for row in rows:
+        assert set(row) == {"name", "source", "choices"}
+        assert Config.from_json(json.dumps(row["choices"])) == Config.preset("w4a4", row["name"])
+    monkeypatch.setattr(sys, "argv", ["adalog", "methods", "--json", str(tmp_path / "methods")])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    table = capsys.readouterr().out
+    assert "repq-vit" in table
+    assert "ICCV" in table
+    assert json.loads((tmp_path / "methods").read_text()) == rows
 
 
 @pytest.mark.slow
@@ -328,6 +346,41 @@ def test_evaluate_a_folder(folder, monkeypatch, capsys):
     assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
 
 
+@pytest.mark.parametrize("executor", ["reference", "torch"])
+def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
+    folder, labels, logits, _ = folder
+    file = folder / "out.safetensors"
+    arguments = ["evaluate", file, "--data", folder / "images", "--executor", executor]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    assert (told["executor"], told["images"]) == (executor, len(labels))
+    assert abs(told["top1"]["value"] - (logits.argmax(1) == labels).double().mean().item()) <= 2 / len(labels)
+
+
+def test_an_executor_that_is_none(folder, monkeypatch, capsys):
+    folder = folder[0]
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
+    told = "error: executor = 'quick' is none of reference, torch\n"
+    assert call(monkeypatch, capsys, *arguments) == (2, told)
+
+
+def test_vectors(folder, monkeypatch, capsys, tmp_path):
+    file, images, out = folder[0] / "out.safetensors", folder[0] / "images", tmp_path / "new" / "vectors"
+    site = adalog.load(file).ledger[0].site
+    arguments = ["vectors", file, "--site", site, "--data", images, "--images", 2, "--out", out]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    assert told["files"] == {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    description = json.loads((out / "site.json").read_text())
+    assert description["site"] == site
+    assert np.load(out / "left_codes.npy").shape[0] == 2
+    code, error = call(monkeypatch, capsys, *arguments)
+    assert (code, error) == (2, f"error: {out} is there already: name a folder to make, or remove it\n")
+    arguments[-1] = tmp_path / "other"
+    arguments[3] = "nothing"
+    code, error = call(monkeypatch, capsys, *arguments)
+    assert (code, error.startswith("error: site = 'nothing' is none of the ")) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
 @pytest.mark.parametrize("file", ["out.safetensors", "bare.safetensors"])
 def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, file):
     """An artifact that holds no preprocessing takes the model's."""
@@ -463,7 +516,7 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     model, told = adalog.load(tmp_path / "a"), json.loads(told)
     assert [(row.left, row.right) for row in model.ledger] == [
         ("4-bit uniform", "3-bit uniform x 16"),
-        ("8-bit log 2^(1/1)", "8-bit uniform x 7"),
+        ("8-bit log 2^(1/1) u8", "8-bit uniform x 7"),
     ]
     assert (model.provenance["seed"], model.provenance["images"]) == (3, 9)
     assert told["config"]["keep"] == [["3", 8]]

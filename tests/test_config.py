@@ -3,12 +3,35 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
-from adalog.config import METHODS, Config, ReleasedSearch, Search
+from adalog.config import (
+    METHODS,
+    BlockRefinement,
+    Config,
+    Evolution,
+    RangeSearch,
+    ReleasedSearch,
+    ScaleSearch,
+    Search,
+)
 
 BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
+
+
+# What follows softmax and GELU.
+RIVALS = {
+    "minmax": ("uniform", "uniform"),
+    "percentile": ("uniform", "uniform"),
+    "easyquant": ("uniform", "uniform"),
+    "fq-vit": ("log2", "uniform"),
+    "ptq4vit": ("split", "twin"),
+    "apq-vit": ("max-kept", "twin"),
+    "repq-vit": ("log-sqrt2", "uniform"),
+    "evol-q": ("log2", "uniform"),
+}
 
 
 @pytest.mark.parametrize(
@@ -18,9 +41,10 @@ BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 def test_preset(name, widths, method):
     config = Config.preset(name, method)
     assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
-    assert config.input_bits == (32 if method == "adalog-released" else 8)
+    assert config.input_bits == (32 if method in ("adalog-released", "ptq4vit", "apq-vit") else 8)
     assert config.bits == name
-    assert (config.post_softmax, config.post_gelu) == 2 * (method.partition("-paper")[0].partition("-released")[0],)
+    ours = method.partition("-paper")[0].partition("-released")[0]
+    assert (config.post_softmax, config.post_gelu) == RIVALS.get(method, (ours, ours))
 
 
 def test_defaults_are_those_of_the_paper():
@@ -36,8 +60,8 @@ def test_defaults_are_those_of_the_paper():
 
 def test_methods_are_choices_of_config():
     fields = {field.name for field in dataclasses.fields(Config)}
-    for choices in METHODS.values():
-        assert set(choices) <= fields
+    for method in METHODS.values():
+        assert set(method.choices) <= fields
     for method in ("uniform", "log2", "log-sqrt2", "adalog"):  # which differ in nothing else
         power_law = {"post_softmax": method, "post_gelu": method}
         assert Config.preset("w4a4", method) == dataclasses.replace(Config(), **power_law)
@@ -46,8 +70,10 @@ def test_methods_are_choices_of_config():
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method):
     search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_rows=0, reach=0.2)
+    preset = Config.preset("w3a5s4", method)
     config = dataclasses.replace(
-        Config.preset("w3a5s4", method),
+        preset,
+        post_softmax="uniform" if preset.post_softmax in ("split", "max-kept") else preset.post_softmax,
         r=41,
         q_min=7,
         q_max=99,
@@ -77,6 +103,78 @@ def test_json_names_the_search():
     assert json.loads(Config().to_json())["search"]["kind"] == "bounds"
 
 
+@pytest.mark.parametrize(
+    ("kind", "search"),
+    [
+        ("ranges", RangeSearch((0.9, 1.0), share="power-of-two", powers=2, symmetric_weights=True)),
+        ("scales", ScaleSearch("cosine", (0.5, 2.0), 7, 1, row_scales=True, probes=3, released=True)),
+    ],
+)
+@pytest.mark.parametrize("refine", [None, Evolution(passes=2, radius=0.1), BlockRefinement(3, (0.9, 1.1), 0.25)])
+def test_json_names_the_rivals_searches(kind, search, refine):
+    config = Config(search=search, refine=refine, post_softmax="uniform", post_gelu="uniform")
+    text = config.to_json()
+    assert json.loads(text)["search"]["kind"] == kind
+    assert Config.from_json(text) == config
+    assert hash(Config.from_json(text)) == hash(config)
+    kinds = {None: None, Evolution: "evolution", BlockRefinement: "blocks"}
+    assert (json.loads(text)["refine"] or {"kind": None})["kind"] == kinds[refine and type(refine)]
+
+
+def test_json_of_another_refinement_is_refused():
+    for text, told in (
+        ('{"refine": {"kind": "train"}}', "refine of the kind 'train' is none of blocks, evolution"),
+        ('{"refine": 3}', "refine = 3 is no object"),
+        ('{"refine": {"kind": "blocks", "cycles": 3}}', "cycles: no such choice in BlockRefinement"),
+        ('{"search": {"kind": "ranges", "steps": 3}}', "steps: no such choice in RangeSearch"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Config.from_json(text)
+
+
+def test_methods_tell_their_sources_and_choices():
+    for name in ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q", "adalog"):
+        assert re.search(r"\d{4}\)$", METHODS[name].source)
+    plain = METHODS["apq-vit"].to_json()
+    assert plain["post_softmax"] == "max-kept"
+    assert plain["search"] == {"kind": "scales", "rounds": 1}
+    assert plain["refine"] == {"kind": "blocks"}
+    assert METHODS["adalog"].to_json() == {}
+    for name, method in METHODS.items():
+        again = Config.from_json(json.dumps(method.to_json()))
+        assert again == Config.preset("w4a4", name)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: RangeSearch(()), r"percentiles = \(\) is not a tuple of shares"),
+        (lambda: RangeSearch([1.0]), r"percentiles = \[1.0\] is not a tuple"),
+        (lambda: RangeSearch((0.5,)), "percentiles = 0.5 is not above 0.5 and at most 1.0"),
+        (lambda: RangeSearch(("1",)), "percentiles = '1' is not above"),
+        (lambda: RangeSearch(share="most"), "share = 'most' is none of none, mean, power-of-two"),
+        (lambda: RangeSearch(powers=-1), "powers = -1 is not a whole number of at least 0"),
+        (lambda: RangeSearch(in_order=1), "in_order = 1 is neither true nor false"),
+        (lambda: ScaleSearch("angle"), "metric = 'angle' is none of squared, cosine, hessian"),
+        (lambda: ScaleSearch(span=(0.0, 1.0)), "span = 0.0 is not above 0"),
+        (lambda: ScaleSearch(span=(1.0, 1.0)), "span = 1.0 is not above 1.0"),
+        (lambda: ScaleSearch(span=(1.0,)), r"span = \(1.0,\) is not a pair of factors"),
+        (lambda: ScaleSearch(probes=0), "probes = 0 is not a whole number of at least 1"),
+        (lambda: BlockRefinement(eliminated=1), "eliminated = 1 is not at least 0 and below 1"),
+        (lambda: BlockRefinement(rounds=0), "rounds = 0 is not a whole number"),
+        (lambda: Evolution(temperature=0), "temperature = 0 is not above 0"),
+        (lambda: Evolution(radius=-1.0), "radius = -1.0 is not above 0"),
+        (lambda: Evolution(samples=True), "samples = True is not a whole number"),
+        (lambda: Config(post_softmax="split"), "post_softmax = 'split' goes with search = ScaleSearch"),
+        (lambda: Config(search=RangeSearch()), "RangeSearch finds no base: choose other quantizers than 'adalog'"),
+        (lambda: Config(search=ScaleSearch(), post_softmax="max-kept"), "ScaleSearch finds no base"),
+    ],
+)
+def test_choices_of_rivals_that_are_refused(make, told):
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
 def test_json_may_leave_defaults_out():
     assert Config.from_json("{}") == Config()
     assert Config.from_json('{"weight_bits": 3, "search": {"steps": 6}}') == Config(
@@ -99,9 +197,10 @@ def test_bits_are_whole_numbers_from_2_to_8_or_32(field, value):
     assert getattr(Config(**{field: 32}), field) == 32
 
 
-@pytest.mark.parametrize("field", ["post_softmax", "post_gelu"])
-def test_unknown_quantizers_are_refused_with_the_known_ones(field):
-    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of uniform, twin, log2, log-sqrt2, adalog$"):
+@pytest.mark.parametrize(("field", "more"), [("post_softmax", ", split, max-kept"), ("post_gelu", "")])
+def test_unknown_quantizers_are_refused_with_the_known_ones(field, more):
+    known = f"uniform, twin, log2, log-sqrt2, adalog{more}"
+    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of {known}$"):
         Config(**{field: "log3"})
 
 

@@ -81,6 +81,16 @@ def test_the_readme_python_runs(monkeypatch, tmp_path):
     assert torch.equal(names["logits"], names["qmodel"](names["images"]))
 
 
+def test_the_integers_by_hand():
+    """docs/integer.md: Eq. 10 measured, and one site with a pencil."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integer.md").read_text(), flags=re.DOTALL))
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert round(names["literal"], 2) == 1.47  # as the table says
+    errors = [names["error"](names[form](3)) for form in ("shifted", "folded")]
+    assert [round(value, 3) for value in errors] == [0.122, 0.065]
+
+
 def test_the_readme_tables_are_those_of_the_results():
     command = [sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0

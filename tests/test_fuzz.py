@@ -131,6 +131,7 @@ def hostile(chance, header):
 def json_changed(content, chance):
     """One to three changes of what our header says."""
     table, header, data = apart(content)
+    words = [*sorted(OPERATIONS), *header["dtypes"], *header["quantizers"]]  # of before any change
     repeated = None
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         kind = chance.randrange(8)
@@ -160,7 +161,7 @@ def json_changed(content, chance):
         elif change < 9 and isinstance(value, (int, float)):
             where[key] = value + chance.choice([-1, 1, value, -2 * value, 2**16, 2**30])
         elif change < 9 and isinstance(value, str):
-            where[key] = chance.choice([*sorted(OPERATIONS), *header["dtypes"], *header["quantizers"]])
+            where[key] = chance.choice(words)
         elif change < 9 and isinstance(value, list) and value:
             where[key] = chance.choice([value * 2, value[::-1], value[1:], value[:1]])
         else:
@@ -198,6 +199,10 @@ def outcome(content, images):
         check_told(f"some.file {error}")
         return "fails"
     assert all(line.isprintable() for line in model.summary().splitlines())
+    try:
+        model.compile("torch")(images)
+    except (AdalogError, ValueError) as error:
+        check_told(f"some.file {error}")
     return "runs"
 
 

@@ -1,4 +1,4 @@
-"""`adalog-released` beside outputs of the released code, GoatWu/AdaLog commit 75a57d2, on a random tiny ViT."""
+"""Methods beside outputs of their released codes on a random tiny ViT: AdaLog (commit 75a57d2), RepQ-ViT, PTQ4ViT."""
 
 import json
 import subprocess
@@ -19,6 +19,7 @@ from direct import Direct
 
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
+RIVALS = json.loads((FOLDER / "rivals.json").read_text())["settings"]
 SLOW = [name for name in SETTINGS if name not in ("w3a3", "w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
 every_setting = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
@@ -39,13 +40,10 @@ class Head(nn.Module):
 @pytest.fixture(scope="module")
 def parts():
     """The model and its images; the head, behind a block that is not stored, on its own input."""
-    tensors = load_file(FOLDER / "tiny_vit.safetensors")
-    codes, values = tensors["image_codes"].long(), tensors["image_values"]
-    images = torch.stack([values[channel][codes[:, channel]] for channel in range(3)], dim=1)
-    model = golden.load_vit({**tensors, "images": images}, heads=2)
+    model, images, features = stored_vit()
     head = Head(model)
     model.head = nn.Identity()
-    return [(model, images), (head, tensors["features"])]
+    return [(model, images), (head, features)]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +51,14 @@ def search(parts):
     """Every product's quantizers under some choices."""
     body, head = (Calibration(*part) for part in parts)
     return lambda config: body.search(config) + head.search(config)
+
+
+def stored_vit():
+    """The stored model, without its second block, its calibration images, and what its head was given on them."""
+    tensors = load_file(FOLDER / "tiny_vit.safetensors")
+    codes, values = tensors["image_codes"].long(), tensors["image_values"]
+    images = torch.stack([values[channel][codes[:, channel]] for channel in range(3)], dim=1)
+    return golden.load_vit({**tensors, "images": images}, heads=2), images, tensors["features"]
 
 
 @every_setting
@@ -95,6 +101,38 @@ def test_our_search_leaves_less_error(search, name, bar):
     ratios = [site.mean_square_error() / layers[golden.layer_name(site)]["mse"] for site in found]
     assert len(ratios) == len(layers)
     assert golden.geometric_mean(ratios) <= bar
+
+
+class FirstBlock(nn.Module):
+    """What the second block is given; names as in the whole."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.patch_embed, self.cls_token, self.pos_embed = whole.patch_embed, whole.cls_token, whole.pos_embed
+        self.blocks = whole.blocks
+
+    def forward(self, images):
+        tokens = self.patch_embed(images)
+        return self.blocks(torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1) + self.pos_embed)
+
+
+@pytest.fixture(scope="module")
+def first_block():
+    model, images, _ = stored_vit()
+    calibration = Calibration(FirstBlock(model), images)
+    calibration.probe(load_file(FOLDER / "rivals.safetensors")["gradient"])
+    return calibration
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_give_the_released_outputs(first_block, name):
+    content = RIVALS[name]
+    config = replace(golden.released_config(content), fold_head=True)  # the block's second norm is the last one here
+    row = golden.compare(content, first_block.search(config))
+    assert row["sites"] == len(content["relative_output_mse"]) == 7
+    assert row["max_mse_ratio"] <= 1.001
+    assert row["max_scale_difference"] <= 2e-5
+    assert golden.passes(content, row)
 
 
 # --- the command on a folder of another layout -----------------------------------------------------------------------
@@ -202,3 +240,5 @@ def test_settings_that_have_no_config_are_refused():
     config = golden.released_config(SETTINGS["w4a4_gelu_ptq4vit"])
     released = Config.preset("w4a4", "adalog-released")
     assert config == replace(released, post_gelu="twin")
+    with pytest.raises(golden.typer.BadParameter, match="the method 'other' is none of AdaLog, RepQ-ViT, PTQ4ViT"):
+        golden.released_config({**RIVALS["repq_w4a4"], "method": "other"})

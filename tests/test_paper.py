@@ -288,7 +288,7 @@ def test_algorithm_1_candidates_are_the_product_of_two_partitions() -> None:
 def test_algorithm_1_box_lies_between_percentiles() -> None:
     """Lines 1-2: the first bound between percentiles 0 and 0.1, the second between 0.9 and 1."""
     values = normal(7, 13)
-    search = METHODS["adalog-paper"]["search"]
+    search = METHODS["adalog-paper"].choices["search"]
     low, high = Operand(values, Format(4)).box(search.reach)
     ordered = sorted(values.flatten().tolist())
 

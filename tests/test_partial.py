@@ -17,7 +17,7 @@ from adalog import DataError, artifact
 from adalog.calibrate import Found
 from adalog.partial import Partial
 from adalog.quantize import _Room
-from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 
 
 class StopHere(Exception):
@@ -44,10 +44,11 @@ def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
         UniformQuantizer(scale, zero_point, 3, scale * 1.25),
         LogQuantizer(torch.rand((), dtype=dtype) / 3, 11, 37, 4, offset=0.1699, keeps_offset=True),
         TwinUniformQuantizer(scale[0], scale[1], 5),
+        SplitUniformQuantizer(scale[0], scale[1], 4, True),
         None,
     ]
     written = Partial(tmp_path / "partial", "these")
-    folds = [None, None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None]
+    folds = [None, None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None, None]
     for index, quantizer in enumerate(quantizers):
         written.add(f"site{index}", Found(quantizer, quantizers[0], 1 / 3 + index), folds[index])
     read = Partial(tmp_path / "partial", "these")

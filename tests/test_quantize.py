@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Search
-from adalog.calibrate import Format, Operand, search_product
+from adalog.calibrate import Format, Operand, search_product, with_table
 from adalog.config import ReleasedSearch
 from adalog.model import digest
 from test_capture import Toy
@@ -205,7 +205,8 @@ def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, k
     values = calibration.operand(site.left).flatten(0, -2)
     form = Format.power_law("adalog", 4, config, -site.left_source.minimum)
     weight = Operand(model.fc.weight.detach(), Format(4, keep=(0,)))
-    log = search_product(Operand(values, form), weight, config.search)
+    operands = Operand(values, form), weight
+    log = with_table(*operands, search_product(*operands, config.search), config.tables)
     assert kind in chosen.left
     assert chosen.sqnr == max(uniform.sqnr, log.sqnr)
     assert (log.sqnr > uniform.sqnr) is (kind == "log")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adalog.quantizers import (
     LogQuantizer,
+    SplitUniformQuantizer,
     TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
@@ -317,7 +318,7 @@ def test_log_candidates_of_the_base_alone(rounds, count):
 def every_quantizer(dtype, offset=0.0):
     scale = torch.tensor(0.13, dtype=dtype)
     uniform = [] if offset else [UniformQuantizer(scale, scale.new_tensor(5.0), 4)]
-    uniform += [TwinUniformQuantizer(scale, scale / 9, 4)]
+    uniform += [TwinUniformQuantizer(scale, scale / 9, 4), SplitUniformQuantizer(scale / 9, scale, 4)]
     return uniform + [
         LogQuantizer(scale * 20, 20, R, 6, reading, rounds, table=table, offset=offset, keeps_offset=not table)
         for reading in READINGS
@@ -453,6 +454,48 @@ def test_the_released_reading_has_one_value_more_than_codes(width, base, r, tabl
     assert not log_dequantize(f64(2.0**width), f64(3.0), base, r, width, beyond="zero", table=table).any()
 
 
+# --- split uniform ------------------------------------------------------------------------------------------------
+
+
+def split_of(power, width, sums=False, dtype=torch.float64):
+    last = 2 ** (width - 1) - 1
+    return SplitUniformQuantizer(
+        torch.tensor(2.0**-power / last, dtype=dtype), torch.tensor(1.0 / last, dtype=dtype), width, sums
+    )
+
+
+@quick
+@given(tensors(low=0.0, high=1.0), bits, st.integers(0, 12), st.booleans())
+def test_split_takes_the_finer_grid_below_the_split(x, width, power, sums):
+    quantizer = split_of(power, width, sums)
+    last, split = 2 ** (width - 1) - 1, 2.0**-power
+    codes, expected = [], []
+    for value in x.tolist():
+        fine = value < float(quantizer.split)
+        step = split / last if fine else 1 / last
+        level = round(value / step)
+        codes.append(level if fine else level + last + 1)
+        other = round(split * last) / last if fine else split
+        expected.append(level * step + (other if sums else 0))
+    assert quantizer.quantize(x).tolist() == codes
+    assert quantizer.fake_quantize(x).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert quantizer.dequantize(torch.tensor(codes, dtype=torch.uint8)).tolist() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_split_codes_fill_the_bits(width):
+    quantizer = split_of(3, width)
+    x = torch.linspace(0, 1, 4001, dtype=torch.float64)
+    codes = quantizer.quantize(x)
+    assert (float(codes.min()), float(codes.max())) == (0, 2**width - 1)
+    assert float(quantizer.quantize(x.new_tensor(1e9))) == 2**width - 1
+    assert float(quantizer.quantize(x.new_tensor(-1.0))) == 0
+    error = (quantizer.fake_quantize(x) - x).abs()
+    last = 2 ** (width - 1) - 1
+    assert float(error[x < 1 / 8].max()) <= 1 / 16 / last + 1e-12
+    assert float(error.max()) <= 0.5 / last + 1e-12
+
+
 # --- the classes ---------------------------------------------------------------------------------------------
 
 
@@ -462,6 +505,8 @@ def test_bits_outside_2_to_8_are_refused(width):
         UniformQuantizer(torch.tensor(1.0), torch.tensor(0.0), width)
     with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
         TwinUniformQuantizer(torch.tensor(1.0), torch.tensor(1.0), width)
+    with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
+        SplitUniformQuantizer(torch.tensor(0.1), torch.tensor(1.0), width)
     with pytest.raises(ValueError, match=f"bits = {width} is outside 2 to 8"):
         LogQuantizer(torch.tensor(1.0), 20, R, width)
 
@@ -501,6 +546,8 @@ def test_map_keeps_everything_but_the_tensors():
     assert (float(uniform.scale), float(uniform.zero_point), uniform.bits) == (2.0, 4.0, 5)
     twin = TwinUniformQuantizer(f64(1.0), f64(2.0), 5).map(lambda value: value * 2)
     assert (float(twin.scale), float(twin.negative_scale), twin.bits) == (2.0, 4.0, 5)
+    split = SplitUniformQuantizer(f64(1.0), f64(2.0), 5, True).map(lambda value: value * 2)
+    assert (float(split.scale), float(split.coarse_scale), split.bits, split.sums) == (2.0, 4.0, 5, True)
 
 
 # --- tables that are kept --------------------------------------------------------------------------------------------

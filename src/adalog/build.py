@@ -2,20 +2,20 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from adalog.calibrate import Found
 from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.reparam import absorb_offset, fold_linear, fold_norm
 from adalog.sites import Site, conv_geometry
 
 
 def describe(quantizer: Quantizer | None, count: int = 0) -> str:
-    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37)". count: of its scales, not all of them."""
+    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37) u8". count: of its scales."""
     if quantizer is None:
         return "float"
     count = count or quantizer.scale.numel()
@@ -24,8 +24,31 @@ def describe(quantizer: Quantizer | None, count: int = 0) -> str:
         return f"{quantizer.bits}-bit uniform{several}"
     if isinstance(quantizer, TwinUniformQuantizer):
         return f"{quantizer.bits}-bit twin uniform"
+    if isinstance(quantizer, SplitUniformQuantizer):
+        return f"{quantizer.bits}-bit split uniform"
     beyond = " and a zero beyond its codes" if quantizer.beyond == "zero" else ""
-    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){beyond}"
+    table = f" u{quantizer.width}" if quantizer.width else ""
+    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){table}{beyond}"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What was found for the sites of one product, with the fold (ratio, beta) of their norm, if it is folded."""
+
+    sites: tuple[Site, ...]
+    found: Found
+    norm: Node | None = None
+    fold: tuple[Tensor, Tensor] | None = None
+
+
+def built(program: Program, placed: Sequence[Placed]) -> Program:
+    """The program with what was found in its place."""
+    build = Build(program)
+    for each in placed:
+        if each.fold is not None and each.norm is not None:
+            build.fold_norm(each.norm, *each.fold)
+        build.place(each.sites, each.found)
+    return build.program()
 
 
 class Build:

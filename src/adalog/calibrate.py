@@ -1,13 +1,14 @@
 """The search of one site's quantizers on recorded operands (Sec. 3.4): what runs once per site, method and bits."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from adalog.config import Config, PowerLaw, Search
+from adalog.config import Config, PostSoftmax, Search, Tables
 from adalog.objective import Candidates, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -20,6 +21,7 @@ from adalog.quantizers import (
     bounds_to_uniform,
     log_levels,
     log_thresholds,
+    most_headroom,
     symmetric_zero_point,
     uniform_fake_quantize,
 )
@@ -33,6 +35,10 @@ _LEAST_GAIN = 1e-3
 _CHILDREN = 8
 # Outputs of a product are judged so many at a time.
 _OUTPUTS = 1 << 20
+# Of the choice of an integer table: how much the output's error may rise for 8 bits, and what bases and scales around
+# the float table's are tried.
+_RISE = 1.03
+_FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Format:
 
     keep: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
     log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
-    twin: the negative values, down to -offset, have half of the codes to themselves.
+    twin: the negative values, down to -offset, have half of the codes to themselves. unit: of the ways that rivals
+    have for values in [0, 1], the one taken, if any.
     """
 
     bits: int
@@ -54,14 +61,17 @@ class Format:
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
     offset: float = 0.0
+    unit: Literal["", "split", "max-kept"] = ""
 
     @property
     def is_uniform(self) -> bool:
-        return self.log2_base is None and not self.twin
+        return self.log2_base is None and not self.twin and not self.unit
 
     @staticmethod
-    def power_law(kind: PowerLaw, bits: int, config: Config, offset: float) -> "Format":
+    def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
         """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
+        if kind in ("split", "max-kept"):
+            return Format(bits, unit=kind)
         if kind in ("uniform", "twin") or bits == FLOAT_BITS:
             return Format(bits, twin=kind == "twin", offset=offset)
         base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
@@ -353,6 +363,65 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
     if search.refit and right.has_own_rows and isinstance(w_quantizer, UniformQuantizer):
         w_quantizer = refitted(left, right, x_quantizer, w_quantizer)
     return Found.judged(left, right, x_quantizer, w_quantizer)
+
+
+def with_table(left: Operand, right: Operand, found: Found, tables: Tables) -> Found:
+    """The result with the table of integers that its logarithmic codes run through, if it has such codes.
+
+    8 bits wide where the output's error rises at most 3 % over that of the levels in float, else 16; base, scale and
+    headroom are searched with either table. A quantizer of 2**bits + 1 values stays as it is.
+    Raises ValueError where mantissas do not fit in the width that `tables` asks for.
+    """
+    quantizer = found.left
+    if tables == "float" or not isinstance(quantizer, LogQuantizer) or quantizer.beyond == "zero":
+        return found
+    fits = most_headroom(quantizer.bits, 8, table=quantizer.table) >= 0
+    if tables == "u8" and not fits:
+        raise ValueError(f"tables = 'u8': mantissas of {quantizer.bits + 1} bits do not fit: choose 'u16'")
+
+    transposed = right.values.transpose(-1, -2), fake_quantize(right, found.right).transpose(-1, -2)
+    sample = ProductError.of(left.values, *transposed, mask=left.mask).sample(1)
+    only = sample.left.new_zeros(1)  # the point in place of which a quantizer is given
+
+    def rough(first: LogQuantizer) -> float:
+        return float(sample.loss(lambda _: first.fake_quantize(sample.left)[None], only))
+
+    def error(first: LogQuantizer) -> float:
+        return output_power(left, right, first, found.right)[1]
+
+    best: LogQuantizer | None = None
+    if fits and tables != "u16":
+        best = _tabled(left, quantizer, found.right, 8, rough, error)
+        if tables == "calibrated" and error(best) > _RISE * error(quantizer):
+            best = None
+    return Found.judged(left, right, best or _tabled(left, quantizer, found.right, 16, rough, error), found.right)
+
+
+def _tabled(
+    left: Operand,
+    quantizer: LogQuantizer,
+    second: Quantizer | None,
+    width: int,
+    rough: Callable[[LogQuantizer], float],
+    error: Callable[[LogQuantizer], float],
+) -> LogQuantizer:
+    """The quantizer with a table of this width: headroom, base and scale one after the other, by the rough error.
+
+    error: the exact one, by which the base and scale that the quantizer has stay unless others are better. The
+    headroom leaves accumulators in 32 bits, where any does.
+    """
+    most = most_headroom(quantizer.bits, width, table=quantizer.table)
+    other = 1 if second is None else 2**second.bits - 1
+    narrow = [room for room in range(most + 1) if left.values.shape[-1] * other << (width - most + room) <= 2**31]
+    tried = [replace(quantizer, width=width, headroom=room) for room in narrow or [0]]
+    start = best = min(tried, key=rough)
+    form = left.format
+    if form.log2_base is not None and not form.log2_base[0]:
+        bases = {round(best.q * factor) for factor in _FACTORS} | {best.q + step for step in (-2, -1, 1, 2)}
+        bases = {min(max(q, form.q_min), form.q_max) for q in bases}
+        best = min((best, *(replace(best, q=q) for q in sorted(bases))), key=rough)
+    best = min((best, *(replace(best, scale=best.scale * factor) for factor in _FACTORS)), key=rough)
+    return best if best is not start and error(best) < error(start) else start
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:

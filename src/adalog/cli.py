@@ -31,6 +31,8 @@ from adalog.errors import printable
 from adalog.evaluate import Share, classify_by_nearest, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
+from adalog.runtime import EXECUTORS, Compiled
+from adalog.runtime.vectors import vectors
 
 
 class Interrupted(Exception):
@@ -404,6 +406,10 @@ def evaluate(
     ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
+    executor: Annotated[
+        str | None,
+        typer.Option(help=f"Run the integers, by one of {', '.join(EXECUTORS)}; without, what they stand for."),
+    ] = None,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
@@ -429,7 +435,8 @@ def evaluate(
     preprocessing = find_preprocessing(file, quantized, loaded)
     if queries is None and preprocessing != models.DEMO_PREPROCESSING:
         raise stranger
-    networks: list[nn.Module] = [quantized] if loaded is None else [quantized, loaded.module]
+    runs = quantized if executor is None else compiled(file, quantized, executor)
+    networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
 
     def run(network: nn.Module, given: Tensor | ImageSet, progress: Progress | None = None) -> Tensor:
@@ -463,9 +470,17 @@ def evaluate(
     full = None if labels is None or reference is None else score(answers[1], labels)
     if json_out != "-":
         say(report.judgement(str(file), result, reference, full))
-    told = {"file": str(file), "reference": reference, **dataclasses.asdict(result)}
+    told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     emit_json(told | {"sites": artifact.describe(quantized)["sites"]}, json_out)  # SQNRs on the calibration images
+
+
+def compiled(file: Path, quantized: QuantizedModel, executor: str) -> Compiled:
+    """The model in integers; what has none is refused by the file's name."""
+    try:
+        return quantized.compile(executor)
+    except AdalogError as cause:
+        raise type(cause)(f"{file} does not run in integers: {cause}") from cause
 
 
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: models.LoadedModel | None) -> Preprocessing:
@@ -529,6 +544,51 @@ def inspect(
         say(report.bytes_table(content) if by_bytes else quantized.summary(), sums)
     told = artifact.inspect(content, target)
     emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)
+
+
+@app.command(name="methods")
+def methods_command(json_out: JsonOption = None) -> None:
+    """List the methods: where each is from, and its choices that differ from the defaults."""
+    check_outputs(json_out)
+    rows = [{"name": name, "source": method.source, "choices": method.to_json()} for name, method in METHODS.items()]
+    if json_out != "-":
+        say(report.methods_table(rows))
+    emit_json(rows, json_out)
+
+
+@app.command(name="vectors")
+def vectors_command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    site: Annotated[str, typer.Option(help="A site's name, as `adalog inspect FILE` lists them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make.")],
+    images: Annotated[int, typer.Option(min=1, help="How many images.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder of images. Without: the bundled ones.")] = None,
+    seed: SeedOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Write what one site computes, codes in and accumulators out, as .npy files with a description: a golden model."""
+    check_outputs(json_out, reads=(file,))
+    artifact.check_folder(out)
+    quantized = adalog.load(file)
+    model = compiled(file, quantized, "reference")
+    if data is None:
+        given = demo.test_images()[0]
+        if [tuple(value.shape[1:]) for value in quantized.example] != [tuple(given.shape[1:])]:
+            raise DataError(
+                f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER"
+            )
+        given = given[:images]
+    else:
+        found = find_images(data)
+        if images > len(found):
+            raise DataError(f"{data} has {len(found)} images, --images {images} are wanted: give fewer, or more images")
+        given = found.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
+    content = vectors(model, site, given)
+    artifact.write_folder(out, content)
+    sizes = {name: len(value) for name, value in sorted(content.items())}
+    if json_out != "-":
+        say(*(f"{out / name}: {size:,} bytes" for name, size in sizes.items()))
+    emit_json({"folder": str(out), "files": sizes}, json_out)
 
 
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:

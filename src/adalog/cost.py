@@ -7,7 +7,7 @@ alone: BOPs here have no term for the accumulator. docs/cost.md says what is cou
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adalog.errors import ProgramError
 from adalog.program import FAKE_QUANTIZE, Node, Program, aten
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.sites import Site, find_refused, find_sites
 
 FLOAT_BITS = 32
@@ -139,7 +139,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
     input_shapes: of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes come from
     a run without data. Raises ValueError where the program does not run on such inputs.
     """
-    plain, sources = _without_quantizers(program)
+    plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
     sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
     quantizers = _quantizers(program)
@@ -155,19 +155,6 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
             role = node.op.removeprefix("aten.").split(".")[0]
             rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
     return Cost(tuple(rows), _size_bytes(program))
-
-
-def _without_quantizers(program: Program) -> tuple[Program, dict[str, str]]:
-    """The program with every operand read where it is made, and what each fake-quantize node reads."""
-    sources: dict[str, str] = {}
-    nodes = []
-    for node in program.nodes:
-        if node.op == FAKE_QUANTIZE:
-            name = node.args[0].name
-            sources[node.name] = sources.get(name, name)
-        else:
-            nodes.append(node.renamed(sources))
-    return replace(program, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
 
 def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -266,6 +253,8 @@ def _size_bytes(program: Program) -> dict[str, int]:
             sizes["activation"] += quantizer.zero_point.numel()
         if isinstance(quantizer, TwinUniformQuantizer):
             sizes["activation"] += quantizer.negative_scale.nbytes
+        if isinstance(quantizer, SplitUniformQuantizer):
+            sizes["activation"] += quantizer.coarse_scale.nbytes
     return sizes
 
 

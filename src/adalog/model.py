@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from adalog.config import Config
 from adalog.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
 from adalog.submodule import Call
+
+if TYPE_CHECKING:
+    from adalog.runtime import Compiled
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,12 @@ class QuantizedModel(nn.Module):
         self.example = tuple(fn(value) if value.is_floating_point() else value for value in self.example)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def compile(self, executor: str = "torch") -> "Compiled":  # type: ignore[override]
+        """This model run in integers, by the executor "reference" or "torch": see `runtime.Compiled`."""
+        from adalog.runtime import Compiled
+
+        return Compiled(self, executor)
 
     def float_sites(self) -> list[str]:
         """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""

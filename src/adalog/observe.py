@@ -121,6 +121,10 @@ class Observed:
         """Of how many rows, images or windows of these one is kept."""
         return self._parts[self.part(names)].stride
 
+    def alike(self, name: str, names: Collection[str], value: Tensor) -> Tensor:
+        """What is kept of another value that has the rows and images of this one, of a need's names."""
+        return self._thinned(name, value, self._parts[self.part(names)], 0)
+
     def seen(self, names: Collection[str]) -> Chunk:
         """What is kept of these values, which some need asks for together."""
         with self._lock:

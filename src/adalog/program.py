@@ -186,9 +186,16 @@ class Program:
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict)
     weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
 
-    def run(self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], None] | None = None) -> Any:
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
+        steps: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> Any:
         """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments.
 
+        What it returns, if anything, takes the result's place. steps: by a node's name what computes it from its
+        arguments, in place of its operation.
         Raises ProgramError where an operation fails.
         """
         if len(inputs) != len(self.inputs):
@@ -201,14 +208,14 @@ class Program:
             if node.op in FACTORIES:
                 kwargs["device"] = device
             try:
-                result = self._apply(node, args, kwargs)
+                step = None if steps is None else steps.get(node.name)
+                result = self._apply(node, args, kwargs) if step is None else step(*args)
             except torch.OutOfMemoryError:
                 raise  # of a batch that is too large, which the caller may halve
             except Exception as cause:  # whatever an operation says of its arguments
                 raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
-            if watch is not None:
-                watch(node, args, result)
-            values[node.name] = result
+            instead = None if watch is None else watch(node, args, result)
+            values[node.name] = result if instead is None else instead
             for name in dead:
                 del values[name]
         return evaluate(self.output, values)
@@ -271,6 +278,18 @@ class Program:
             for name in dict.fromkeys(node.refs()):
                 readers.setdefault(name, []).append(node)
         return readers
+
+    def unquantized(self) -> "tuple[Program, dict[str, str]]":
+        """The program with every operand read where it is made, and what each fake-quantize node reads."""
+        sources: dict[str, str] = {}
+        nodes = []
+        for node in self.nodes:
+            if node.op == FAKE_QUANTIZE:
+                name = node.args[0].name
+                sources[node.name] = sources.get(name, name)
+            else:
+                nodes.append(node.renamed(sources))
+        return replace(self, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
     def float_operations(self) -> dict[str, int]:
         """How many of each operation multiply no two tensors, by ATen's name without overload."""

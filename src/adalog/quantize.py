@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import released
-from adalog.build import Build, describe
-from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product
+from adalog import refine, released, rivals
+from adalog.build import Placed, built, describe
+from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product, with_table
 from adalog.capture import batched, capture, take
-from adalog.config import Config, ReleasedSearch
+from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.data import draw_indices
 from adalog.errors import CalibrationError
+from adalog.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.objective import coprime
 from adalog.observe import Need, Observed, measured
 from adalog.partial import Fold, Partial
-from adalog.program import Program
-from adalog.quantizers import FLOAT_BITS
+from adalog.program import Node, Program, Ref
+from adalog.quantizers import FLOAT_BITS, UniformQuantizer
 from adalog.reparam import shared_scale, unfolded_patches
 from adalog.sites import (
     GELUS,
@@ -39,6 +40,7 @@ from adalog.sites import (
     conv_geometry,
     find_blocks,
     find_pairs,
+    find_parts,
     find_refused,
     find_sites,
 )
@@ -184,12 +186,14 @@ class Calibration:
         self._groups = _group(self.sites, self.pairs)
         if not self.sites:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
-        self._head = find_blocks(self.program)[-1].nodes
+        self._blocks = find_blocks(self.program)
+        self._head = self._blocks[-1].nodes
         self._memory = memory
         self._shapes = measured(self.program, self.images)
         self._needs = {group.first.name: self._need(group) for group in self._groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}
+        self._probe: Tensor | None = None
 
     def _need(self, group: _Group) -> Need:
         """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
@@ -209,8 +213,7 @@ class Calibration:
         partial: a file that finished searches are read from and added to; of no more use once the result is saved.
         """
         self._check_keep(config)
-        build = Build(self.program)
-        ledger: list[LedgerRow] = []
+        self._prepare(config)
         done = None if partial is None else Partial(partial, self._fingerprint(config))
         room = _Room(self._memory // 2)
 
@@ -234,12 +237,13 @@ class Calibration:
                             done.add(group.first.name, *found[group.first.name])
             finally:
                 pool.shutdown(cancel_futures=True)
+        placed = []
         for group in self._groups:
-            result, fold = found[group.first.name]
-            if fold is not None and group.pair is not None:
-                build.fold_norm(group.pair.norm, *fold)
-            build.place(group.sites, result)
-            ledger += _ledger_rows(group.sites, result, self.program)
+            norm = None if group.pair is None else group.pair.norm
+            placed.append(Placed(group.sites, found[group.first.name][0], norm, found[group.first.name][1]))
+        if config.refine is not None:
+            placed = self._refined(placed, config)
+        ledger = [row for each in placed for row in _ledger_rows(each.sites, each.found, self.program)]
         if progress is not None:
             progress(len(self._groups), len(self._groups), "")
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
@@ -248,7 +252,26 @@ class Calibration:
         for group in self._groups:
             if group.choices(config) != config and group.choices(config).activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
-        return QuantizedModel(build.program(), config, ledger, refusals, seed=self.seed, images=self.images)
+        whole = built(self.program, placed)
+        return QuantizedModel(whole, config, ledger, refusals, seed=self.seed, images=self.images)
+
+    def _refined(self, placed: list[Placed], config: Config) -> list[Placed]:
+        """With other scales, as `Config.refine` has it, and SQNRs to match."""
+        gradients = {}
+        if isinstance(config.refine, BlockRefinement):
+            gradients = self._squared_gradients(config.refine.probes)
+        assert config.refine is not None
+        changed = refine.refined(self.program, self.images, placed, config.refine, gradients, self.seed)
+        judged = []
+        for group, before, after in zip(self._groups, placed, changed, strict=True):
+            if after.found is before.found:
+                judged.append(before)
+                continue
+            choices = group.choices(config)
+            seen = self._observed.seen(self._needs[group.first.name].names)
+            operands = self._operands(group, seen, choices, after.fold, self._activations(group.first, choices)[0])
+            judged.append(replace(after, found=Found.judged(*operands, after.found.left, after.found.right)))
+        return judged
 
     def _parts(self) -> list[list[_Group]]:
         """The groups by whose operands are held at a time, in order."""
@@ -264,7 +287,7 @@ class Calibration:
         for name, value in self.program.tensors.items():
             content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             content.update(_bytes(value))
-        for value in self.images:
+        for value in (*self.images, *(() if self._probe is None else (self._probe,))):
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
             content.update(_bytes(value))
         strides = [self._observed.stride(need.names) for need in self._needs.values()]
@@ -298,6 +321,7 @@ class Calibration:
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
+        self._prepare(config)
         found = {}
         for group in (group for part in self._parts() for group in part):
             if sites is None or any(site.name in sites for site in group.sites):
@@ -324,23 +348,44 @@ class Calibration:
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
-        config = group.choices(config)
+        whole, config = config, group.choices(config)
         seen = self._observed.seen(self._needs[group.first.name].names)
-        fold = None
+        ordered = self._seen_in_order(whole)
+        looked_at = seen if ordered is None else ordered
+        fold: Fold = None
+        shared: UniformQuantizer | None = None
         if group.pair is not None and not self._unfolded(group.pair, config):
-            fold = self._fold(group.pair, seen, config)
+            ratio, beta, shared = self._shared(group.pair, looked_at, whole)
+            fold = ratio, beta
         tried = []
         for activation in self._activations(group.first, config):
             left, right = self._operands(group, seen, config, fold, activation)
-            search = config.search
-            key = (group.first.name, left.format, right.format, search, config.activation_bits if fold else None)
+            search, role = config.search, group.first.role
+            bits = config.activation_bits if fold else None
+            key = (group.first.name, left.format, right.format, search, bits, _order(whole))
             if key not in self._found:
                 if isinstance(search, ReleasedSearch):
-                    self._found[key] = released.search_product(group.first.role, left, right, search)
+                    self._found[key] = released.search_product(role, left, right, search)
+                elif isinstance(search, RangeSearch):
+                    operands = self._operands(group, looked_at, config, fold, activation)
+                    found = rivals.search_ranges(role, *operands, search, shared)
+                    self._found[key] = Found.judged(left, right, found.left, found.right)
+                elif isinstance(search, ScaleSearch):
+                    weights = self._error_weights(group, search) if search.metric == "hessian" else None
+                    parts = None if search.row_scales else self._linear_parts(group)
+                    self._found[key] = rivals.search_scales(role, left, right, search, weights, parts)
                 else:
                     self._found[key] = search_product(left, right, search)
-            tried.append(Searched(group.sites, left, right, self._found[key], fold))
+            tabled = (*key, config.tables)
+            if tabled not in self._found:
+                self._found[tabled] = with_table(left, right, self._found[key], config.tables)
+            tried.append(Searched(group.sites, left, right, self._found[tabled], fold))
         return max(tried, key=lambda searched: searched.found.sqnr)
+
+    def probe(self, gradient: Tensor) -> None:
+        """Weight errors by this gradient of a loss by the model's only output, (N, ...), in place of random ones."""
+        self._probe = gradient
+        self._found.clear()
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision.
@@ -355,6 +400,9 @@ class Calibration:
         rows = min(x[..., 0].numel() for x in read)  # a head may read one token an image of what the norm puts out
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
+        ranges = isinstance(config.search, RangeSearch) and config.search.share == "none"
+        if ranges or isinstance(config.search, ScaleSearch):
+            return "this method folds no norm"
         if isinstance(config.search, ReleasedSearch) and config.weight_bits != config.activation_bits:
             return "the released code does not where weights and activations have unequal bits"
         if not config.fold_head and pair.norm.name in self._head:
@@ -363,19 +411,25 @@ class Calibration:
             return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
         return ""
 
-    def _fold(self, pair: Pair, seen: Mapping[str, Tensor], config: Config) -> tuple[Tensor, Tensor]:
-        search, bits = config.search, config.activation_bits
-        key = ("fold", pair.norm.name, bits, search)
+    def _shared(
+        self, pair: Pair, seen: Mapping[str, Tensor], whole: Config
+    ) -> tuple[Tensor, Tensor, UniformQuantizer | None]:
+        """A pair's fold, and the quantizer that comes with it, if the method has one. whole: choices for all sites."""
+        search, bits = whole.search, whole.at(pair.sites).activation_bits
+        key = ("fold", pair.norm.name, bits, search, _order(whole))
         if key not in self._found:
             read = {site.left for site in self.sites if site.name in pair.sites}
             rows = [seen[name].flatten(0, -2) for name in sorted(read)]
             values = rows[0] if len(rows) == 1 else torch.cat(rows)
             if isinstance(search, ReleasedSearch):
-                self._found[key] = shared_scale(*released.search_channels(values, bits, search))
+                self._found[key] = *shared_scale(*released.search_channels(values, bits, search)), None
+            elif isinstance(search, RangeSearch):
+                self._found[key] = rivals.share_channels(values, bits, search)
             else:
-                self._found[key] = shared_scale(*search_channels(values, bits, search))
-        fold: tuple[Tensor, Tensor] = self._found[key]
-        return fold
+                assert isinstance(search, Search)
+                self._found[key] = *shared_scale(*search_channels(values, bits, search)), None
+        found: tuple[Tensor, Tensor, UniformQuantizer | None] = self._found[key]
+        return found
 
     def _activations(self, site: Site, config: Config) -> list[Format]:
         """The formats that the left operand of a site is tried in; the first of equally good ones wins.
@@ -420,6 +474,118 @@ class Calibration:
             x, weight = (x / ratio).sub_(beta), weight * ratio
         return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format(config.weight_bits, keep=(0,)))
 
+    # --- what rivals need beside the operands ---
+
+    def _prepare(self, config: Config) -> None:
+        """What all searches share, before they run side by side."""
+        search = config.search
+        self._seen_in_order(config)
+        if isinstance(search, ScaleSearch):
+            if search.metric == "hessian":
+                self._squared_gradients(search.probes, noise=search.released)
+            if not search.row_scales:
+                self._all_linear_parts()
+
+    def _squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
+        """By what every site, and every block, puts out."""
+        key = ("gradients", probes, noise)
+        if key not in self._found:
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
+            given = drawn if self._probe is None else [given_probe(self._probe)]
+            names = {site.node.name for site in self.sites} | {block.value_out for block in self._blocks}
+            self._found[key] = squared_gradients(self.program, self.images, names, given)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    def _error_weights(self, group: _Group, search: ScaleSearch) -> Tensor:
+        """In the shape of the group's product."""
+        gradients = self._squared_gradients(search.probes, noise=search.released)
+        names, site = self._needs[group.first.name].names, group.first
+        values = [self._observed.alike(site.left, names, gradients[member.node.name]) for member in group.sites]
+        if site.role == "linear":
+            return torch.cat([value.flatten(0, -2) for value in values], dim=-1)
+        if site.role == "conv":
+            groups = conv_geometry(site.node)[3]
+            rows = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in values[0])
+            return _conv_rows(rows, len(values[0]), _overlap(site, self.program.tensors[site.right]))
+        return values[0]
+
+    def _all_linear_parts(self) -> dict[str, Tensor]:
+        if "parts" not in self._found:
+            self._found["parts"] = find_parts(self.program, self.sites, take(self.images, [0, 1]))
+        found: dict[str, Tensor] = self._found["parts"]
+        return found
+
+    def _linear_parts(self, group: _Group) -> Tensor | None:
+        """Which rows of the group's weight are one part; None where each is one."""
+        if group.first.role != "linear":
+            return None
+        parts, count = [], 0
+        for site in group.sites:
+            parts.append(self._all_linear_parts()[site.name] + count)
+            count = int(parts[-1].max()) + 1
+        return torch.cat(parts)
+
+    def _seen_in_order(self, config: Config) -> dict[str, Tensor] | None:
+        """What operands are under these choices, all of them at once, where methods look behind what is quantized."""
+        if _order(config) is None:
+            return None
+        key = ("seen", config)
+        if key not in self._found:
+            self._found[key] = self._observe_in_order(config)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    @torch.no_grad()
+    def _observe_in_order(self, config: Config) -> dict[str, Tensor]:
+        """One forward in which each site's operands are quantized as they come.
+
+        Where a norm is to be folded, its channels still have quantizers of their own (RepQ-ViT).
+        """
+        seen = dict(self.program.tensors)
+        groups = {site.node.name: group for group in self._groups for site in group.sites}
+        outputs: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
+            group = groups.get(node.name)
+            if group is None:
+                return None
+            if node.name not in outputs:
+                site = group.first
+                seen[site.left] = args[0]
+                if site.role in ("qk", "av"):
+                    seen[site.right] = args[1]
+                outputs.update(self._quantized_outputs(group, config, seen))
+            return outputs.pop(node.name)
+
+        self.program.run(self.images, watch)
+        return seen
+
+    def _quantized_outputs(self, group: _Group, config: Config, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        choices = group.choices(config)
+        assert isinstance(choices.search, RangeSearch)
+        formats = self._activations(group.first, choices)
+        if group.pair is not None and not self._unfolded(group.pair, choices):
+            formats = [Format(choices.activation_bits, keep=(1,))]
+        tried = []
+        for activation in formats:
+            operands = self._operands(group, seen, choices, None, activation)
+            found = rivals.search_ranges(group.first.role, *operands, choices.search)
+            tried.append(with_table(*operands, found, choices.tables))
+        found = max(tried, key=lambda each: each.sqnr)
+        nodes = tuple(site.node for site in group.sites)
+        operand_names = dict.fromkeys(name for site in group.sites for name in (site.left, site.right))
+        inputs = tuple(name for name in operand_names if name not in self.program.tensors)
+        alone = Program(inputs, nodes, tuple(Ref(node.name) for node in nodes), self.program.tensors)
+        results = built(alone, [Placed(group.sites, found)]).run([seen[name] for name in inputs])
+        return {node.name: result for node, result in zip(nodes, results, strict=True)}
+
+
+def _order(config: Config) -> Config | None:
+    """All choices, where a site's values hang on those of the sites before it."""
+    return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
+
 
 def _bytes(value: Tensor) -> memoryview:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -446,16 +612,12 @@ def _conv_operands(
     batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
     x = x.reshape(batch, groups, channels // groups, height, width)
-    overlap = math.prod(kernel) // math.prod(stride)
 
     def rows(images: Tensor) -> Tensor:
-        parts = []
-        for index, image in enumerate(images):
-            patches = unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1))
-            step = coprime(max(1, min(overlap, batch * patches.shape[1] // 1024)), patches.shape[1])
-            parts.append(patches[:, index % step :: step])
-        result = torch.cat(parts, dim=1)
-        return result if groups > 1 else result[0]
+        patches = (
+            unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1)) for image in images
+        )
+        return _conv_rows(patches, batch, _overlap(site, weight))
 
     mask = None
     if any(padding) and activation.log2_base is not None:
@@ -466,6 +628,21 @@ def _conv_operands(
     if activation.is_uniform:
         activation = replace(activation, keep=(0,))
     return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, keep=(0, 1)))
+
+
+def _overlap(site: Site, weight: Tensor) -> int:
+    """In how many of a convolution's patches a value is."""
+    return weight.shape[2] * weight.shape[3] // math.prod(conv_geometry(site.node)[0])
+
+
+def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
+    """Every n-th of each image's rows, (groups, L, I), together: (groups, T, I), or (T, I) of one group."""
+    parts = []
+    for index, rows in enumerate(images):
+        step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])
+        parts.append(rows[:, index % step :: step])
+    result = torch.cat(parts, dim=1)
+    return result if len(result) > 1 else result[0]
 
 
 def _ledger_rows(sites: Sequence[Site], found: Found, program: Program) -> Iterator[LedgerRow]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ Beyond = Literal["saturate", "zero", "zero-coded"]
 Rounding = Literal["log", "nearest"]
 
 MIN_BITS, MAX_BITS = 2, 8
+WIDTHS = (8, 16)  # bits of the integers in a logarithmic quantizer's table
 FLOAT_BITS = 32  # of an operand that is not quantized
 _PART_ELEMENTS = 1 << 18
 _TABLE_BINS = 1 << 20
@@ -83,14 +84,42 @@ def table_step(bits: int) -> float:
     return 1 / (2 * (2**bits - 1))
 
 
+def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
+    """The largest headroom whose table fits in `width` bits; below zero where none does."""
+    return width - bits - 1 if table else width - 1
+
+
+def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
+    """The integer of each code, in units of `integer_unit`: int64, (2**bits,), the folded table of Eq. 10.
+
+    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it 2**headroom times the
+    exact power 2**(-k q / r), to the nearest.
+    """
+    if table:
+        shift, mantissa = log_tables(q, r, bits)
+        return (mantissa << headroom) >> shift.clamp(max=62)  # more is undefined
+    return torch.exp2(headroom - torch.arange(2**bits, dtype=torch.float64) * q / r).round().to(torch.int64)
+
+
+def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
+    """What one is worth in `integer_levels`, at scale 1."""
+    return (table_step(bits) if table else 1.0) * 2.0**-headroom
+
+
 @lru_cache(4096)
-def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True) -> Tensor:
+def log_levels(
+    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True, headroom: int | None = None
+) -> Tensor:
     """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
 
     table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
     2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
+    headroom: that of the integer table which stands for either; None where there is none.
     """
-    if table:
+    if headroom is not None:
+        integers = integer_levels(q, r, bits, headroom, table=table)
+        levels = integers.double() * integer_unit(bits, headroom, table=table)
+    elif table:
         shift, mantissa = log_tables(q, r, bits)
         levels = mantissa.double() * table_step(bits) * torch.exp2(-shift.double())
     else:
@@ -103,14 +132,21 @@ def log_levels(q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", tabl
 
 @lru_cache(4096)
 def log_thresholds(
-    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", rounding: Rounding = "nearest", table: bool = True
+    q: int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "zero-coded",
+    rounding: Rounding = "nearest",
+    table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Where x / scale leaves one code for the next, descending: float64, one fewer than the levels.
 
     A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
     ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
     """
-    levels = log_levels(q, r, bits, beyond=beyond, table=table)
+    levels = log_levels(q, r, bits, beyond=beyond, table=table, headroom=headroom)
     if rounding == "nearest":
         # Rounded mantissas can make neighbours equal: the first keeps the interval, the others get an empty one.
         distinct, first = levels.unique_consecutive(return_inverse=True)
@@ -119,35 +155,46 @@ def log_thresholds(
     return torch.exp2(-(torch.arange(len(levels) - 1, dtype=torch.float64) + 0.5) * q / r)
 
 
-def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many of the descending thresholds each x is at most: int32, exactly `torch.bucketize`, several times faster.
+class Bins:
+    """Counts how many of the descending thresholds a value is at most: exactly `torch.bucketize`, several times faster.
 
-    A float's leading bits index a table with the count for the bin they name; one comparison settles the rest, because
-    bins are made so narrow that none holds two different thresholds.
+    A float's leading bits name a bin. Bins are made so narrow that none holds two different thresholds: `counts` is of
+    those at or above a bin's upper edge, and one comparison with the one that may lie in it, `ends` (0: none), settles
+    the rest. lowest, highest: what values are brought between first; a NaN takes the last count. first: the number of
+    the first bin; drop: the bits that are not leading. More than `_TABLE_BINS` bins are not made: `fit` is false.
     """
-    limits = torch.finfo(x.dtype)
-    cuts = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16)  # on the input's grid, above subnormals
-    cuts, repeats = cuts.unique_consecutive(return_counts=True)
-    mantissa_bits, integer = (23, torch.int32) if x.dtype == torch.float32 else (52, torch.int64)
-    gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
-    drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
-    lowest, highest = cuts[-1] / 2, cuts[0] * 2
-    first, last = (int(edge.view(integer)) >> drop for edge in (lowest, highest))
-    if last - first > _TABLE_BINS:  # close cuts over many octaves, which no search finds
-        values = x.clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())
-        ascending = thresholds.to(x.dtype).clamp(min=limits.tiny * 2.0**16).flip(0).to(x.device)
-        return len(thresholds) - torch.searchsorted(ascending, values.contiguous(), out_int32=True)
-    upper_edges = ((torch.arange(first, last + 1, dtype=integer) + 1) << drop).view(x.dtype)
-    sure = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
-    passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0)]).to(torch.int32)
-    ends = torch.cat([cuts, cuts.new_zeros(1)]).to(x.device)  # nothing is below the last interval
 
-    values = x.reshape(-1).clamp(lowest.item(), highest.item()).nan_to_num_(lowest.item())  # a NaN takes the last code
-    count = sure.to(x.device).index_select(0, (values.view(integer) >> drop).sub_(first))
-    count.add_(values <= ends.index_select(0, count))
-    if len(cuts) < len(thresholds):
-        count = passed.to(x.device).index_select(0, count)
-    return count.view(x.shape)
+    def __init__(self, thresholds: Tensor, dtype: torch.dtype):
+        tiny = torch.finfo(dtype).tiny * 2.0**16
+        cuts = thresholds.to(dtype).clamp(min=tiny)  # on the input's grid, above subnormals
+        cuts, repeats = cuts.unique_consecutive(return_counts=True)
+        mantissa_bits, self.integer = (23, torch.int32) if dtype == torch.float32 else (52, torch.int64)
+        gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
+        self.drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
+        lowest, highest = cuts[-1] / 2, cuts[0] * 2
+        self.lowest, self.highest = lowest.item(), highest.item()
+        self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
+        self.fit = last - self.first <= _TABLE_BINS  # else close cuts over many octaves, which no search finds
+        if not self.fit:
+            return
+        numbers = torch.arange(self.first, last + 1, dtype=self.integer)
+        upper_edges = ((numbers + 1) << self.drop).view(dtype)
+        distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
+        passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
+        self.counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
+        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct]  # nothing is below the last interval
+
+
+def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
+    """How many of the descending thresholds each x is at most: int32."""
+    bins = Bins(thresholds, x.dtype)
+    values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
+    if not bins.fit:
+        ascending = thresholds.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny * 2.0**16).flip(0).to(x.device)
+        return (len(thresholds) - torch.searchsorted(ascending, values, out_int32=True)).view(x.shape)
+    number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
+    below = values <= bins.ends.to(x.device).index_select(0, number)
+    return bins.counts.to(x.device).reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
 
 
 def log_quantize(
@@ -160,6 +207,7 @@ def log_quantize(
     beyond: Beyond = "saturate",
     rounding: Rounding = "log",
     table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
 
@@ -175,19 +223,27 @@ def log_quantize(
         return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
 
     def nearest(values: Tensor, base: int) -> Tensor:
-        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table)
+        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table, headroom=headroom)
         return _count_not_below(values, thresholds)
 
     return _per_base(nearest, ratio, q).to(ratio.dtype)
 
 
 def log_dequantize(
-    code: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, *, beyond: Beyond = "saturate", table: bool = True
+    code: Tensor,
+    scale: Tensor,
+    q: Tensor | int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond = "saturate",
+    table: bool = True,
+    headroom: int | None = None,
 ) -> Tensor:
     """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
 
     def lookup(codes: Tensor, base: int) -> Tensor:
-        levels = log_levels(base, r, bits, beyond=beyond, table=table).to(scale)
+        levels = log_levels(base, r, bits, beyond=beyond, table=table, headroom=headroom).to(scale)
         return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     return _per_base(lookup, code, q) * scale
@@ -275,7 +331,8 @@ class LogQuantizer:
 
     scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
     x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
-    table: mantissas are quantized (Eq. 9).
+    table: mantissas are quantized (Eq. 9). width, headroom: of the table of integers that stands for the levels
+    (`integers`), of 8 or 16 bits; 0: there is none, and the levels are floats.
     """
 
     scale: Tensor
@@ -287,20 +344,46 @@ class LogQuantizer:
     table: bool = True
     offset: float = 0.0
     keeps_offset: bool = False
+    width: int = 0
+    headroom: int = 0
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
         if self.q < 1 or self.r < 1:
             raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
+        if not self.width:
+            return
+        if self.beyond == "zero":
+            raise ValueError(f"2**{self.bits} + 1 values are more than a table of integers has codes for")
+        most = most_headroom(self.bits, self.width, table=self.table)
+        if self.width not in WIDTHS or not 0 <= self.headroom <= most:
+            raise ValueError(
+                f"a table of {self.width} bits with a headroom of {self.headroom} does not hold {self.bits}-bit codes' "
+                f"levels: the width is one of {', '.join(map(str, WIDTHS))}, the headroom from 0 to {most}"
+            )
+
+    def integers(self) -> Tensor:
+        """The table: for each code an integer below 2**width, in units of `unit`. int64, (2**bits,), on the CPU."""
+        integers = integer_levels(self.q, self.r, self.bits, self.headroom, table=self.table)
+        if self.beyond == "zero-coded":
+            integers[-1] = 0
+        return integers
+
+    @property
+    def unit(self) -> Tensor:
+        """What one in the table is worth, in float64: of the scale's shape."""
+        return self.scale.double() * integer_unit(self.bits, self.headroom, table=self.table)
 
     def quantize(self, x: Tensor) -> Tensor:
         lifted = _wide(x) + self.offset if self.offset else x
-        return log_quantize(
-            lifted, self.scale, self.q, self.r, self.bits, beyond=self.beyond, rounding=self.rounding, table=self.table
-        )
+        return log_quantize(lifted, self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._levels)
+
+    @property
+    def _levels(self) -> dict[str, Any]:
+        return {"beyond": self.beyond, "table": self.table, "headroom": self.headroom if self.width else None}
 
     def dequantize(self, code: Tensor) -> Tensor:
-        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, beyond=self.beyond, table=self.table)
+        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, **self._levels)
         return value.sub_(self.offset) if self.offset and not self.keeps_offset else value
 
     def fake_quantize(self, x: Tensor) -> Tensor:
@@ -342,4 +425,46 @@ class TwinUniformQuantizer:
         return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
 
 
-Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer
+@dataclass(frozen=True)
+class SplitUniformQuantizer:
+    """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
+
+    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the finer one's end, and
+    h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
+    sums: each value is the sum of what both make of x, as in the released code: the large overshoot by the split.
+    """
+
+    scale: Tensor
+    coarse_scale: Tensor
+    bits: int
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+
+    @property
+    def split(self) -> Tensor:
+        return self.scale * (symmetric_zero_point(self.bits) - 1)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        half, x = symmetric_zero_point(self.bits), _wide(x)
+        fine = torch.div(x, self.scale).round_().clamp_(0, half - 1)
+        coarse = torch.div(x, self.coarse_scale).round_().clamp_(0, half - 1).add_(half)
+        return torch.where(x < self.split, fine, coarse)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        half, code = symmetric_zero_point(self.bits), code.to(self.scale.dtype)
+        fine, coarse = code * self.scale, (code - half) * self.coarse_scale
+        if self.sums:
+            fine = fine + torch.div(self.split, self.coarse_scale).round() * self.coarse_scale
+            coarse = coarse + self.split
+        return torch.where(code < half, fine, coarse)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return self.dequantize(self.quantize(x)).to(x.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
+        return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)
+
+
+Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer | SplitUniformQuantizer

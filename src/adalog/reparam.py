@@ -4,16 +4,17 @@ from torch import Tensor
 from torch.nn.functional import unfold
 
 
-def shared_scale(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+def shared_scale(scale: Tensor, zero_point: Tensor, *, rounds: bool = True) -> tuple[Tensor, Tensor]:
     """(r, beta), each (C,): x / r - beta quantizes per tensor exactly as x quantizes per channel (from RepQ-ViT).
 
     scale, zero_point: (C,), of per-channel quantizers. The shared one has s = mean(scale) and z = mean(zero_point),
-    rounded before it is used (RepQ-ViT does not round): x / r - beta = s (x / scale + zero_point - z).
+    rounded before it is used (`rounds`; RepQ-ViT does not round): x / r - beta = s (x / scale + zero_point - z).
     """
     mean = scale.mean()
     floor = mean * 1e-4  # a channel that never moves would otherwise blow its weights' column up or down without bound
     ratio = scale.clamp(min=floor) / mean
-    return ratio, mean * (zero_point.mean().round() - zero_point)
+    shared = zero_point.mean()
+    return ratio, mean * ((shared.round() if rounds else shared) - zero_point)
 
 
 def fold_norm(weight: Tensor, bias: Tensor, ratio: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """What the command line says, as text and tables; printing it is the command line's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -57,6 +57,25 @@ def census_lines(told: Mapping[str, Any]) -> str:
         f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
     )
     return "\n".join([counts, *float_lines(told["refusals"], told["float_ops"])])
+
+
+def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Methods with their sources, and what they choose otherwise."""
+    table = Table(title="Methods; choices that are not named are the defaults")
+    for column in ("method", "source", "choices"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        chosen = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
+        table.add_row(row["name"], escape(row["source"]), escape(chosen))
+    return table
+
+
+def _choice(value: Any) -> str:
+    """A choice as text: of a search its kind, and what it chooses otherwise in brackets."""
+    if not isinstance(value, dict):
+        return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    inner = ", ".join(f"{name} = {_choice(item)}" for name, item in value.items() if name != "kind")
+    return f"{value['kind']} ({inner})" if inner else str(value["kind"])
 
 
 def parts_line(parts: Mapping[str, int]) -> str:

@@ -241,6 +241,44 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     return pairs
 
 
+def find_parts(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
+    """For every linear by name, (O,), the part that each channel of its output belongs to, counted from 0.
+
+    Channels of one part are read, after moves, by the same operations: so the queries, keys and values of one linear
+    are three parts. example: inputs to run the program on once.
+    """
+    linears = {site.node.name: site for site in sites if site.role == "linear"}
+    numbers: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, int):
+            numbers[node.name] = result
+        elif node.name in linears:
+            shapes[node.name] = tuple(result.shape)
+
+    program.run(example, watch)
+    readers = program.consumers()
+    parts = {}
+    for name, site in linears.items():
+        channels = torch.arange(shapes[name][-1])
+        front: list[tuple[str, Any]] = [(name, channels.expand(shapes[name]))]
+        read_by: list[list[int]] = [[] for _ in channels]
+        leaf = 0
+        for value, probe in front:  # which grows
+            for reader in readers.get(value, []):
+                if reader.op in _MOVES:
+                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, value: probe}), **reader.kwargs)
+                    front.append((reader.name, moved))
+                elif reader.op not in _SHAPE_READERS:
+                    for channel in probe.unique().tolist():
+                        read_by[channel].append(leaf)
+                    leaf += 1
+        seen: dict[tuple[int, ...], int] = {}
+        parts[site.name] = torch.tensor([seen.setdefault(tuple(leaves), len(seen)) for leaves in read_by])
+    return parts
+
+
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
     """How much of what there is, as JSON.
 

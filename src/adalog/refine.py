@@ -1,0 +1,255 @@
+"""What is done to scales beyond single products: judged by a block's output, or by the model's.
+
+- Blockwise (APQ-ViT): of a block's output B and its error e, the loss is the sum of H e^2 over the largest such values
+  alone, H being the mean squared gradient of the model's loss by B. The smallest share of them is eliminated. One scale
+  after another is multiplied by what lowers the loss most.
+- Evolution (Evol-Q): of outputs o_i of the quantized and f_j of the float model, normalised to length 1, the loss is
+  InfoNCE, the mean over images i of -log(exp(o_i f_i / t) / sum_j exp(o_i f_j / t)). Scales s of a block become
+  |s + u|, u uniform in [-radius, radius].
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from adalog.build import Placed, built
+from adalog.config import BlockRefinement, Evolution, Refinement
+from adalog.program import Node, Program, Ref, leaves_of, map_refs
+from adalog.quantizers import MAX_BITS, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.sites import Block, find_blocks
+
+Quantizers = list[Quantizer | None]
+
+
+def refined(
+    program: Program,
+    images: Sequence[Tensor],
+    placed: Sequence[Placed],
+    choices: Refinement,
+    gradients: Mapping[str, Tensor],
+    seed: int,
+) -> list[Placed]:
+    """What was found for a float program, with other scales. gradients: squared, by each block's output (blockwise)."""
+    if isinstance(choices, Evolution):
+        return _evolved(program, images, placed, choices, torch.Generator().manual_seed(seed))
+    return _refined_blocks(program, images, placed, choices, gradients)
+
+
+# --- evolution -------------------------------------------------------------------------------------------------------
+
+
+def _evolved(
+    program: Program,
+    images: Sequence[Tensor],
+    placed: Sequence[Placed],
+    choices: Evolution,
+    generator: torch.Generator,
+) -> list[Placed]:
+    """Blocks from the last to the first, in each pass; a block's individuals are the scales of its weights."""
+    wanted = _first_output(program.run(images))
+    current = list(placed)
+    for _ in range(choices.passes):
+        for block in reversed(find_blocks(program)):
+            weights = {
+                index: each.found.right
+                for index, each in enumerate(current)
+                if each.sites[0].node.name in block.nodes and each.sites[0].role in ("linear", "conv")
+            }
+            start = {index: each for index, each in weights.items() if isinstance(each, UniformQuantizer)}
+            if not start:
+                continue
+            put = partial(_with_weights, current, list(start))
+
+            def loss(quantizers: list[UniformQuantizer], put: Callable[..., list[Placed]] = put) -> float:
+                outputs = _first_output(built(program, put(quantizers)).run(images))
+                return info_nce(outputs, wanted, choices.temperature)
+
+            current = put(evolve(loss, list(start.values()), choices, generator))
+    return current
+
+
+def _with_weights(
+    placed: Sequence[Placed], indices: Sequence[int], quantizers: Sequence[UniformQuantizer]
+) -> list[Placed]:
+    changed = list(placed)
+    for index, quantizer in zip(indices, quantizers, strict=True):
+        if quantizer is not changed[index].found.right:
+            changed[index] = replace(changed[index], found=replace(changed[index].found, right=quantizer))
+    return changed
+
+
+def _first_output(output: Any) -> Tensor:
+    """The first floating tensor of a model's outputs."""
+    return next(leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def evolve(
+    loss: Callable[[list[UniformQuantizer]], float],
+    start: list[UniformQuantizer],
+    choices: Evolution,
+    generator: torch.Generator,
+) -> list[UniformQuantizer]:
+    """The best of a population that starts as copies of one individual, after so many cycles.
+
+    Each cycle draws samples with replacement, mutates the best of them, and drops the worst of all.
+    """
+    population = [(loss(start), start)] * choices.population
+    for _ in range(choices.cycles):
+        drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
+        parent = population[min(drawn)][1]  # they are in order, the best first
+        child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
+        population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
+    return population[0][1]
+
+
+def mutated(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
+    """With every scale moved by at most the radius, and never zero."""
+    if radius is None:
+        radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
+    moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    scale = (quantizer.scale + radius * moves.to(quantizer.scale)).abs()
+    return replace(quantizer, scale=scale.clamp(min=2.0**-94))
+
+
+def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
+    """How well each output, (N, ...), tells its own wanted one from those of the other images."""
+    similar = normalize(outputs.flatten(1), dim=1) @ normalize(wanted.flatten(1), dim=1).T
+    return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))
+
+
+# --- blockwise -------------------------------------------------------------------------------------------------------
+
+
+def _refined_blocks(
+    program: Program,
+    images: Sequence[Tensor],
+    placed: Sequence[Placed],
+    choices: BlockRefinement,
+    gradients: Mapping[str, Tensor],
+) -> list[Placed]:
+    """Each block by itself, on what the float network gives it, with those of its sites that no norm was folded for."""
+    current = list(placed)
+    blocks = find_blocks(program)
+    inputs, numbers = _block_inputs(program, images, blocks)
+    for block in blocks:
+        indices = [
+            index
+            for index, each in enumerate(current)
+            if {site.node.name for site in each.sites} <= set(block.nodes) and each.fold is None
+        ]
+        if not indices or block.value_out not in gradients:
+            continue
+        alone = _alone(program, block, numbers)
+        given = [*images, *([] if block.value_in in program.inputs else [inputs[block.value_in]])]
+        wanted = alone.run(given)
+        start: Quantizers = [side for index in indices for side in _sides(current[index])]
+        # Whatever attention is found to weigh most is to stay as it is.
+        fixed = [stays for index in indices for stays in (False, current[index].sites[0].left_source.kind == "softmax")]
+        put = partial(_with_sides, [current[index] for index in indices])
+
+        def loss(
+            quantizers: Quantizers,
+            put: Callable[..., list[Placed]] = put,
+            alone: Program = alone,
+            given: Sequence[Tensor] = given,
+            wanted: Tensor = wanted,
+            weights: Tensor = gradients[block.value_out],
+        ) -> float:
+            error = built(alone, put(quantizers)).run(given) - wanted
+            return largest_errors(error, weights, choices.eliminated)
+
+        for index, each in zip(indices, put(refine_block(loss, start, choices, fixed)), strict=True):
+            current[index] = each
+    return current
+
+
+def _sides(placed: Placed) -> Quantizers:
+    return [placed.found.right, placed.found.left]
+
+
+def _with_sides(placed: Sequence[Placed], quantizers: Quantizers) -> list[Placed]:
+    changed = []
+    for each, right, left in zip(placed, quantizers[::2], quantizers[1::2], strict=True):
+        same = right is each.found.right and left is each.found.left
+        changed.append(each if same else replace(each, found=replace(each.found, left=left, right=right)))
+    return changed
+
+
+def _block_inputs(
+    program: Program, images: Sequence[Tensor], blocks: Sequence[Block]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What each block is given in the float network, and all sizes in it."""
+    names = {block.value_in for block in blocks}
+    inputs: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if isinstance(result, int):
+            numbers[node.name] = result
+        elif node.name in names:
+            inputs[node.name] = result
+
+    program.run(images, watch)
+    return inputs, numbers
+
+
+def _alone(program: Program, block: Block, numbers: Mapping[str, int]) -> Program:
+    """A block by itself: it takes the program's inputs and, behind them, the value it starts from. Sizes are fixed."""
+
+    def fix(ref: Ref) -> Any:
+        return numbers.get(ref.name, ref)
+
+    nodes = tuple(
+        replace(
+            node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
+        )
+        for node in program.nodes
+        if node.name != block.value_in
+    )
+    inputs = program.inputs if block.value_in in program.inputs else (*program.inputs, block.value_in)
+    return replace(program, inputs=inputs, nodes=nodes, output=Ref(block.value_out)).pruned()
+
+
+def refine_block(
+    loss: Callable[[Quantizers], float], start: Quantizers, choices: BlockRefinement, fixed: Sequence[bool]
+) -> Quantizers:
+    """The quantizers with scales multiplied, one quantizer after another, as far as the loss falls.
+
+    fixed: which of them stay as they are.
+    """
+    low, high = choices.span
+    factors = torch.linspace(low, high, choices.candidates, dtype=torch.float64).tolist()
+    best, least = list(start), loss(start)
+    for _ in range(choices.rounds):
+        for index, stays in enumerate(fixed):
+            quantizer = best[index]
+            if stays or quantizer is None:
+                continue
+            for factor in factors:
+                tried = list(best)
+                tried[index] = scaled(quantizer, factor)
+                found = loss(tried)
+                if found < least:
+                    best, least = tried, found
+    return best
+
+
+def scaled(quantizer: Quantizer, factor: float) -> Quantizer:
+    """With a scale that is so many times as large; of a twin quantizer both."""
+    if isinstance(quantizer, TwinUniformQuantizer):
+        return quantizer.map(lambda scale: scale * factor)
+    return replace(quantizer, scale=quantizer.scale * factor)
+
+
+def largest_errors(error: Tensor, weights: Tensor, eliminated: float) -> float:
+    """The sum of weights * error^2 over the largest such values; `eliminated`: the share of the smallest ones."""
+    weighted = (error.square() * weights).flatten()
+    kept = weighted.numel() - int(eliminated * weighted.numel())
+    if kept < weighted.numel():
+        weighted = weighted.topk(kept, sorted=False).values
+    return float(weighted.sum(dtype=torch.float64))

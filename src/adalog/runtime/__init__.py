@@ -1,0 +1,146 @@
+"""Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.model import QuantizedModel
+from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.runtime import reference, torch_int
+from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
+
+Executor = Literal["reference", "torch"]
+EXECUTORS = get_args(Executor)
+_ROOMS = {"reference": reference, "torch": torch_int}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one site did with some inputs.
+
+    left, right: codes, uint8 (right: of the weight, where it is stored); accumulators: int64, for each pair of parts;
+    bias: what was added, if anything; output: as the model goes on with it.
+    """
+
+    site: Site
+    left: Tensor
+    right: Tensor
+    accumulators: tuple[Tensor, ...]
+    bias: Tensor | None
+    output: Tensor
+
+
+class Compiled(nn.Module):
+    """A quantized model that runs in integers: its inputs and outputs, moved and cast as it is.
+
+    sites: what runs in integers, by name; all other operations run as they do in the model, in float.
+    Raises ArtifactError for a model that has no integers: see `reference.plan`.
+    """
+
+    def __init__(self, model: QuantizedModel, executor: str):
+        super().__init__()
+        if executor not in _ROOMS:
+            raise ValueError(f"executor = {executor!r} is none of {', '.join(EXECUTORS)}")
+        if not model.example:
+            raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
+        self.model = model
+        self.executor = executor
+        self.eval()
+        self._compile()
+
+    def _compile(self) -> None:
+        try:
+            self._plan()
+        except AdalogError:
+            raise
+        except Exception as cause:  # whatever a strange program, which runs in float, makes of the search for its sites
+            raise ArtifactError(f"the program has no integers: {one_line(cause)}") from cause
+
+    def _plan(self) -> None:
+        planned = reference.plan(self.model.program, self.model.example)
+        self.sites = {site.name: site for site in planned}
+        self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
+        self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's positional inputs and outputs. Raises as the model does."""
+        self.model.check(inputs)
+        program, steps = self._fused
+        return program.run(inputs, None, steps)
+
+    @torch.no_grad()
+    def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
+        """What every quantizer of a product in integers makes of its operand, by the quantizer's name: uint8."""
+        self.model.check(inputs)
+        program, steps = self._apart
+        found: dict[str, Tensor] = {}
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.op == ENCODE:
+                found[node.name.rpartition("#")[0]] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
+
+        program.run(inputs, watch, steps)
+        return found
+
+    @torch.no_grad()
+    def trace(self, name: str, *inputs: Tensor) -> Trace:
+        """What the site of this name does with these inputs. Raises ValueError where there is none."""
+        if name not in self.sites:
+            raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
+        self.model.check(inputs)
+        site, (program, steps) = self.sites[name], self._apart
+        made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
+        codes: dict[str, Tensor] = {}
+        found: list[Trace] = []
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+            if node.name in made:
+                codes[node.name] = steps[node.name].quantizer.quantize(args[0]).to(torch.uint8)
+            elif node.name == site.node.name:
+                sums = steps[node.name].accumulate(*args[:2])
+                right = codes[node.args[1].name] if site.weight is None else site.weight
+                found.append(Trace(site, codes[node.args[0].name], right, tuple(sums), args[2], result))
+
+        program.run(inputs, watch, steps)
+        return found[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._compile()
+        return self
+
+
+def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Program, dict[str, Any]]:
+    """The program with the planned sites in integers, and what their nodes do, by name.
+
+    A quantizer of several sites encodes once for all that take the same; it stays where something float reads it too.
+    """
+    sites = {site.node.name: site for site in planned}
+    fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
+    steps: dict[str, Any] = {}
+    nodes: list[Node] = []
+
+    def encoded(arg: Ref, quantizer: Whole, site: Site) -> Ref:
+        fake = fakes[arg.name]
+        name = f"{fake.name}#{room.Encoder.key(site)}"
+        if name not in steps:
+            steps[name] = room.Encoder(quantizer, site)
+            nodes.append(Node(name, ENCODE, fake.args[:1], scope=fake.scope))
+        return Ref(name)
+
+    for node in program.nodes:
+        site = sites.get(node.name)
+        if site is None:
+            nodes.append(node)
+            continue
+        left, right, *rest = node.args
+        left = encoded(left, site.left, site)
+        right = encoded(right, site.right, site) if site.weight is None else None
+        bias = rest[0] if rest and site.weight is not None else None
+        steps[node.name] = room.Product(site)
+        nodes.append(Node(node.name, PRODUCT, (left, right, bias), scope=node.scope))
+    return replace(program, nodes=tuple(nodes)).pruned(), steps

@@ -1,0 +1,66 @@
+"""What one site computes, as files: the golden model of a hardware implementation (docs/integer.md)."""
+
+import json
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adalog.artifact import encode_quantizer
+from adalog.quantizers import UniformQuantizer
+from adalog.runtime import Compiled
+from adalog.runtime.reference import integers, units
+
+FORMAT = 1
+
+
+def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
+    """Files by name: codes of both operands, what each code stands for, accumulators, scales, bias and output as .npy,
+    and site.json, which describes them. Raises ValueError for a site that the model does not run in integers."""
+    trace = model.trace(name, *inputs)
+    site = trace.site
+    values: dict[str, Tensor] = {"left_codes": trace.left, "right_codes": trace.right, "output": trace.output}
+    sides: dict[str, Any] = {}
+    for side, quantizer in (("left", site.left), ("right", site.right)):
+        told = encode_quantizer(quantizer)
+        parts = len(units(quantizer))
+        if isinstance(quantizer, UniformQuantizer):
+            values[f"{side}_zero_point"] = quantizer.zero_point.to(torch.int64)
+        else:
+            codes = torch.arange(2**quantizer.bits)
+            for index, table in enumerate(integers(quantizer, codes)):
+                values[f"{side}_table_{index}"] = table
+        for index, unit in enumerate(units(quantizer)):
+            values[f"{side}_unit_{index}"] = unit
+        long = ("scale", "zero_point", "negative_scale")  # which are files
+        kept = {key: value for key, value in told.items() if key not in long}
+        sides[side] = {**kept, "parts": parts}
+    for index, (sums, scale) in enumerate(zip(trace.accumulators, site.scales, strict=True)):
+        values |= {f"accumulators_{index}": sums, f"scale_{index}": scale}
+    if trace.bias is not None:
+        values["bias"] = trace.bias
+    arrays = {key: value.detach().cpu().contiguous().numpy() for key, value in values.items()}
+    geometry = None
+    if site.geometry is not None:
+        geometry = dict(zip(("stride", "padding", "dilation", "groups"), site.geometry, strict=True))
+    description = {
+        "format": FORMAT,
+        "site": name,
+        "operation": site.node.op.removeprefix("aten.").split(".")[0],
+        "convolution": geometry,
+        **sides,
+        "terms": site.terms,
+        "bounds": list(site.bounds),
+        "accumulator_bits": site.bits,
+        "files": {key: {"type": str(value.dtype), "shape": list(value.shape)} for key, value in arrays.items()},
+    }
+    files = {f"{key}.npy": _npy(value) for key, value in arrays.items()}
+    return {**files, "site.json": f"{json.dumps(description, indent=1)}\n".encode()}
+
+
+def _npy(value: np.ndarray[Any, Any]) -> bytes:
+    content = BytesIO()
+    np.save(content, value, allow_pickle=False)
+    return content.getvalue()

@@ -1,0 +1,158 @@
+"""Squared gradients against Jacobians, and the probes against the Hessians they stand for."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from adalog.capture import capture
+from adalog.errors import CalibrationError
+from adalog.gradients import BATCH, given_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.sites import find_sites
+from strategies import normal
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * 3
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    model, images = Network().double().eval(), normal(2 * BATCH + 3, 3)
+    program = capture(model, (images,))
+    names = {site.name: site.node.name for site in find_sites(program)}
+    return model, images, program, names
+
+
+def scaled(value):
+    return value / value.mean()
+
+
+def test_squares_of_a_given_gradient(network):
+    model, images, program, names = network
+    gradient = normal(len(images), 4, seed=1)
+    found = squared_gradients(program, (images,), names.values(), [given_probe(gradient)])
+    hidden = model.first(images).detach()
+    at_second = gradient * 3
+    at_first = (at_second @ model.second.weight.detach()) * (1 - hidden.tanh().square())
+    torch.testing.assert_close(found[names["second"]], scaled(at_second.square()))
+    torch.testing.assert_close(found[names["first"]], scaled(at_first.square()))
+
+
+def test_several_probes_are_averaged(network):
+    _, images, program, names = network
+    gradients = [normal(len(images), 4, seed=seed) for seed in (1, 2, 3)]
+    each = [given_probe(gradient) for gradient in gradients]
+    name = names["second"]
+    together = squared_gradients(program, (images,), [name], each)[name]
+    torch.testing.assert_close(together, scaled(sum(gradient.square() for gradient in gradients)))
+
+
+def test_the_program_is_not_changed(network):
+    _, images, program, names = network
+    with torch.no_grad():
+        squared_gradients(program, (images,), names.values(), [hessian_probe(torch.Generator())])
+    assert not any(value.grad is not None for value in program.tensors.values())
+    assert not images.requires_grad
+
+
+def test_probes_have_the_hessian_of_the_divergence():
+    """All signs e there are: the mean of g g^T is diag(p) - p p^T, the Hessian of KL(p || softmax(y)) at p."""
+    y = normal(1, 4) * 2
+    p = y.softmax(-1)[0]
+    hessian = torch.autograd.functional.hessian(lambda z: (p * (p.log() - z.log_softmax(-1))).sum(), y[0])
+    torch.testing.assert_close(hessian, p.diag() - p[:, None] * p)
+    signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=4)), dtype=torch.float64)
+    probes = p.sqrt() * signs - p * (signs @ p.sqrt())[:, None]
+    torch.testing.assert_close(probes.T @ probes / len(probes), hessian)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat([hessian_probe(generator)([y], slice(0, 1))[0] for _ in range(60)])
+    nearest = (drawn[:, None] - probes).abs().amax(-1).min(1)
+    assert float(nearest.values.max()) < 1e-12
+    assert len(nearest.indices.unique()) > 10
+
+
+def test_noise_is_what_the_gradient_of_a_perturbed_divergence_is():
+    """softmax(y + d) - p = (diag(p) - p p^T) d to first order."""
+    y = normal(3, 5)
+    p = y.softmax(-1)
+    found = noise_probe(torch.Generator().manual_seed(4))([y], slice(0, 3))[0]
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).double() * 1e-6
+    torch.testing.assert_close(found * 1e-6, (y + noise).softmax(-1) - p, rtol=1e-3, atol=1e-10)
+
+
+@pytest.mark.parametrize("probe", [hessian_probe, noise_probe])
+def test_other_outputs_have_plain_probes(probe):
+    outputs = [normal(2, 3, 4), normal(2, 4)]
+    drawn = probe(torch.Generator().manual_seed(0))(outputs, slice(0, 2))
+    assert [value.shape for value in drawn] == [value.shape for value in outputs]
+    if probe is hessian_probe:
+        assert all(set(value.flatten().tolist()) == {-1.0, 1.0} for value in drawn)
+
+
+class Chosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 4), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.used(x), self.unused(x).argmax(-1)
+
+
+def test_what_no_gradient_reaches_has_zeros():
+    program = capture(Chosen().eval(), (torch.randn(5, 3),))
+    names = {site.name: site.node.name for site in find_sites(program)}
+    probes = [hessian_probe(torch.Generator())]
+    found = squared_gradients(program, (torch.randn(5, 3),), names.values(), probes)
+    assert not found[names["unused"]].any()
+    assert float(found[names["used"]].mean()) == pytest.approx(1)
+
+
+class Turned(nn.Module):
+    """Images second, or their tokens one after the other with the images within."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.first, self.second, self.within = nn.Linear(3, 4), nn.Linear(4, 2), within
+
+    def forward(self, x):
+        turned = x.transpose(0, 1)
+        turned = turned.reshape(-1, 3) if self.within else turned
+        y = torch.tanh(self.first(turned)).reshape(x.shape[1], x.shape[0], 4)
+        return self.second(y).transpose(0, 1).sum(1)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_images_may_lie_along_any_dimension(within):
+    torch.manual_seed(0)
+    model, images = Turned(within).eval(), torch.randn(2 * BATCH + 1, 5, 3)
+    program = capture(model, (images,))
+    gradient = torch.randn(len(images), 2)
+    names = {site.name: site.node.name for site in find_sites(program)}
+    found = squared_gradients(program, (images,), names.values(), [given_probe(gradient)])
+    hidden = torch.tanh(model.first(images.transpose(0, 1))).detach()
+    at_first = (gradient @ model.second.weight.detach()) * (1 - hidden.square())
+    torch.testing.assert_close(found[names["first"]].view(5, -1, 4), scaled(at_first.square()))
+    torch.testing.assert_close(found[names["second"]], scaled(gradient.square().expand(5, -1, -1)))
+
+
+class Answer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.linear(x).argmax(-1)
+
+
+def test_a_model_without_gradients_is_refused():
+    program = capture(Answer().eval(), (torch.randn(2, 3),))
+    with pytest.raises(CalibrationError, match="puts out nothing that has a gradient"):
+        squared_gradients(program, (torch.randn(2, 3),), [], [hessian_probe(torch.Generator())])

@@ -1,0 +1,662 @@
+"""The rivals' searches against slow oracles, written from the papers, one group at a time in float64; whole models."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu
+
+import zoo
+from adalog import Calibration, Config, rivals
+from adalog.artifact import deserialise, serialise
+from adalog.calibrate import Format, Operand
+from adalog.capture import capture
+from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.errors import ArtifactError
+from adalog.quantizers import FLOAT_BITS, SplitUniformQuantizer, TwinUniformQuantizer
+from adalog.reparam import fold_linear, fold_norm
+from adalog.rivals import search_ranges, search_scales
+from adalog.sites import find_parts, find_sites
+from strategies import normal
+
+RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def rounded(value):
+    """Halves to even."""
+    return value.round()
+
+
+def asymmetric(x, low, high, bits):
+    low, high, top = min(low, 0.0), max(high, 0.0), 2**bits - 1
+    s = (high - low) / top
+    z = min(max(round(-low / s), 0), top)
+    return s, z, s * ((rounded(x / s) + z).clamp(0, top) - z)
+
+
+def symmetric(x, s, bits):
+    h = 2 ** (bits - 1)
+    return s * rounded(x / s).clamp(-h, h - 1)
+
+
+def percentile(values, share):
+    ordered = sorted(values.flatten().tolist())
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def range_of(x, bits, shares):
+    """(s, z) of the share whose mean squared error is least, the first of equal ones."""
+    best = None
+    for share in shares:
+        s, z, hat = asymmetric(x, percentile(x, 1 - share), percentile(x, share), bits)
+        error = float((x - hat).square().mean())
+        if best is None or error < best[0]:
+            best = error, s, z
+    return best[1:]
+
+
+def close(found, expected):
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+# --- ranges ----------------------------------------------------------------------------------------------------------
+
+SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ranges_of_a_linear(shares, bits):
+    x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
+    search = RangeSearch(percentiles=shares)
+    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,))), search)
+    s, z = range_of(x, bits, shares)
+    close(found.left.scale, [s])
+    close(found.left.zero_point, [z])
+    rows = [range_of(row, bits, shares) for row in weight]
+    close(found.right.scale, [s for s, _ in rows])
+    close(found.right.zero_point, [z for _, z in rows])
+    assert found.right.scale.shape == (5, 1)
+
+
+def test_the_shares_of_groups_are_their_own():
+    """Outliers are clipped where they cost more than they are worth, in one channel and not in the other."""
+    x = torch.stack([normal(2000), torch.cat([normal(1990, seed=1) / 50, torch.full((10,), 2.0)])], dim=1)
+    search = RangeSearch(percentiles=(1.0, 0.99))
+    operand = Operand(x, Format(3, keep=(1,)))
+    found = rivals.own_range(operand, search)
+    each = [range_of(x[:, channel], 3, search.percentiles) for channel in range(2)]
+    close(found.scale, [s for s, _ in each])
+    whole = rivals.own_range(operand, RangeSearch())
+    assert (found.scale < whole.scale).flatten().tolist() == [True, False]
+
+
+def test_values_of_one_sign_have_ranges_that_hold_zero():
+    found = rivals.own_range(Operand(normal(50).abs() + 3, Format(4)), RangeSearch())
+    assert float(found.zero_point) == 0
+    assert float(found.quantize(torch.zeros(1, dtype=torch.float64))) == 0
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_symmetric_weights(bits):
+    """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
+    x, weight = normal(20, 8), normal(3, 8, seed=1)
+    search = RangeSearch(symmetric_weights=True)
+    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,))), search)
+    h = 2 ** (bits - 1)
+    close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
+    assert set(found.right.zero_point.flatten().tolist()) == {h}
+    s, z = range_of(x, bits, (1.0,))  # the other operand, and attention, are not symmetric
+    close(found.left.scale, [s])
+    close(found.left.zero_point, [z])
+    attention = search_ranges("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits)), search)
+    s, z = range_of(weight, bits, (1.0,))
+    close(attention.right.scale, [s])
+    close(attention.right.zero_point, [z])
+
+
+def test_logarithms_scale_is_the_upper_end():
+    """RepQ-ViT's log-sqrt2 among percentiles; FQ-ViT's log2 with the scale 1."""
+    scores = (normal(2, 40, 40) * 3).softmax(-1)
+    value = normal(2, 6, 40, seed=1)
+    right = Operand(value, Format(4))
+    choices = replace(Config.preset("w4a4", "repq-vit"), beyond="zero")
+    form = Format.power_law("log-sqrt2", 4, choices, 0.0)
+    shares = (0.999, 0.99, 0.9)
+    found = search_ranges("av", Operand(scores, form), right, RangeSearch(percentiles=shares))
+    best = None
+    for share in shares:
+        s = percentile(scores, share)
+        code = rounded(-2 * (scores / s).log2())
+        hat = torch.where(code > 15, 0.0, s * 2.0 ** (-code.clamp(0, 15) / 2))
+        error = float((hat - scores).square().mean())
+        best = (error, s) if best is None or error < best[0] else best
+    close(found.left.scale, [best[1]])
+    assert (found.left.q, found.left.r, found.left.table) == (1, 2, False)
+    log2 = replace(form, log2_base=(1, 1))
+    unit = search_ranges("av", Operand(scores * 0.7, log2), right, RangeSearch(unit_softmax=True))
+    assert float(unit.left.scale) == 1
+
+
+def test_long_rows_have_the_same_percentiles(monkeypatch):
+    x = normal(3, 101)
+    expected = [[percentile(row, share) for row in x] for share in (0.0, 0.013, 0.5, 0.99, 1.0)]
+    for limit in (1 << 24, 150, 50):
+        monkeypatch.setattr(rivals, "_QUANTILE_LIMIT", limit)
+        for found, values in zip(rivals.quantiles(x, (0.0, 0.013, 0.5, 0.99, 1.0)), expected, strict=True):
+            close(found, values)
+        assert torch.equal(torch.stack(rivals.quantiles(x, (1.0, 0.0))), torch.stack([x.amax(1), x.amin(1)]))
+
+
+# --- folds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_channels_share_the_mean_scale(rounds):
+    """RepQ-ViT, Eqs. 6-9: s' and z' are means, r = s / s', beta = s' (z' - z); the channels' codes are kept."""
+    x = normal(64, 6) * torch.tensor([1.0, 2, 3, 0.5, 1, 4]) + torch.tensor([0.0, 1, -1, 0, 2, -3])
+    search = RangeSearch(percentiles=(0.99, 0.9), share="mean", round_zero_point=rounds)
+    ratio, beta, shared = rivals.share_channels(x, 4, search)
+    each = [range_of(x[:, channel], 4, search.percentiles) for channel in range(6)]
+    s = sum(s for s, _ in each) / 6
+    z = sum(z for _, z in each) / 6
+    z = round(z) if rounds else z
+    close(shared.scale, [s])
+    close(shared.zero_point, [z])
+    close(ratio, [scale / s for scale, _ in each])
+    close(beta, [s * (z - zero) for _, zero in each])
+    own = torch.stack([(rounded(x[:, c] / a) + b).clamp(0, 15) for c, (a, b) in enumerate(each)], dim=1)
+    if rounds:
+        assert torch.equal(shared.quantize(x / ratio - beta), own)
+
+
+def test_channels_are_powers_of_two_apart():
+    """FQ-ViT's power-of-two factors, each of the least error; the fold is exact."""
+    x = normal(64, 5) * torch.tensor([1.0, 0.3, 5.0, 0.01, 2.0])
+    ratio, beta, shared = rivals.share_channels(x, 4, RangeSearch(share="power-of-two"))
+    low, high = float(x.min()), float(x.max())
+    s = (high - low) / 15 / 8
+    z = round(-low / (8 * s))
+    expected = []
+    for channel in x.T:
+        errors = []
+        for power in range(4):
+            scale = 2**power * s
+            errors.append(float((scale * ((rounded(channel / scale) + z).clamp(0, 15) - z) - channel).square().sum()))
+        expected.append(2.0 ** errors.index(min(errors)))
+    assert ratio.tolist() == expected
+    assert len(set(expected)) > 2
+    assert not beta.any()
+    close(shared.scale, [s])
+    close(shared.zero_point, [z])
+
+    weight, bias = normal(3, 5, seed=1).float(), normal(3, seed=2).float()
+    folded, same_bias = fold_linear(weight, bias, ratio.float(), beta.float())
+    gain, shift = fold_norm(torch.ones(5), torch.zeros(5), ratio.float(), beta.float())
+    assert torch.equal(folded / ratio.float(), weight)
+    assert torch.equal(same_bias, bias)
+    assert torch.equal(gain * ratio.float(), torch.ones(5))
+    assert not shift.any()
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+FEW = {"candidates": 12, "rounds": 2}
+
+
+def multiples(search):
+    low, high = search.span
+    return [low + i * (high - low) / search.candidates for i in range(search.candidates)]
+
+
+def distance(output, hat, weights, search):
+    if search.metric == "cosine":
+        length = float(output.square().sum().sqrt() * hat.square().sum().sqrt())
+        return 1 - float((output * hat).sum()) / length if length else 1.0
+    return float(((output - hat).square() * weights).sum())
+
+
+def pick(candidates, loss):
+    losses = [loss(candidate) for candidate in candidates]
+    return candidates[losses.index(min(losses))]
+
+
+def start(x, bits):
+    return float(x.abs().max()) / (2 ** (bits - 1) - 0.5)
+
+
+@pytest.mark.parametrize("metric", ["squared", "cosine", "hessian"])
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 1, 0, 2], None])
+def test_scales_of_a_linear(metric, labels):
+    """The weight's scales with the input's at hand, then the input's, and again; rows of one part have one scale."""
+    bits, x, weight = 3, normal(40, 6) * 2, normal(4, 6, seed=1) * torch.tensor([[1.0], [3.0], [0.2], [1.0]])
+    weights = normal(40, 4, seed=2).square() if metric == "hessian" else torch.ones(40, 4, dtype=torch.float64)
+    search = ScaleSearch(metric=metric, **FEW)
+    parts = None if labels is None else torch.tensor(labels)
+    groups = labels or [0, 1, 2, 3]
+    operands = Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,)))
+    found = search_scales("linear", *operands, search, weights if metric == "hessian" else None, parts)
+
+    output = x @ weight.T
+    s = start(x, bits)
+    rows = {group: start(weight[[g == group for g in groups]], bits) for group in set(groups)}
+    first = {"x": s, **rows}
+    for _ in range(search.rounds):
+        x_hat = symmetric(x, s, bits)
+        for group in set(groups):
+            where = torch.tensor([g == group for g in groups])
+
+            def loss(scale, where=where, x_hat=x_hat):
+                hat = x_hat @ symmetric(weight[where], scale, bits).T
+                return distance(output[:, where], hat, weights[:, where], search)
+
+            rows[group] = pick([first[group] * m for m in multiples(search)], loss)
+        w_hat = torch.stack([symmetric(row, rows[group], bits) for row, group in zip(weight, groups, strict=True)])
+        s = pick(
+            [first["x"] * m for m in multiples(search)],
+            lambda scale, w_hat=w_hat: distance(output, symmetric(x, scale, bits) @ w_hat.T, weights, search),
+        )
+    close(found.left.scale, [s])
+    close(found.right.scale, [rows[group] for group in groups])
+    assert set(found.right.zero_point.flatten().tolist()) == {4.0}
+    error = x @ weight.T - found.left.fake_quantize(x) @ found.right.fake_quantize(weight).T
+    assert found.sqnr == pytest.approx(10 * math.log10(float(output.square().sum() / error.square().sum())))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "hessian"])
+def test_scales_of_queries_and_keys_by_head(metric):
+    bits, q, k = 4, normal(2, 3, 7, 5), normal(2, 3, 7, 5, seed=1) * 3
+    weights = normal(2, 3, 7, 7, seed=2).square()
+    search = ScaleSearch(metric=metric, **FEW)
+    form = Format(bits, keep=(1,))
+    found = search_scales("qk", Operand(q, form), Operand(k, form), search, weights)
+    for head in range(3):
+        a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
+        first, second = start(a, bits), start(b, bits)
+        s, t = first, second
+        for _ in range(search.rounds):
+
+            def loss(s, t, a=a, b=b, output=output, head=head):
+                hat = symmetric(a, s, bits) @ symmetric(b, t, bits).mT
+                return distance(output, hat, weights[:, head], search)
+
+            s = pick([first * m for m in multiples(search)], partial(loss, t=t))
+            t = pick([second * m for m in multiples(search)], partial(loss, s))
+        close(found.left.scale[0, head], [s])
+        close(found.right.scale[0, head], [t])
+
+
+def split(x, sigma, bits, released):
+    """PTQ4ViT after softmax, one value at a time."""
+    h = 2 ** (bits - 1)
+    fine = sigma / (h - 1)
+    if released:
+        coarse = rounded(x.clamp(sigma, 1) * (h - 1)) / (h - 1)
+        return coarse + fine * rounded(x.clamp(0, sigma) / fine)
+    return torch.where(x < sigma, fine * rounded(x / fine), rounded(x * (h - 1)).clamp(max=h - 1) / (h - 1))
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 5])
+def test_the_split_after_softmax(bits, released):
+    scores, value = (normal(2, 2, 9, 9) * 2).softmax(-1), normal(2, 2, 4, 9, seed=1)
+    weights = normal(2, 2, 9, 4, seed=2).square()
+    search = ScaleSearch(released=released, **FEW)
+    operands = Operand(scores, Format(bits, unit="split")), Operand(value, Format(bits))
+    found = search_scales("av", *operands, search, weights)
+    first = start(value, bits)
+    output, t = scores @ value.mT, first
+    sigmas = [2.0**-i for i in range(20)]
+    for _ in range(search.rounds):
+        seen = value if released else symmetric(value, t, bits)
+        sigma = pick(
+            sigmas,
+            lambda s, seen=seen: distance(output, split(scores, s, bits, released) @ seen.mT, weights, search),
+        )
+        hat = split(scores, sigma, bits, released)
+        t = pick(
+            [first * m for m in multiples(search)],
+            lambda t, hat=hat: distance(output, hat @ symmetric(value, t, bits).mT, weights, search),
+        )
+    assert isinstance(found.left, SplitUniformQuantizer)
+    close(found.left.split, [sigma])
+    close(found.right.scale, [t])
+    torch.testing.assert_close(found.left.fake_quantize(scores), split(scores, sigma, bits, released))
+
+
+def test_twin_scales_after_gelu():
+    bits, x, weight = 4, gelu(normal(50, 8) * 2), normal(3, 8, seed=1)
+    search = ScaleSearch(metric="squared", **FEW)
+    delta = 0.16997
+    operands = Operand(x, Format(bits, twin=True, offset=delta)), Operand(weight, Format(bits, keep=(0,)))
+    found = search_scales("linear", *operands, search, None, torch.zeros(3, dtype=torch.int64))
+    h = 2 ** (bits - 1)
+
+    def twin(s):
+        return s * rounded(x / s).clamp(0, h - 1) + delta / h * rounded(x / (delta / h)).clamp(-h, 0)
+
+    first = float(x.max()) / (h - 0.5), start(weight, bits)
+    s, t = first
+    for _ in range(search.rounds):
+        t = pick(
+            [first[1] * m for m in multiples(search)],
+            lambda t, s=s: float((x @ weight.T - twin(s) @ symmetric(weight, t, bits).T).square().sum()),
+        )
+        s = pick(
+            [first[0] * m for m in multiples(search)],
+            lambda s, t=t: float((x @ weight.T - twin(s) @ symmetric(weight, t, bits).T).square().sum()),
+        )
+    assert isinstance(found.left, TwinUniformQuantizer)
+    close(found.left.scale, [s])
+    close(found.left.negative_scale, [delta / h])
+    close(found.right.scale, 3 * [t])
+
+
+def test_the_largest_weights_of_attention_are_kept():
+    """APQ-ViT: all 2^b codes from zero to the maximum, whatever the output's error."""
+    scores, value = (normal(2, 9, 9) * 4).softmax(-1), normal(2, 4, 9, seed=1)
+    operands = Operand(scores, Format(3, unit="max-kept")), Operand(value, Format(3))
+    found = search_scales("av", *operands, ScaleSearch(metric="squared", **FEW))
+    close(found.left.scale, [float(scores.max()) / 7])
+    assert float(found.left.zero_point) == 0
+    assert float(found.left.fake_quantize(scores).max()) == pytest.approx(float(scores.max()))
+
+
+@pytest.mark.parametrize("search", [RangeSearch(), ScaleSearch(metric="squared", **FEW)])
+def test_float_operands_stay(search):
+    x, weight = normal(20, 4), normal(3, 4, seed=1)
+    find = search_ranges if isinstance(search, RangeSearch) else search_scales
+    for bits in ((FLOAT_BITS, 4), (4, FLOAT_BITS), (FLOAT_BITS, FLOAT_BITS)):
+        found = find("linear", Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], keep=(0,))), search)
+        assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
+    assert found.sqnr == math.inf
+
+
+@pytest.mark.parametrize("metric", ["squared", "cosine", "hessian"])
+def test_samples_leave_the_best_candidates(metric):
+    """Of many rows, or images, some choose which candidates are scored on all."""
+    x, weight = normal(1300, 8).float(), normal(6, 8, seed=1).float()
+    form = Format(3, keep=(1,))
+    q, k = normal(33, 2, 7, 5).float(), normal(33, 2, 7, 5, seed=1).float()
+    for role, left, right, size in (
+        ("linear", Operand(x, Format(3)), Operand(weight, Format(3, keep=(0,))), (1300, 6)),
+        ("qk", Operand(q, form), Operand(k, form), (33, 2, 7, 7)),
+    ):
+        weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
+        both = [
+            search_scales(role, left, right, ScaleSearch(metric=metric, rounds=1, rough_stride=stride), weights)
+            for stride in (1, 5)
+        ]
+        assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.2)  # [dB]; the cosine is not of the error alone
+        torch.testing.assert_close(both[1].left.scale, both[0].left.scale, rtol=0.1, atol=0)
+
+
+def test_a_zero_operand_keeps_finite_scales():
+    zero = torch.zeros(6, 4)
+    for search, find in ((RangeSearch(), search_ranges), (ScaleSearch(metric="cosine", **FEW), search_scales)):
+        found = find("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, keep=(0,))), search)
+        for side in (found.left, found.right):
+            assert bool((side.scale > 0).all())
+            assert not side.fake_quantize(zero[:3]).any()
+
+
+# --- parts of a linear -----------------------------------------------------------------------------------------------
+
+
+def parts_of(model, images):
+    program = capture(model.eval(), (images,))
+    return find_parts(program, find_sites(program), [images])
+
+
+def test_queries_keys_and_values_of_one_linear_are_three_parts():
+    model = zoo.timm_vit(depth=1)
+    parts = parts_of(model, zoo.IMAGES[:2])
+    assert parts["blocks.0.attn.qkv"].tolist() == [0] * 48 + [1] * 48 + [2] * 48
+    for name in ("blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"):
+        assert set(parts[name].tolist()) == {0}
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = nn.Linear(6, 8), nn.Linear(4, 3)
+
+    def forward(self, x):
+        parts = self.both(x).reshape(-1, 4, 2)
+        return self.out(parts[..., 0] * torch.sigmoid(parts[..., 1]))
+
+
+def test_interleaved_parts_are_told_apart():
+    parts = parts_of(Gated(), torch.randn(2, 6))
+    assert parts["both"].tolist() == [0, 1] * 4
+    assert parts["out"].tolist() == [0, 0, 0]
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def brief(method, bits="w4a4s3"):
+    """A method's choices with searches that take little time."""
+    config = replace(Config.preset(bits, method), images=4)
+    if isinstance(config.search, ScaleSearch):
+        config = replace(config, search=replace(config.search, candidates=8, probes=2))
+    if isinstance(config.refine, Evolution):
+        config = replace(config, refine=Evolution(passes=1, cycles=2))
+    if isinstance(config.refine, BlockRefinement):
+        config = replace(config, refine=BlockRefinement(candidates=3, probes=2))
+    return config
+
+
+@pytest.fixture(scope="module")
+def calibrations():
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = Calibration(zoo.captured(name)[0], zoo.IMAGES)
+        return made[name]
+
+    return make
+
+
+FAMILIES = ("demo", "timm_swin", "timm_pvt", "hf_vit")
+SLOW = tuple(name for name in zoo.MODELS if name not in FAMILIES)
+families = pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+
+
+@families
+@pytest.mark.parametrize("method", RIVALS)
+def test_every_family_is_quantized_and_stored(calibrations, family, method):
+    model = calibrations(family).quantize(brief(method))
+    images_are_float = method in ("ptq4vit", "apq-vit")
+    assert not model.float_sites() or images_are_float
+    if images_are_float:
+        convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
+        assert [row.site for row in model.ledger if row.left == "float"] == convs
+    assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
+    stored = deserialise(serialise(model))
+    with torch.no_grad():
+        outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
+    assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
+    assert all(bool(torch.isfinite(value).all()) for value in outputs)
+
+
+def leaves(output):
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else [output]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("bits", ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"])
+@pytest.mark.parametrize("method", RIVALS)
+def test_every_width_is_quantized(calibrations, bits, method):
+    calibration = calibrations("demo")
+    config = brief(method, bits)
+    model = calibration.quantize(config)
+    kinds = {side for row in model.ledger for side in (row.left, row.right)}
+    widths = {int(kind.split("-")[0]) for kind in kinds if kind != "float"}
+    allowed = {config.weight_bits, config.activation_bits, config.softmax_bits, config.input_bits} - {FLOAT_BITS}
+    assert widths <= allowed
+    assert deserialise(serialise(model)).config == config
+
+
+class Convolutional(nn.Module):
+    """A padded, strided, grouped convolution after a GELU, and a depthwise one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.grouped = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 1, 1, groups=4)
+        self.depthwise, self.head = nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.depthwise(torch.nn.functional.silu(self.grouped(gelu(self.stem(x)))))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("method", RIVALS)
+def test_grouped_convolutions(method):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16)
+    model = Calibration(Convolutional().eval(), images).quantize(brief(method))
+    assert {row.site for row in model.ledger} == {"stem", "grouped", "depthwise", "head"}
+    assert all(row.sqnr > 0 for row in model.ledger)
+    stored = deserialise(serialise(model))
+    assert torch.equal(stored(images), model(images))
+
+
+@pytest.mark.parametrize("search", [RangeSearch((1.0, 0.99), share="mean"), ScaleSearch("squared", candidates=6)])
+@pytest.mark.parametrize("law", ["log2", "log-sqrt2", "twin"])
+def test_other_quantizers_go_with_either_search(calibrations, law, search):
+    softmax = "uniform" if law == "twin" else law
+    config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search)
+    torch.manual_seed(0)
+    padded = Calibration(Convolutional().eval(), torch.randn(4, 3, 16, 16))
+    kind = {"log2": "4-bit log 2^(1/1)", "log-sqrt2": "4-bit log 2^(1/2)", "twin": "4-bit twin uniform"}[law]
+    for calibration in (calibrations("demo"), padded):
+        model = calibration.quantize(config)
+        if calibration is not padded:  # where what the search finds better is taken
+            found = {row.left for row in model.ledger if row.source == "gelu"}
+            assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
+        assert all(row.sqnr > 3 for row in model.ledger)
+        assert deserialise(serialise(model)).config == config
+
+
+def test_methods_fold_as_they_say(calibrations):
+    calibration = calibrations("timm_vit")
+    reasons = {method: calibration.quantize(brief(method)).refusals for method in ("minmax", "fq-vit", "repq-vit")}
+    assert set(reasons["minmax"].values()) == {"not folded: this method folds no norm"}
+    assert not reasons["fq-vit"]
+    assert reasons["repq-vit"] == {"norm": "not folded: it is the head's"}
+
+
+def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
+    calibration = calibrations("timm_vit")
+    config = brief("repq-vit")
+    (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
+    x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
+    ratio, beta, shared = rivals.share_channels(x, 4, config.search)
+    assert torch.equal(found.found.left.scale, shared.scale)
+    assert torch.equal(found.found.left.zero_point, shared.zero_point)
+    assert torch.equal(found.left.values, x / ratio - beta)
+
+
+def test_released_zero_points_are_refused_by_files(calibrations):
+    """RepQ-ViT's code does not round the shared zero point: its 2^b + 1 levels are no codes of b bits."""
+    config = brief("repq-vit")
+    config = replace(config, search=replace(config.search, round_zero_point=False))
+    model = calibrations("timm_vit").quantize(config)
+    assert bool(torch.isfinite(model(zoo.IMAGES)).all())
+    with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
+        serialise(model)
+
+
+# --- seen in order ---------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b, self.c = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.a(self.norm(x))
+        return self.b(y) + self.c(y)
+
+
+def test_operands_are_seen_behind_what_is_quantized():
+    """RepQ-ViT: a channel's own quantizers first, then weights; what follows sees their output."""
+    torch.manual_seed(1)
+    model, x = Chain().eval(), torch.randn(200, 6)
+    nn.init.normal_(model.norm.weight)
+    search = RangeSearch((0.99, 0.9), share="mean", in_order=True)
+    config = replace(brief("repq-vit"), images=200, fold_head=True, search=search)
+    calibration = Calibration(model, x)
+    found = {searched.sites[0].name: searched for searched in calibration.search(config)}
+    assert [len(found[name].sites) for name in ("a", "b")] == [1, 2]
+
+    normed = model.norm(x).detach()
+    channels = rivals.own_range(Operand(normed, Format(4, keep=(1,))), config.search)
+    rows = rivals.own_range(Operand(model.a.weight.detach(), Format(4, keep=(0,))), config.search)
+    behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
+    expected = rivals.own_range(Operand(behind, Format(4)), config.search)
+    torch.testing.assert_close(found["b"].found.left.scale, expected.scale)
+    assert float(found["b"].found.left.zero_point) == float(expected.zero_point)
+    plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
+    assert not torch.allclose(plain.found.left.scale, expected.scale)
+    # The weight of a folded norm is chosen anew.
+    folded = model.a.weight.detach() * found["a"].fold[0]
+    torch.testing.assert_close(
+        found["a"].found.right.scale, rivals.own_range(Operand(folded, Format(4, keep=(0,))), config.search).scale
+    )
+    # What is judged is the error on float inputs.
+    assert torch.equal(found["b"].left.values, calibration.operand(calibration.sites[1].left))
+
+
+def test_gradients_weight_the_errors_of_their_own_rows():
+    """Images that the loss does not see have no part in the search."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(40, 6)
+    x[20:] *= 5
+    config = replace(brief("ptq4vit"), images=40, search=ScaleSearch(candidates=20))
+    calibration = Calibration(model, x)
+    probe = torch.zeros(40, 4)
+    probe[:20] = torch.randn(20, 4)
+    calibration.probe(probe)
+    found = {searched.sites[0].name: searched for searched in calibration.search(config)}["2"]
+    gradient = probe.square() / probe.square().mean()
+    again = search_scales("linear", found.left, found.right, config.search, gradient, torch.zeros(4, dtype=torch.int64))
+    assert torch.equal(found.found.left.scale, again.left.scale)
+    assert torch.equal(found.found.right.scale, again.right.scale)
+    loud = replace(found.left, values=torch.cat([found.left.values[:20], found.left.values[20:] * 9]))
+    assert float(search_scales("linear", loud, found.right, config.search).left.scale) > float(again.left.scale)
+
+
+def test_gradients_are_thinned_as_operands_are():
+    """With little memory every n-th row serves, and has its own weights."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(8000, 6)
+    quiet = torch.arange(8000) % 5 < 2  # which a step of 3 rows meets as often
+    x[~quiet] *= 6
+    config = replace(brief("ptq4vit"), images=8000, search=ScaleSearch(candidates=40, rough_stride=1))
+    found = []
+    for memory in (1 << 30, 900_000):
+        calibration = Calibration(model, x, memory=memory)
+        calibration.probe(quiet[:, None] * torch.ones(8000, 4))
+        found.append({searched.sites[0].name: searched for searched in calibration.search(config)})
+    for name in ("0", "2"):
+        whole, part = (each[name] for each in found)
+        assert len(part.left.values) == -(-8000 // 3)
+        for side in ("left", "right"):
+            scales = (getattr(each.found, side).scale for each in (part, whole))
+            torch.testing.assert_close(*scales, rtol=0.15, atol=0)
+        unweighted = search_scales("linear", part.left, part.right, config.search)
+        assert float(unweighted.left.scale) > 1.5 * float(part.found.left.scale)
