@@ -134,12 +134,33 @@ def folds_table() -> str:
     return "\n".join(lines)
 
 
+def search_table() -> str:
+    """Our search beside the direct one, by each search-*.json, and a whole model's calibration."""
+    lines = ["| model | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"]
+    lines.append("|---" * 7 + "|")
+    whole = []
+    for path in sorted(RESULTS.glob("search-*.json")):
+        result = json.loads(path.read_text())
+        name = path.stem.removeprefix("search-")
+        if "cpu_seconds" in result:
+            memory = result["peak_rss_bytes"] / 2**30
+            whole.append(f"`{name}`: {result['cpu_seconds']:.0f} CPU seconds, {memory:.2f} GiB resident at most.")
+        elif "speedup" in result:
+            for kind, row in (("as released", result), ("as it comes", result["default"])):
+                loss = row["loss_ratio"]
+                cells = (name, kind, f"{row['speedup']:.1f}", f"{loss['max']:.4f}", f"{loss['geomean']:.4f}")
+                cells += (f"{loss['held_out_geomean']:.4f}", f"{row['float_forwards']:.0f}")
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *whole])
+
+
 TABLES = (
     ("README.md", "demo table", demo_table),
     ("docs/cost.md", "cost table", cost_table),
     ("docs/measured.md", "realbench table", realbench_table),
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
     ("docs/measured.md", "golden table", golden_table),
+    ("docs/measured.md", "search table", search_table),
     ("docs/measured.md", "folds table", folds_table),
 )
 

@@ -338,10 +338,11 @@ def search_product(left: Operand, right: Operand, search: Search) -> Found:
 
     right is given transposed, (*batch, O, I), so that both operands have the summed dimension last. The left one starts
     from its own error; the right one is found first. What has been found once on the output's error is from then on
-    looked for nearby, unless every step looks at all data: the fewer the rows, the farther the best point moves when
-    the other operand does. A round that gains less than 0.1 % is the last.
+    looked for nearby, where every step looks at a sample and there are twice as many rows as columns: the fewer they
+    are, the farther the best point moves when the other operand does. A round that gains less than 0.1 % is the last.
     """
-    many = 0 < search.rough_rows < left.values[..., 0].numel()
+    rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
+    many = search.rough_rows > 0 and rows > max(search.rough_rows, 2 * columns)
     first = None if left.is_float else search_own(left, search)
     second: Tensor | None = None
     left_hat, right_hat = _apply(left, first), right.values
