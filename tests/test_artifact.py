@@ -24,7 +24,9 @@ from adalog.artifact import (
     FORMAT,
     KEY,
     check_writable,
+    decode_quantizer,
     deserialise,
+    encode_quantizer,
     inspect,
     pack,
     serialise,
@@ -805,3 +807,11 @@ def test_only_weights_round_by_another_scale(quantized):
         header["quantizers"][name]["rounded_by"] = header["quantizers"][name]["scale"]
 
     refused(rebuilt(serialise(quantized), change), f"quantizer {name} rounds by another scale")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_scales_read_back_the_same(dtype):
+    """A reader has float32: the decimals are those of the value, not the shortest of the narrow type."""
+    scale = torch.rand(200, dtype=dtype) + 0.01
+    fields = encode_quantizer(UniformQuantizer(scale, torch.zeros_like(scale), 4))
+    assert torch.equal(decode_quantizer("x", fields).scale, scale.float())

@@ -580,3 +580,12 @@ def test_the_search_refits_weights_and_nothing_else():
     found = search_product(Operand(normal(50, 6, seed=4).float(), Format(4)), weight, SMALL)
     assert found.left.rounded_by is None
     assert not torch.equal(found.right.rounded_by, found.right.scale)
+
+
+def test_large_values_in_float16_do_not_overflow():
+    """Their squares would: the search and what judges it compute in float32."""
+    x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
+    found = search_product(Operand(x, Format(4)), Operand(w, Format(4, keep=(0,))), Search())
+    wide = search_product(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, keep=(0,))), Search())
+    assert bool(torch.isfinite(found.right.scale).all())
+    assert abs(found.sqnr - wide.sqnr) < 0.5

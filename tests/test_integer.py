@@ -616,3 +616,26 @@ def test_a_stored_table_on_the_right(fast):
         assert isinstance(found, Compiled)
         assert len(found.sites) == 1
         assert torch.allclose(found(x), fake, rtol=1e-4, atol=1e-5)
+
+
+class ReadsItsAttention(nn.Module):
+    """A linear of the attention itself, where others multiply it by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Linear(6, 12)
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        return self.fc((q @ k.transpose(-1, -2)).softmax(-1))
+
+
+def test_a_linear_of_the_attention_and_inputs_with_gradients():
+    torch.manual_seed(0)
+    images = torch.randn(8, 5, 6)
+    quantized = Calibration(ReadsItsAttention().eval(), images).quantize(Config(images=8))
+    expected = quantized(images)
+    for executor in ("reference", "torch"):
+        found = quantized.compile(executor)(images.clone().requires_grad_())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

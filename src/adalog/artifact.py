@@ -299,7 +299,8 @@ def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
 
 def _decimals(values: Tensor) -> list[float]:
     """The shortest that read back the same."""
-    values = values.float() if values.dtype == torch.bfloat16 else values  # which numpy does not have
+    if values.dtype in (torch.float16, torch.bfloat16):  # a reader has float32, and numpy no bfloat16
+        values = values.float()
     return [float(str(value)) for value in values.cpu().reshape(-1).numpy()]
 
 

@@ -18,6 +18,7 @@ from adalog.quantizers import (
     Rounding,
     TwinUniformQuantizer,
     UniformQuantizer,
+    at_least_float32,
     bounds_to_uniform,
     log_levels,
     log_thresholds,
@@ -324,13 +325,18 @@ def refitted(left: Operand, right: Operand, first: Quantizer | None, second: Uni
 def _in_parts(
     left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Both operands as they are and as they are quantized, (x, x_hat, w, w_hat), over slices of the first dimension."""
+    """Both operands as they are and as they are quantized, (x, x_hat, w, w_hat), over slices of the first dimension.
+
+    In float32 at least: squares of float16 overflow.
+    """
     x_hat, w_hat = fake_quantize(left, first), fake_quantize(right, second)
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
     parts = min(-(-outputs // _OUTPUTS), len(left.values))
     lefts = (value.tensor_split(parts) for value in (left.values, x_hat))
     rights = (value.tensor_split(parts) if value.ndim > 2 else [value] * parts for value in (right.values, w_hat))
-    return zip(*lefts, *rights, strict=True)
+    for slices in zip(*lefts, *rights, strict=True):
+        x, x_slice, w, w_slice = (at_least_float32(value) for value in slices)
+        yield x, x_slice, w, w_slice
 
 
 def search_product(left: Operand, right: Operand, search: Search) -> Found:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.quantizers import at_least_float32
+
 # Candidates are scored over so many elements at a time, at least, so that the temporaries stay in the cache and the
 # allocator hands out the same few again instead of fresh pages.
 CHUNK_ELEMENTS = 1 << 17
@@ -59,6 +61,7 @@ class ProductError:
         whether its rows are tokens, of which some can stand for all."""
         gram = right.shape[-1] > left.shape[-1]
         kept = tuple(keep)
+        left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
         base = left @ (right_hat - right)
         constant = _total(base.square(), kept)
         factor = right_hat

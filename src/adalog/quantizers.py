@@ -24,7 +24,8 @@ _PART_ELEMENTS = 1 << 18
 _TABLE_BINS = 1 << 20
 
 
-def _wide(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """x itself in float32 and float64, else in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -41,7 +42,7 @@ def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) ->
 
     scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
     """
-    return torch.div(_wide(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
+    return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
 
 
 def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ def log_quantize(
     rounding: "log" as above, or "nearest", to the nearest level.
     """
     last = 2**bits if beyond == "zero" else 2**bits - 1
-    ratio = _wide(x) / scale
+    ratio = at_least_float32(x) / scale
     if rounding == "log":
         exponent = ratio.clamp_(min=torch.finfo(ratio.dtype).tiny).log2_().neg_()
         return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
@@ -375,7 +376,7 @@ class LogQuantizer:
         return self.scale.double() * integer_unit(self.bits, self.headroom, table=self.table)
 
     def quantize(self, x: Tensor) -> Tensor:
-        lifted = _wide(x) + self.offset if self.offset else x
+        lifted = at_least_float32(x) + self.offset if self.offset else x
         return log_quantize(lifted, self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._levels)
 
     @property
@@ -411,8 +412,8 @@ class TwinUniformQuantizer:
 
     def quantize(self, x: Tensor) -> Tensor:
         half = symmetric_zero_point(self.bits)
-        upper = torch.div(_wide(x), self.scale).round_().clamp_(0, half - 1)
-        return upper.add_(torch.div(_wide(x), self.negative_scale).round_().clamp_(-half, 0)).add_(half)
+        upper = torch.div(at_least_float32(x), self.scale).round_().clamp_(0, half - 1)
+        return upper.add_(torch.div(at_least_float32(x), self.negative_scale).round_().clamp_(-half, 0)).add_(half)
 
     def dequantize(self, code: Tensor) -> Tensor:
         signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
@@ -447,7 +448,7 @@ class SplitUniformQuantizer:
         return self.scale * (symmetric_zero_point(self.bits) - 1)
 
     def quantize(self, x: Tensor) -> Tensor:
-        half, x = symmetric_zero_point(self.bits), _wide(x)
+        half, x = symmetric_zero_point(self.bits), at_least_float32(x)
         fine = torch.div(x, self.scale).round_().clamp_(0, half - 1)
         coarse = torch.div(x, self.coarse_scale).round_().clamp_(0, half - 1).add_(half)
         return torch.where(x < self.split, fine, coarse)

@@ -66,8 +66,9 @@ class Compiled(nn.Module):
         self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
         self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
 
+    @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
-        """The model's positional inputs and outputs. Raises as the model does."""
+        """The model's positional inputs and outputs, without gradients. Raises as the model does."""
         self.model.check(inputs)
         program, steps = self._fused
         return program.run(inputs, None, steps)

@@ -510,7 +510,9 @@ def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str,
             middle = next_of(scaled or node, "aten.softmax.int")
             encode = next_of(middle, ENCODE)
             product = next_of(encode, PRODUCT)
-            if middle is None or encode is None or product is None or middle.args[1:] != (-1,):
+            if middle is None or encode is None or product is None or middle.args[1:] != (-1,) or middle.kwargs:
+                continue
+            if steps[product.name].site.weight is not None:  # a linear of the attention, not a product with values
                 continue
             scales = (*step.site.scales, *steps[product.name].site.scales)
             if (
