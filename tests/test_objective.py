@@ -252,11 +252,11 @@ def test_only_the_rows_of_a_weight_are_sliced(left, right, keep, monkeypatch):
 
 
 BFLOAT16 = {
-    "activation, few outputs": ((200, 48), (48, 20), ()),
+    "activation, few outputs": ((200, 48), (48, 36), ()),
     "activation, many outputs": ((200, 48), (48, 90), ()),
     "weight, few tokens": ((6, 48), (48, 40), (0,)),
     "weight, many tokens": ((6, 48), (48, 200), (0,)),
-    "queries by head": ((4, 3, 40, 16), (4, 3, 16, 40), (1,)),
+    "queries by head": ((4, 3, 40, 36), (4, 3, 36, 40), (1,)),
     "values by head": ((4, 3, 16, 40), (4, 3, 40, 40), (1,)),
 }
 
@@ -282,13 +282,15 @@ def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatc
 
 def test_bfloat16_only_where_it_is_faster(monkeypatch):
     wide, narrow = (
-        ProductError.of(*(each.to(dtype) for each in operands((9, 12), (12, 5))))
+        ProductError.of(*(each.to(dtype) for each in operands((9, 40), (40, 32))))
         for dtype in (torch.float64, torch.float32)
     )
+    few = ProductError.of(*(each.float() for each in operands((9, 40), (40, 31))))
     monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: False)
     assert narrow.fast() is narrow
     monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: True)
     assert wide.fast() is wide
+    assert few.fast() is few
     fast = narrow.fast()
     assert (fast.left.dtype, fast.base.dtype, fast.factor.dtype) == (torch.float32, torch.float32, torch.bfloat16)
 

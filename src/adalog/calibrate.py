@@ -474,9 +474,9 @@ def _search_piece(
     error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
 ) -> tuple[Tensor, float]:
     """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
-    fast = error.fast() if search.rough_rows else error
-    rough = fast.sample(search.rough_rows) if search.rough_rows else error
-    loss = _loss(fast if rough is not fast else error, operand)
+    sample = error.sample(search.rough_rows) if search.rough_rows else error
+    rough = sample.fast() if search.rough_rows else error
+    loss = _loss(error.fast() if sample is not error else error, operand)
     cheaper = None if rough is error else _loss(rough, operand)
     best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)

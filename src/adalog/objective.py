@@ -25,7 +25,9 @@ CHUNK_ELEMENTS = 1 << 17
 # Of a sample about so many values, evenly spread, are sorted, but at least so many of each row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
 # A rough loss looks at so many elements, if those are rows enough.
-_ROUGH_ELEMENTS = 1 << 17
+_ROUGH_ELEMENTS = 1 << 16
+# A product with fewer columns takes less time than rounding its operand to bfloat16.
+_NARROW = 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 
@@ -72,12 +74,13 @@ class ProductError:
 
     def fast(self) -> "ProductError":
         """With products in bfloat16 where the processor has them: each rounds by 2**-9 at most, which sums even out."""
-        if self.factor.dtype != torch.float32 or self.factor.device.type != "cpu" or not _multiplies_bfloat16():
+        able = self.factor.dtype == torch.float32 and self.factor.device.type == "cpu" and _multiplies_bfloat16()
+        if self.factor.shape[-1] < _NARROW or not able:
             return self
         return replace(self, factor=self.factor.bfloat16())
 
     def sample(self, rows: int) -> "ProductError":
-        """Of about `rows` tokens a loss, or of as many as make 2**17 elements, evenly spread; itself where all are few.
+        """Of about `rows` tokens a loss, or of as many as make 2**16 elements, evenly spread; itself where all are few.
 
         Tokens are the rows of the operand, or the columns of the product where the rows are channels, which are not
         alike: what the largest of them do decides.
