@@ -290,10 +290,10 @@ class Calibration:
         content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
         for name, value in self.program.tensors.items():
             content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            content.update(_bytes(value))
+            content.update(raw_bytes(value))
         for value in (*self.images, *(() if self._probe is None else (self._probe,))):
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
-            content.update(_bytes(value))
+            content.update(raw_bytes(value))
         strides = [self._observed.stride(need.names) for need in self._needs.values()]
         content.update(repr((config.to_json(), strides, adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
@@ -596,7 +596,8 @@ def _order(config: Config) -> Config | None:
     return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
 
 
-def _bytes(value: Tensor) -> memoryview:
+def raw_bytes(value: Tensor) -> memoryview:
+    """Of its values, for a fingerprint."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -34,7 +34,7 @@ from adalog.errors import DataError
 from adalog.evaluate import mcnemar, predict, score
 from adalog.models import LoadedModel
 from adalog.program import Program
-from adalog.quantize import Calibration, sample_images
+from adalog.quantize import Calibration, raw_bytes, sample_images
 
 IMAGES = 32  # that calibrate (Sec. 4.1)
 _BITS = ("w4a4", "w3a3", "w6a6")
@@ -89,7 +89,7 @@ def _parts(bits: str, searches: Mapping[str, Search]) -> Iterator[Row]:
 
 
 def _after_softmax() -> Iterator[Row]:
-    yield Row(("float",), _config("w4a4s32"), "fp32")
+    yield Row(("float",), _config("w4a4s32"), "float")
     for bits in ("w4a4", "w4a4s3", "w4a4s2"):
         for kind in ("uniform", "log2", "log-sqrt2", "adalog"):
             yield Row((kind,), _config(bits, post_softmax=kind), kind)
@@ -106,7 +106,7 @@ TABLES = {
     "2": Table(
         "AdaLog and FPCS, off and on",
         ("after softmax", "after GELU", "search"),
-        tuple(row for bits in _BITS[:2] for row in _parts(bits, {"alternating": _ALTERNATING, "fpcs": Search()})),
+        tuple(row for bits in _BITS[:2] for row in _parts(bits, {"alternating": _ALTERNATING, "FPCS": Search()})),
     ),
     "3": Table(
         "FixOPs and size",
@@ -120,7 +120,7 @@ TABLES = {
         tuple(
             replace(row, names=row.names[:2], method=row.names[1])
             for bits in _BITS[:2]
-            for row in _parts(bits, {"fpcs": Search()})
+            for row in _parts(bits, {"FPCS": Search()})
         ),
     ),
     "5": Table(
@@ -128,8 +128,8 @@ TABLES = {
         ("search", "candidates of a site's hyperparameters", "complexity"),
         (
             Row(("alternating", "64 + 64", "O(n)"), _config("w3a3", search=_ALTERNATING), "alternating"),
-            Row(("FPCS", "5 x 128", "O(pn)"), _config("w3a3"), "fpcs"),
-            Row(("brute force", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute-force", True),
+            Row(("FPCS", "5 x 128", "O(pn)"), _config("w3a3"), "FPCS"),
+            Row(("brute force", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute force", True),
         ),
     ),
     "A": Table("Quantizers after softmax", ("after softmax",), tuple(_after_softmax())),
@@ -246,22 +246,21 @@ class Bench:
         return bench
 
     def fingerprint(self) -> dict[str, Any]:
-        """Of the model and its images."""
-        weights, files = hashlib.sha256(), hashlib.sha256()
+        """Of the model and its images; of files by their names."""
+        weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
         for name, value in self.model.module.state_dict().items():
             weights.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            weights.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        for images in (self.pool, self.judged):
-            if isinstance(images, ImageSet):
-                names = ["/".join(path.parts[-2:]) for path in images.paths]
-                files.update(json.dumps([names, images.labels]).encode())
-        preprocessing = repr(self.model.preprocessing)
+            weights.update(raw_bytes(value))
+        for given in (self.pool, self.judged):
+            if isinstance(given, Tensor):
+                images.update(raw_bytes(given))
+            else:
+                images.update(json.dumps(["/".join(path.parts[-2:]) for path in given.paths]).encode())
         return {
             "model": self.model.name,
             "weights": weights.hexdigest(),
-            "images": len(self.judged),
-            "files": files.hexdigest(),
-            "preprocessing": preprocessing,
+            "images": images.hexdigest(),
+            "preprocessing": repr(self.model.preprocessing),
             "adalog": adalog.__version__,
         }
 
