@@ -167,8 +167,8 @@ def paper_tables() -> str:
     text = (
         "## The paper's tables, on the bundled model\n\n"
         "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`: every method and ablation in the same frame, with "
-        "the same images and the same judge. One top-1 on 2,000 images has a standard error of about 0.7 points; agreement "
-        "with full precision tells quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
+        "the same images and the same judge. One top-1 on 2,000 images has a standard error of about 0.7 points; "
+        "agreement with full precision tells quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
     return f"{text}\n\n{markdown(json.loads(path.read_text()), '### ').strip()}"
 
