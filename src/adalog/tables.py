@@ -26,7 +26,6 @@ from torch import Tensor, nn
 import adalog
 from adalog import demo
 from adalog.artifact import write_whole
-from adalog.capture import capture
 from adalog.config import METHODS, Config, Search
 from adalog.cost import cost
 from adalog.data import ImageSet, find_images
@@ -354,11 +353,6 @@ def run(
         name, before = bench.model.name, list(result["rows"])
         records: dict[Config, dict[int, dict[str, Any]]] = {}
         bench.model.module.to(place)
-        finished = _Finished(work, bench)
-        whole = finished("fp32", {}, partial(_full_precision, bench, jobs, place))
-        told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
-        result["models"][name] = {"images": len(bench.labels), **told}
-
         calibrations: dict[int, Calibration] = {}  # of one seed at a time, once something is to be measured
 
         def calibrated(seed: int, bench: Bench = bench, known: dict[int, Calibration] = calibrations) -> Calibration:
@@ -367,6 +361,10 @@ def run(
                 known[seed] = Calibration(bench.model.module, bench.sample(images, seed, jobs).to(place), seed=seed)
             return known[seed]
 
+        finished = _Finished(work, bench)
+        whole = finished("fp32", {}, partial(_full_precision, bench, calibrated, jobs, place))
+        told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
+        result["models"][name] = {"images": len(bench.labels), **told}
         for config, seed in runs:
             text = config.to_json()
             short = f"{config.bits}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{seed}"
@@ -394,15 +392,16 @@ class _Finished:
         return kept(path, {**self._key, **key}, make)
 
 
-def _full_precision(bench: Bench, jobs: int, device: torch.device) -> dict[str, Any]:
+def _full_precision(
+    bench: Bench, calibrated: Callable[[int], Calibration], jobs: int, device: torch.device
+) -> dict[str, Any]:
     classes = bench.classes(bench.model.module, jobs, device)
     right = classes == bench.labels
-    example = torch.zeros(2, *bench.shape, device=device)
     return {
         "classes": classes.tolist(),
         "top1": float(right.double().mean()),
         "right": _packed(right),
-        **_costs(capture(bench.model.module, example), bench),
+        **_costs(calibrated(0).program, bench),
     }
 
 
