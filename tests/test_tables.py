@@ -116,10 +116,11 @@ def test_other_images_are_another_configuration():
 
 
 def test_switches_change_what_they_name_alone():
+    frames = {"ours": "adalog", "released": "adalog-released"}
     for row in TABLES["A"].rows:
-        assert replace(row.config, post_softmax="adalog") == Config.preset(row.config.bits)
+        assert replace(row.config, post_softmax="adalog") == Config.preset(row.config.bits, frames[row.names[1]])
     for row in TABLES["B"].rows:
-        assert replace(row.config, post_gelu="adalog") == Config.preset("w4a4")
+        assert replace(row.config, post_gelu="adalog") == Config.preset("w4a4", frames[row.names[2]])
     for row in TABLES["5"].rows:
         assert replace(row.config, search=Search()) == Config.preset("w3a3")
     strategies = [row.config.search.strategy for row in TABLES["5"].rows]
