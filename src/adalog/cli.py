@@ -40,7 +40,7 @@ from adalog import (
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images, find_support
 from adalog.errors import printable
-from adalog.evaluate import Share, classify_by_nearest, predict, score
+from adalog.evaluate import Share, check_classes, classify_by_nearest, predict, score
 from adalog.figures import level_figure
 from adalog.quantize import sample_images
 from adalog.runtime import EXECUTORS, Compiled
@@ -468,12 +468,8 @@ def evaluate(
         one = images[[last]] if isinstance(images, Tensor) else images.select([last])
         tried = [run(network.to(place), one) for network in networks]
         folders = None if queries is None else queries.classes
-        if known is None and folders is not None and len(folders) != tried[0].shape[1]:
-            raise DataError(
-                f"{data} has {len(folders)} subfolders, one a class, and {file} tells {tried[0].shape[1]} classes: a "
-                "class's number is not known; give a CSV file of file,label"
-            )
         if known is None:
+            check_classes(folders, tried[0], str(data), str(file))
             score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
     with progress_bar() as progress, quiet():
         progress.add_task("images", total=len(networks) * (len(images) + len(known or ())))

@@ -170,6 +170,15 @@ def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
     return Score(count, top1, top5, agreement, kl, lost, gained, mcnemar(lost, gained))
 
 
+def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:
+    """Raise DataError where images lie in other than a folder for each class that a model tells."""
+    if folders is not None and len(folders) != logits.shape[1]:
+        raise DataError(
+            f"{data} has {len(folders)} subfolders, one a class, and {model} tells {logits.shape[1]} classes: a "
+            "class's number is not known; give a CSV file of file,label"
+        )
+
+
 def _first(answers: Tensor) -> Tensor:
     """The predicted classes, (N,)."""
     return answers.argmax(dim=1) if answers.ndim == 2 else answers

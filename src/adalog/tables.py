@@ -28,9 +28,9 @@ from adalog import demo
 from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
-from adalog.data import ImageSet, find_images
+from adalog.data import ImageSet, Preprocessing, find_images
 from adalog.errors import DataError
-from adalog.evaluate import mcnemar, predict, score
+from adalog.evaluate import check_classes, mcnemar, predict, score
 from adalog.models import LoadedModel
 from adalog.program import Program
 from adalog.quantize import Calibration, raw_bytes, sample_images
@@ -58,12 +58,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: what the rows' names are. cost: whether FixOPs and size are shown."""
+    """columns: what the rows' names are. cost: whether FixOPs and size are shown. note: what is said below."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     cost: bool = False
+    note: str = ""
 
 
 def _config(bits: str, method: str = "adalog", **changes: Any) -> Config:
@@ -132,12 +133,14 @@ TABLES = {
     ),
     "5": Table(
         "Searches: what they find and what they take",
-        ("search", "candidates of a site's hyperparameters", "complexity"),
+        ("search", "candidates of a pair", "complexity"),
         (
             Row(("alternating", "64 + 64", "O(n)"), _config("w3a3", search=_ALTERNATING), "alternating"),
-            Row(("FPCS", "5 x 128", "O(pn)"), _config("w3a3"), "FPCS"),
+            Row(("FPCS", "5 x 128 and a walk", "O(pn)"), _config("w3a3"), "FPCS"),
             Row(("brute force", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute force", True),
         ),
+        note="FPCS is that of `adalog`, whose steps score a sample of the rows; the others score all of them. "
+        "Alternating and brute force look at the same 64 values of either hyperparameter.",
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
@@ -196,7 +199,10 @@ def machine() -> dict[str, Any]:
 
 
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """What `make` gives, as JSON has it, kept in a file; made again where that holds it for another key."""
+    """What `make` gives, as JSON has it, kept in a file; made again where that holds it for another key.
+
+    Raises DataError for a file that holds nothing of the kind.
+    """
     if path is not None and path.exists():
         try:
             found = json.loads(path.read_text())
@@ -228,11 +234,6 @@ class Bench:
         if model.name == "demo":
             bench = Bench(model, demo.calibration_images(), *demo.test_images())
         else:
-            if model.preprocessing is None:
-                raise DataError(
-                    f"{model.name} does not say how its images are prepared: return (module, "
-                    "adalog.data.Preprocessing(...)) from the function"
-                )
             if data is None:
                 raise DataError(f"{model.name} brings no images: give --data DIR with folders train and val")
             for name in ("train", "val"):
@@ -252,6 +253,16 @@ class Bench:
             )
         return bench
 
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What is done to each image. Raises DataError where nothing says."""
+        if self.model.preprocessing is None:
+            raise DataError(
+                f"{self.model.name} does not say how its images are prepared: return (module, "
+                "adalog.data.Preprocessing(...)) from the function"
+            )
+        return self.model.preprocessing
+
     def fingerprint(self) -> dict[str, Any]:
         """Of the model and its images; of files by their names."""
         weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
@@ -267,7 +278,7 @@ class Bench:
             "model": self.model.name,
             "weights": weights.hexdigest(),
             "images": images.hexdigest(),
-            "preprocessing": repr(self.model.preprocessing),
+            "preprocessing": repr(self.preprocessing),
             "adalog": adalog.__version__,
         }
 
@@ -277,41 +288,28 @@ class Bench:
             drawn = sample_images(self.pool, count, seed)
             assert isinstance(drawn, Tensor)
             return drawn
-        assert self.model.preprocessing is not None
-        return self.pool.sample(count, seed).load(self.model.preprocessing, jobs=jobs)
+        return self.pool.sample(count, seed).load(self.preprocessing, jobs=jobs)
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device) -> Tensor:
         """The class that a network gives each image: (N,)."""
-        images: Tensor | Iterator[Tensor]
-        if isinstance(self.judged, Tensor):
-            images = self.judged
-        else:
-            assert self.model.preprocessing is not None
-            images = self.judged.batches(self.model.preprocessing, jobs=jobs)
+        judged = self.judged
+        images = judged if isinstance(judged, Tensor) else judged.batches(self.preprocessing, jobs=jobs)
         return predict(network, images, jobs=jobs if device.type == "cpu" else 1, device=device).argmax(dim=1)
 
     def check(self, device: torch.device) -> None:
         """Whether the model runs on its images and has their classes: DataError where not."""
         last = int(self.labels.argmax())
-        if isinstance(self.judged, Tensor):
-            one = self.judged[[last]]
-        else:
-            assert self.model.preprocessing is not None
-            one = self.judged.select([last]).load(self.model.preprocessing)
+        judged = self.judged
+        one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.preprocessing)
         logits = predict(self.model.module.to(device), one, device=device)
-        folders = self.judged.classes if isinstance(self.judged, ImageSet) else None
-        if folders is not None and len(folders) != logits.shape[1]:
-            raise DataError(
-                f"the images have {len(folders)} subfolders, one a class, and {self.model.name} tells "
-                f"{logits.shape[1]} classes: a class's number is not known; give a CSV file of file,label"
-            )
+        if isinstance(judged, ImageSet):
+            check_classes(judged.classes, logits, str(judged.paths[0].parents[1]), self.model.name)
         score(logits, self.labels[[last]])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image."""
-        assert self.model.preprocessing is not None
-        return (3, *self.model.preprocessing.size)
+        return (3, *self.preprocessing.size)
 
 
 def plan(names: Sequence[str], images: int = IMAGES) -> dict[Config, Row]:
@@ -513,6 +511,8 @@ def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
             rows = [row for row in result["rows"] if (row["table"], row["model"]) == (name, model)]
             if rows:
                 parts.append(_markdown_table(name, model, whole, rows))
+        if TABLES[name].note:
+            parts.append(TABLES[name].note)
         notes = published()["notes"].get(name)
         if notes and any(row["published"] for row in result["rows"] if row["table"] == name):
             parts.append(notes)
