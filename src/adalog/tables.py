@@ -352,9 +352,9 @@ def run(
     planned, place = plan(names, images), device or torch.device("cpu")
     runs = [(config, seed) for seed in range(seeds) for config, row in planned.items() if not (seed and row.once)]
     result: dict[str, Any] = {
-        "tables": sorted(set(names)),
+        "tables": {name: _described(name) for name in sorted(set(names))},
         "models": {},
-        "images": images,
+        "calibration_images": images,
         "rows": [],
         "finished": 0,
         "of": len(runs) * len(benches),
@@ -389,6 +389,13 @@ def run(
                 what = f"{row}, seed {seed}: {100 * record['top1']:.2f} %, {record['seconds']:.0f} s"
                 progress(result["finished"], result["of"], what, result)
     return result
+
+
+def _described(name: str) -> dict[str, Any]:
+    """What is said of a table beside its rows."""
+    table = TABLES[name]
+    notes = {"note": table.note, "published_note": published()["notes"].get(name, "")}
+    return {"title": table.title, "columns": list(table.columns), "cost": table.cost, **notes}
 
 
 class _Finished:
@@ -505,23 +512,22 @@ def _p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
 def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
     """What `run` returns, a Markdown table for each table and model."""
     parts = []
-    for name in result["tables"]:
-        parts.append(f"{heading}Table {name}: {TABLES[name].title}")
+    for name, table in result["tables"].items():
+        parts.append(f"{heading}Table {name}: {table['title']}")
+        rows = [row for row in result["rows"] if row["table"] == name]
         for model, whole in result["models"].items():
-            rows = [row for row in result["rows"] if (row["table"], row["model"]) == (name, model)]
-            if rows:
-                parts.append(_markdown_table(name, model, whole, rows))
-        if TABLES[name].note:
-            parts.append(TABLES[name].note)
-        notes = published()["notes"].get(name)
-        if notes and any(row["published"] for row in result["rows"] if row["table"] == name):
-            parts.append(notes)
+            found = [row for row in rows if row["model"] == model]
+            if found:
+                beside = find_published(name, model, "fp32", "fp32", 0)
+                parts += [f"{model}:", _markdown_table(table, {**whole, "published": beside}, found)]
+        compared = any(row["published"] for row in rows)
+        parts += [text for text in (table["note"], compared and table["published_note"]) if text]
     seeds = 1 + max((seed for row in result["rows"] for seed in row["seeds"]), default=0)
     draws = f"Mean ± standard deviation over {seeds} draws" if seeds > 1 else "One draw"
     judged = ", ".join(f"{model} on {whole['images']:,} images" for model, whole in result["models"].items())
     machine = result["machine"]
     parts.append(
-        f"{draws} of {result['images']} calibration images; {judged}. p: McNemar's exact test beside the "
+        f"{draws} of {result['calibration_images']} calibration images; {judged}. p: McNemar's exact test beside the "
         "full-precision model, and beside adalog at the same bits; of several draws the median. CPU s: of the search, "
         f"also where it was shared with another row. adalog {machine['adalog']}, torch {machine['torch']}, "
         f"{machine['processor']}."
@@ -531,15 +537,17 @@ def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(name: str, model: str, whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns in which nothing is said, such as published figures of a model without any, are left out."""
-    table, draws = TABLES[name], max(len(row["seeds"]) for row in rows)
-    first = dict.fromkeys(table.columns[:1], "full precision")
-    lines = [{"bits": "W32/A32", **first, **_figures(table, whole, find_published(name, model, "fp32", "fp32", 0))}]
+def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The full-precision model, then the rows.
+
+    Columns in which nothing is said, such as published figures of a model without any, are left out.
+    """
+    names, draws = table["columns"], max(len(row["seeds"]) for row in rows)
+    lines = [{"bits": "W32/A32", names[0]: "full precision", **_figures(whole, table["cost"])}]
     for row in rows:
         beside = [value for value in row["p_adalog"] if value is not None]
-        line = {"bits": bits_name(Config.preset(row["bits"])), **dict(zip(table.columns, row["names"], strict=True))}
-        line |= _figures(table, row, row["published"])
+        line = {"bits": bits_name(Config.preset(row["bits"])), **dict(zip(names, row["names"], strict=True))}
+        line |= _figures(row, table["cost"])
         if len(row["seeds"]) < draws:
             line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} draws)"
         line["agreement [%]"] = _percent(row["agreement"])
@@ -549,24 +557,25 @@ def _markdown_table(name: str, model: str, whole: Mapping[str, Any], rows: Seque
         if "gpu_minutes" in row["published"]:
             line["published GPU min"] = f"{row['published']['gpu_minutes']:g}"
         lines.append(line)
-    columns = list(dict.fromkeys(("bits", *table.columns, *(column for line in lines for column in line))))
+    columns = list(dict.fromkeys(("bits", *names, *(column for line in lines for column in line))))
     columns = [column for column in columns if any(line.get(column) for line in lines)]
     cells = [columns, ["---"] * len(columns), *([line.get(column, "") for column in columns] for line in lines)]
-    return "\n".join([f"{model}:", "", *(f"| {' | '.join(row)} |" for row in cells)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
-def _figures(table: Table, told: Mapping[str, Any], others: Mapping[str, float]) -> dict[str, str]:
-    """The cells of a measured and of published figures; `told` of a row, or of the full-precision model."""
-    cells = {"top-1 [%]": _percent(told["top1"]), "published": f"{others['top1']:.2f}" if "top1" in others else ""}
-    if table.cost:
-        for title, field, published_field, unit in _COSTS:
+def _figures(told: Mapping[str, Any], with_cost: bool) -> dict[str, str]:
+    """The cells of what was measured of a row, or of the full-precision model, and of what is published."""
+    others = told["published"]
+    cells = {"top-1 [%]": _percent(told["top1"]), "published [%]": f"{others['top1']:.2f}" if "top1" in others else ""}
+    if with_cost:
+        for title, field, other, unit, form in _COSTS:
             value = told[field] if isinstance(told[field], (int, float)) else told[field]["mean"]
-            cells[title] = f"{value / 1e6:,.{2 if field == 'bytes' else 0}f}"
-            cells[f"published {title}"] = f"{others[published_field] / unit:,g}" if published_field in others else ""
+            cells[title] = format(value / 1e6, form)
+            cells[f"published {title}"] = format(others[other] / unit, form) if other in others else ""
     return cells
 
 
-_COSTS = (("FixOPs [M]", "fixops", "fixops", 1e6), ("size [MB]", "bytes", "megabytes", 1))
+_COSTS = (("FixOPs [M]", "fixops", "fixops", 1e6, ",.0f"), ("size [MB]", "bytes", "megabytes", 1, ".2f"))
 
 
 def _percent(value: float | Mapping[str, Any]) -> str:
