@@ -26,7 +26,7 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, refined, rescaled
+from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13
@@ -261,16 +261,11 @@ def minimise(
         init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
     if nearby and incumbent is not None:
         spacing = grid_spacing(low, high, init) / 2**search.steps
-        point, _ = refined(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
+        point, _ = walk(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
     else:
+        keep = search.keep
         point, _ = fpcs(
-            *(loss, low, high),
-            init=init,
-            keep=search.keep,
-            children=_CHILDREN,
-            steps=steps,
-            incumbent=incumbent,
-            rough=rough,
+            loss, low, high, init=init, keep=keep, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
         )
     scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
     return rescaled(loss, point, scales, rough=rough)[0] if search.rough_rows else point
@@ -297,8 +292,8 @@ def output_power(
 ) -> tuple[float, float]:
     """The sums of squares of left @ right^T and of its error under these quantizers."""
     signal = noise = 0.0
-    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
-        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+    for x, x_hat, w, w_hat in _operand_parts(left, right, first, second):
+        error = _output_error(x, x_hat, w, w_hat)
         signal += float((x @ w.transpose(-1, -2)).square().sum(dtype=torch.float64))
         noise += float(error.square().sum(dtype=torch.float64))
     return signal, noise
@@ -311,9 +306,9 @@ def refitted(left: Operand, right: Operand, first: Quantizer | None, second: Uni
     """
     onto: list[Tensor] = []
     power: list[Tensor] = []
-    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
+    for x, x_hat, w, w_hat in _operand_parts(left, right, first, second):
         output = x_hat @ w_hat.transpose(-1, -2)
-        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+        error = _output_error(x, x_hat, w, w_hat)
         onto.append((output * error).sum(-2, dtype=torch.float64))
         power.append(output.square().sum(-2, dtype=torch.float64))
     grouped = right.values.ndim > 2  # each part is other rows; otherwise other tokens
@@ -322,7 +317,12 @@ def refitted(left: Operand, right: Operand, first: Quantizer | None, second: Uni
     return replace(second, scale=second.scale * factor.to(second.scale.dtype), rounded_by=second.scale)
 
 
-def _in_parts(
+def _output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
+    """x_hat w_hat^T - x w^T, without the cancellation of two large outputs."""
+    return (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+
+
+def _operand_parts(
     left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Both operands as they are and as they are quantized, (x, x_hat, w, w_hat), over slices of the first dimension.
