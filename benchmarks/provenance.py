@@ -9,11 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from adalog import library
 from adalog.artifact import write_whole
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and the versions that matter."""
+    """Processor, cores, the versions that matter, and whether there is a compiled library."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -22,7 +23,14 @@ def machine() -> dict[str, Any]:
         ]
         processor = names[0] if names else processor
     packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
-    return {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
+    compiled = library.load()[0] is not None
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **packages,
+        "compiled library": compiled,
+    }
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PostSoftmax, Search, Tables
-from adalog.objective import Candidates, OwnError, ProductError, quantiles, thinned
+from adalog.fused import table_errors, uniform_errors
+from adalog.objective import Errors, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -24,7 +25,6 @@ from adalog.quantizers import (
     log_thresholds,
     most_headroom,
     symmetric_zero_point,
-    uniform_fake_quantize,
 )
 from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
@@ -135,8 +135,8 @@ class Operand:
         q, scale = _base_and_scale(point, form)
         return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
 
-    def candidates(self, values: Tensor) -> Candidates:
-        """Fake quantization of the values, or of some of their rows, under k points at once: (k, *values.shape).
+    def errors(self, values: Tensor) -> Errors:
+        """What quantizing under k points at once adds to the values, or to some of their rows: (k, *values.shape).
 
         Logarithmic codes come from a table over the leading bits of the values, so that a candidate costs one look-up a
         value. A value within 0.1 % of a threshold may land on its other side; `search_product` exchanges a point for
@@ -144,13 +144,12 @@ class Operand:
         """
         form = self.format
         if form.twin:
-            return lambda points: self._twin(points[:, 0]).fake_quantize(values[None])
+            return lambda points, dtype: self._twin(points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
         if form.log2_base is None:
 
-            def uniform(points: Tensor) -> Tensor:
+            def uniform(points: Tensor, dtype: torch.dtype) -> Tensor:
                 scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
-                scale, zero_point = self.spread(scale), self.spread(zero_point)
-                return uniform_fake_quantize(values, scale, zero_point, form.bits)
+                return uniform_errors(values, scale, zero_point, form.bits, form.keep, dtype)
 
             return uniform
 
@@ -163,15 +162,14 @@ class Operand:
         middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
         bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
 
-        def logarithmic(points: Tensor) -> Tensor:
-            results = values.new_empty(len(points), *values.shape)
-            for point, result in zip(points, results, strict=True):
+        def logarithmic(points: Tensor, dtype: torch.dtype) -> Tensor:
+            tables = []
+            for point in points:
                 levels, cuts = self.steps(point)
                 ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
                 counts = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(middles)))
-                table = levels.to(values.dtype).repeat_interleave(counts).to(values.device)
-                torch.index_select(table, 0, bins, out=result.view(-1))
-            return results
+                tables.append(levels.to(values.dtype).repeat_interleave(counts).to(values.device))
+            return table_errors(values, bins, tables, dtype)
 
         return logarithmic
 
@@ -483,10 +481,10 @@ def _search_piece(
 
 
 def _loss(error: ProductError, operand: Operand) -> Loss:
-    parts = [(part, operand.candidates(part.left)) for part in error.parts()]
+    parts = [(part, operand.errors(part.left)) for part in error.parts()]
 
     def loss(points: Tensor) -> Tensor:
-        first, *others = (part.loss(candidates, points) for part, candidates in parts)
+        first, *others = (part.loss_of(errors, points) for part, errors in parts)
         return sum(others, start=first)
 
     return loss
