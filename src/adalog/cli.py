@@ -24,7 +24,19 @@ from torch import Tensor, nn
 from typer.core import TyperGroup
 
 import adalog
-from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, demo, models, report
+from adalog import (
+    METHODS,
+    AdalogError,
+    Calibration,
+    Config,
+    DataError,
+    QuantizedModel,
+    artifact,
+    demo,
+    models,
+    report,
+    tables,
+)
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images, find_support
 from adalog.errors import printable
@@ -554,6 +566,69 @@ def methods_command(json_out: JsonOption = None) -> None:
     if json_out != "-":
         say(report.methods_table(rows))
     emit_json(rows, json_out)
+
+
+@app.command(name="tables")
+def tables_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[N]...", help=f"Some of {', '.join(tables.TABLES)}; without, they are listed."),
+    ] = None,
+    model_names: Annotated[
+        str, typer.Option("--models", help=f"Comma-separated: {models.KINDS}. demo has images of its own.")
+    ] = "demo",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the folders train, of which some images calibrate, and val.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of calibration images, from seed 0 on.")] = 1,
+    images: Annotated[int, typer.Option(min=1, help="How many images calibrate.")] = tables.IMAGES,
+    out: Annotated[Path, typer.Option("--out", "-o", help="What to write, with .md and with .json after it.")] = Path(
+        "adalog-tables"
+    ),
+    work: Annotated[
+        Path | None, typer.Option(help="Folder of finished rows, from which a run goes on. Without: OUT.rows.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    jobs: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one a core.")] = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """List the paper's tables, or measure some on models of yours, beside the published figures."""
+    if not names:
+        check_outputs(json_out)
+        if json_out != "-":
+            say(report.tables_list(tables.TABLES))
+        emit_json([{"table": name, "title": table.title} for name, table in tables.TABLES.items()], json_out)
+        return
+    tables.plan(names)
+    base = out.with_suffix("") if out.suffix in (".md", ".json") else out
+    markdown, told = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
+    specs = list(dict.fromkeys(model_names.split(",")))
+    check_outputs(markdown, told, json_out, reads=[source_of(name) for name in specs])
+    rows = base.with_name(f"{base.name}.rows") if work is None else work
+    artifact.check_writable(rows / "row.json")
+    for name in specs:
+        if not models.is_model(name):
+            raise DataError(f"model {name!r} is none of {models.KINDS}")
+    place = find_device(device)
+    benches = [tables.Bench.of(load_model(name, False, None), data, images) for name in specs]
+    for bench in benches:
+        with waiting(f"try {bench.model.name}"):
+            bench.check(place)
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("rows")
+
+        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(what))
+            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
+            artifact.write_whole(markdown, tables.markdown(result).encode())
+            emit_json(result, str(told))
+
+        result = tables.run(
+            names, benches, seeds=seeds, images=images, jobs=cores(jobs), device=place, work=rows, progress=finished
+        )
+    if json_out != "-":
+        say(tables.markdown(result))
+    emit_json(result, json_out)
 
 
 @app.command(name="vectors")

@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -124,6 +125,7 @@ class Searched:
     """What was found for the sites of one product.
 
     left, right: the operands as they were searched, after the norm's fold (ratio, beta), the right one transposed.
+    seconds: of a thread's CPU time, when it was found, even if that was for other choices that share this search.
     """
 
     sites: tuple[Site, ...]
@@ -131,6 +133,7 @@ class Searched:
     right: Operand
     found: Found
     fold: Fold
+    seconds: float = 0.0
 
     def mean_square_error(self) -> float:
         """Of the product's output, over all its elements."""
@@ -193,6 +196,7 @@ class Calibration:
         self._needs = {group.first.name: self._need(group) for group in self._groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}
+        self._seconds: dict[Any, float] = {}
         self._probe: Tensor | None = None
 
     def _need(self, group: _Group) -> Need:
@@ -286,10 +290,10 @@ class Calibration:
         content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
         for name, value in self.program.tensors.items():
             content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            content.update(_bytes(value))
+            content.update(raw_bytes(value))
         for value in (*self.images, *(() if self._probe is None else (self._probe,))):
             content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
-            content.update(_bytes(value))
+            content.update(raw_bytes(value))
         strides = [self._observed.stride(need.names) for need in self._needs.values()]
         content.update(repr((config.to_json(), strides, adalog.__version__, torch.__version__)).encode())
         return content.hexdigest()
@@ -348,6 +352,7 @@ class Calibration:
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: _Group, config: Config) -> Searched:
+        start, seconds = time.thread_time(), 0.0
         whole, config = config, group.choices(config)
         seen = self._observed.seen(self._needs[group.first.name].names)
         ordered = self._seen_in_order(whole)
@@ -380,12 +385,16 @@ class Calibration:
             if tabled not in self._found:
                 self._found[tabled] = with_table(left, right, self._found[key], config.tables)
             tried.append(Searched(group.sites, left, right, self._found[tabled], fold))
-        return max(tried, key=lambda searched: searched.found.sqnr)
+            start, spent = time.thread_time(), time.thread_time() - start
+            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # next to nothing where it was known
+            seconds += self._seconds[tabled]
+        return replace(max(tried, key=lambda searched: searched.found.sqnr), seconds=seconds)
 
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by this gradient of a loss by the model's only output, (N, ...), in place of random ones."""
         self._probe = gradient
         self._found.clear()
+        self._seconds.clear()
 
     def operand(self, name: str) -> Tensor:
         """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision.
@@ -587,7 +596,8 @@ def _order(config: Config) -> Config | None:
     return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
 
 
-def _bytes(value: Tensor) -> memoryview:
+def raw_bytes(value: Tensor) -> memoryview:
+    """Of its values, for a fingerprint."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -10,6 +10,7 @@ from adalog import artifact
 from adalog.cost import PRODUCT_ROLES, Cost
 from adalog.evaluate import Score, Share
 from adalog.model import float_lines
+from adalog.tables import Table as PaperTable
 
 
 def percent(value: float | None) -> str:
@@ -67,6 +68,16 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         chosen = ", ".join(f"{name} = {_choice(value)}" for name, value in row["choices"].items())
         table.add_row(row["name"], escape(row["source"]), escape(chosen))
+    return table
+
+
+def tables_list(tables: Mapping[str, PaperTable]) -> Table:
+    """The paper's tables, a line each."""
+    table = Table(title="Tables of the paper: `adalog tables N ... --models MODEL,... --data DIR`")
+    for column in ("table", "what it shows", "rows"):
+        table.add_column(column, overflow="fold")
+    for name, each in tables.items():
+        table.add_row(name, escape(each.title), str(len(each.rows)))
     return table
 
 

@@ -1,0 +1,362 @@
+"""The paper's tables as a command: what is published, what is measured once and kept, and what is refused."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from adalog import Calibration, Config, DataError, Search, tables
+from adalog.cli import main
+from adalog.config import RangeSearch
+from adalog.data import Preprocessing
+from adalog.evaluate import mcnemar
+from adalog.models import LoadedModel
+from adalog.tables import TABLES, Bench, Row, Table, find_published, kept, markdown, plan, published
+from test_bad_input import MODELS
+
+FIGURES = published()["figures"]
+SIZE = Preprocessing((32, 32), (32, 32))
+
+
+# --- what is published ---
+
+
+def test_every_published_figure_says_where_it_is_from_and_on_how_many_images():
+    fields = {"table", "model", "bits", "method", "measure", "value", "calibration_images", "source"}
+    for figure in FIGURES:
+        assert set(figure) == fields
+        assert figure["source"].startswith("AdaLog (Wu et al., ECCV 2024, arXiv:2407.12951), Table ")
+        assert figure["source"].endswith(figure["table"])
+        assert figure["calibration_images"] in ((0,) if figure["bits"] == "fp32" else (32, 1024))
+        assert figure["model"] in published()["models"]
+        assert figure["measure"] in ("top1", "fixops", "megabytes", "gpu_minutes")
+        assert figure["value"] > 0
+        assert figure["measure"] != "top1" or figure["value"] < 90
+    names = ("table", "model", "bits", "method", "measure")
+    assert len({tuple(figure[name] for name in names) for figure in FIGURES}) == len(FIGURES)
+
+
+def test_what_took_1024_images_is_reconstructed_and_no_row_here():
+    long = [figure for figure in FIGURES if figure["calibration_images"] == 1024]
+    assert len(long) == 8
+    for figure in long:
+        assert "brecq" in figure["method"]
+        assert find_published("4", "timm:vit_small_patch16_224", figure["bits"], figure["method"], 32) == {}
+    assert not any("brecq" in figure["method"] for figure in FIGURES if figure["calibration_images"] != 1024)
+
+
+def test_every_other_figure_stands_beside_a_row():
+    rows = {(name, row.config.bits, row.method) for name, table in TABLES.items() for row in table.rows}
+    for figure in FIGURES:
+        if figure["calibration_images"] == 32:
+            assert (figure["table"], figure["bits"], figure["method"]) in rows
+
+
+# Read from the paper's text by hand.
+@pytest.mark.parametrize(
+    ("table", "model", "bits", "method", "measure", "value"),
+    [
+        ("1", "deit_small_patch16_224", "w4a4", "adalog", "top1", 72.06),
+        ("1", "vit_base_patch16_224", "w6a6", "apq-vit", "top1", 82.21),
+        ("1", "swin_base_patch4_window7_224", "w3a3", "ptq4vit", "top1", 20.13),
+        ("1", "deit_tiny_patch16_224", "w4a4", "repq-vit", "top1", 57.43),
+        ("2", "vit_base_patch16_224", "w3a3", "uniform, FPCS", "top1", 15.50),
+        ("2", "swin_small_patch4_window7_224", "w4a4", "adalog, alternating", "top1", 80.46),
+        ("2", "deit_small_patch16_224", "w3a3", "uniform, alternating", "top1", 22.49),
+        ("3", "deit_tiny_patch16_224", "w3a3", "repq-vit", "fixops", 0.444e9),
+        ("3", "deit_tiny_patch16_224", "w4a4", "adalog", "megabytes", 3.4),
+        ("4", "vit_small_patch16_224", "w4a4", "uniform", "top1", 63.14),
+        ("5", "deit_tiny_patch16_224", "w3a3", "brute force", "top1", 32.04),
+        ("5", "deit_small_patch16_224", "w3a3", "FPCS", "gpu_minutes", 6.5),
+        ("A", "vit_small_patch16_224", "w4a4s32", "float", "top1", 72.87),
+        ("A", "swin_small_patch4_window7_224", "w4a4s3", "log-sqrt2", "top1", 30.46),
+        ("A", "deit_base_patch16_224", "w4a4s2", "adalog", "top1", 76.50),
+        ("B", "swin_base_patch4_window7_224", "w4a4", "log-sqrt2", "top1", 24.50),
+        ("B", "vit_small_patch16_224", "w4a4", "twin", "top1", 65.29),
+    ],
+)
+def test_figures_are_those_of_the_paper(table, model, bits, method, measure, value):
+    found = find_published(table, f"timm:{model}", bits, method, 32)
+    assert found[measure] == value
+    assert find_published(table, f"timm:{model}.some_weights", bits, method, 32) == found
+    assert find_published(table, f"timm:{model}", bits, method, 1024) == {}
+    assert find_published(table, "demo", bits, method, 32) == {}
+
+
+def test_the_papers_counts_of_figures():
+    counts = {name: sum(figure["table"] == name for figure in FIGURES) for name in TABLES}
+    # 7 models by 4 methods by 3 bits but APQ-ViT at 3, and in full precision; 6 by 2 by 4; four rows of three figures
+    # and a model of two; 6 by 2; 6 of two; 7 by 9 and one; 7 by 5.
+    assert counts == {"1": 77 + 7, "2": 48, "3": 12 + 2, "4": 12, "5": 12, "A": 70, "B": 35}
+
+
+# --- what a table has ---
+
+
+def test_tables_share_their_rows():
+    alone = sum(len(plan([name])) for name in TABLES)
+    together = plan(list(TABLES))
+    assert len(together) < alone
+    adalog = Config.preset("w3a3")
+    for name in ("1", "2", "3", "4", "5"):
+        assert adalog in plan([name])
+    assert list(together.values())[-1].once  # what takes long comes last
+    assert [row.once for row in together.values()] == sorted(row.once for row in together.values())
+    assert {row.method for row in together.values() if row.once} == {"evol-q", "brute force"}
+
+
+def test_other_images_are_another_configuration():
+    assert {config.images for config in plan(["5"], 7)} == {7}
+
+
+def test_switches_change_what_they_name_alone():
+    for row in TABLES["A"].rows:
+        assert replace(row.config, post_softmax="adalog") == Config.preset(row.config.bits)
+    for row in TABLES["B"].rows:
+        assert replace(row.config, post_gelu="adalog") == Config.preset("w4a4")
+    for row in TABLES["5"].rows:
+        assert replace(row.config, search=Search()) == Config.preset("w3a3")
+    strategies = [row.config.search.strategy for row in TABLES["5"].rows]
+    assert strategies == ["alternating", "fpcs", "brute-force"]
+
+
+# --- what is measured ---
+
+
+def quick(method, **changes):
+    return replace(Config.preset("w4a4", method), **changes)
+
+
+@pytest.fixture
+def two_tables(monkeypatch):
+    """Tables that take no time, and share a row."""
+    own = {"post_softmax": "uniform", "post_gelu": "uniform"}
+    symmetric = quick("minmax", search=RangeSearch(symmetric_weights=True))
+    rows = (
+        Row(("minmax",), quick("minmax"), "adalog"),
+        Row(("percentile",), quick("percentile"), "repq-vit"),
+        Row(("symmetric",), symmetric, "evol-q", once=True),
+    )
+    quickest = Search(init=(4, 2), keep=1, steps=0, rounds=1)
+    other = (rows[0], Row(("searched",), quick("uniform", search=quickest, **own), "twin"))
+    found = {"1": Table("one", ("method",), rows), "B": Table("other", ("how",), other, cost=True)}
+    monkeypatch.setattr(tables, "TABLES", found)
+    return found
+
+
+@pytest.fixture
+def bench(tiniest):
+    generator = torch.Generator().manual_seed(0)
+    pool, judged = (torch.randn(count, 3, 32, 32, generator=generator) for count in (34, 40))
+    labels = torch.randint(10, (40,), generator=generator)
+    return Bench(LoadedModel(tiniest, SIZE, "timm:deit_small_patch16_224.tiny"), pool, judged, labels)
+
+
+def without_seconds(result):
+    return {**result, "rows": [{**row, "seconds": None} for row in result["rows"]]}
+
+
+def test_rows_are_measured_as_evaluate_does(bench, two_tables):
+    result = tables.run(["B", "1"], [bench], seeds=2)
+    assert (result["finished"], result["of"], result["tables"]) == (7, 7, ["1", "B"])
+    calibration = Calibration(bench.model.module, bench.sample(32, 1, 1), seed=1)
+    model = calibration.quantize(quick("percentile"))
+    with torch.no_grad():
+        before, after = (network(bench.judged).argmax(1) for network in (bench.model.module, model))
+    right, whole = after == bench.labels, before == bench.labels
+    row = next(row for row in result["rows"] if row["names"] == ["percentile"])
+    assert row["seeds"] == [0, 1]
+    assert row["top1"]["values"][1] == float(right.double().mean())
+    assert row["top1"]["mean"] == sum(row["top1"]["values"]) / 2
+    assert row["top1"]["std"] == pytest.approx(abs(row["top1"]["values"][0] - row["top1"]["values"][1]) / 2**0.5)
+    assert row["agreement"]["values"][1] == float((before == after).double().mean())
+    assert row["p_float"][1] == mcnemar(int((whole & ~right).sum()), int((right & ~whole).sum()))
+    assert row["published"] == {"top1": 69.03}
+    assert result["models"][bench.model.name]["top1"] == float(whole.double().mean())
+    once = next(row for row in result["rows"] if row["names"] == ["symmetric"])
+    assert once["seeds"] == [0]
+    first, again = (row for row in result["rows"] if row["names"] == ["minmax"])
+    assert (first["table"], again["table"]) == ("1", "B")
+    assert first["top1"] == again["top1"]
+
+
+def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
+    assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
+    assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
+
+
+def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
+    whole = tables.run(["1", "B"], [bench], seeds=2)
+    names = []
+
+    def stop(done, total, what, result):
+        names.append(what)
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tables.run(["1", "B"], [bench], seeds=2, work=tmp_path, progress=stop)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(before) == 4  # three rows, and the full-precision model
+    measured, quantize = [], Calibration.quantize
+
+    def count(self, config, *args, **kwargs):
+        measured.append((self.seed, config))
+        return quantize(self, config, *args, **kwargs)
+
+    monkeypatch.setattr(Calibration, "quantize", count)
+    seen = []
+    again = tables.run(
+        ["1", "B"], [bench], seeds=2, work=tmp_path, progress=lambda done, total, what, result: seen.append(result)
+    )
+    assert without_seconds(again) == without_seconds(whole)
+    assert len(set(measured)) == 4
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    measured.clear()
+    assert tables.run(["B", "1"], [bench], seeds=2, work=tmp_path) == again
+    assert measured == []
+
+
+def test_what_is_finished_is_told(bench, two_tables):
+    seen = []
+    tables.run(
+        ["1"], [bench], progress=lambda done, total, what, result: seen.append((done, total, what, dict(result)))
+    )
+    assert [each[:2] for each in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert [len(each[3]["rows"]) for each in seen] == [1, 2, 3]
+    assert re.fullmatch(r"timm:deit_small_patch16_224.tiny W4/A4 minmax, seed 0: .* %, \d+ s", seen[0][2])
+    assert "Unfinished: 1 of 3" in markdown(seen[0][3])
+    assert "Unfinished" not in markdown(seen[2][3])
+
+
+def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
+    first = tables.run(["1"], [bench], work=tmp_path)
+    other = replace(bench, labels=bench.labels.roll(1))
+    assert tables.run(["1"], [other], work=tmp_path) == tables.run(["1"], [other])
+    weights = {name: value * 1.5 for name, value in bench.model.module.state_dict().items()}
+    module = type(bench.model.module)(width=16, depth=1, heads=2).eval()
+    module.load_state_dict(weights)
+    scaled = replace(bench, model=replace(bench.model, module=module))
+    found = without_seconds(tables.run(["1"], [scaled], work=tmp_path))
+    assert found == without_seconds(tables.run(["1"], [scaled]))
+    assert found != without_seconds(first)
+
+
+def test_kept_rows_are_whole(tmp_path):
+    path = tmp_path / "row.json"
+    assert kept(path, {"a": 1}, lambda: [1]) == [1]
+    assert kept(path, {"a": 1}, lambda: [2]) == [1]
+    assert kept(path, {"a": 2}, lambda: [2]) == [2]
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(DataError, match="holds no finished row"):
+        kept(path, {"a": 2}, lambda: [2])
+
+
+def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration, fast):
+    first = {each.sites[0].name: each.seconds for each in calibration.search(fast)}
+    other = {each.sites[0].name: each.seconds for each in calibration.search(replace(fast, post_gelu="uniform"))}
+    shared = [name for name in first if not name.endswith("fc2")]
+    assert all(first[name] > 0 for name in first)
+    assert [other[name] for name in shared] == [first[name] for name in shared]
+
+
+# --- as text ---
+
+
+def test_columns_that_say_nothing_are_left_out(bench, two_tables):
+    text = markdown(tables.run(["1", "B"], [bench], seeds=2))
+    assert "| bits | method | top-1 [%] | published | agreement [%] | p, float | CPU s |" in text
+    assert "## Table B: other" in text
+    assert "| W32/A32 | full precision |" in text
+    assert re.search(r"\| W4/A4 \| percentile \| \d+\.\d\d ± \d+\.\d\d \| 69.03 \|", text)
+    assert re.search(r"\| symmetric \| \d+\.\d\d \(1 of 2 draws\) \|", text)
+    assert "FixOPs [M]" in text
+    assert "over 2 draws of 32 calibration images" in text
+    unpublished = replace(bench, model=replace(bench.model, name="demo"))
+    assert "published" not in markdown(tables.run(["1"], [unpublished]))
+
+
+# --- the command ---
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, "-m", "adalog", "tables", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def test_they_are_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adalog", "tables", "--json", "-"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["table"] for row in rows] == ["1", "2", "3", "4", "5", "A", "B"]
+    assert all(row["title"] for row in rows)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A model of three classes, and images of it."""
+    (tmp_path / "models.py").write_text(MODELS)
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 2), ("val", 3)):
+        for name in "abc":
+            folder = tmp_path / "data" / part / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                image = Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+                image.save(folder / f"{index}.png")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_table_from_the_command_line(place):
+    """From files to files; and once more, from its rows, the same."""
+    given = ("5", "--models", "models.py:small", "--data", "data", "--images", 4, "--jobs", 2, "--seeds", 2)
+    text = run(*given, "--out", "found.md", cwd=place)
+    assert text.strip() == (place / "found.md").read_text().strip()
+    told = json.loads((place / "found.json").read_text())
+    assert [row["names"][0] for row in told["rows"]] == ["alternating", "FPCS", "brute force"]
+    assert told["models"]["models.py:small"]["images"] == 9
+    assert told["finished"] == told["of"] == 5
+    assert len(list((place / "found.rows").iterdir())) == 6
+    assert json.loads(run(*given, "--out", "found", "--json", "-", cwd=place)) == told
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["9"], "table '9' is none of 1, 2, 3, 4, 5, A, B"),
+        (["5", "--models", "resnet"], "model 'resnet' is none of timm:NAME"),
+        (["5", "--models", "models.py:small"], "brings no images: give --data DIR"),
+        (["5", "--models", "models.py:bare", "--data", "data"], "does not say how its images are prepared"),
+        (["5", "--models", "models.py:small", "--data", "data"], "6 images to calibrate with, --images 32 are wanted"),
+        (["5", "--models", "models.py:small", "--data", "data/val"], "has no folder train"),
+        (["5", "--models", "models.py:small", "--data", "flat", "--images", "2"], "has no labels to judge by"),
+        (["5", "--models", "models.py:small", "--data", "two", "--images", "2"], "have 2 subfolders, one a class"),
+        (["5", "--images", "65"], "demo has 64 images to calibrate with, --images 65 are wanted"),
+        (["5", "--out", "data"], "data.rows"),
+        (["5", "--device", "nonsense"], "device = 'nonsense' is not one of this machine"),
+    ],
+)
+def test_what_is_not_right(place, given, why, monkeypatch, capsys):
+    (place / "data.rows").write_text("")
+    for name, kept_classes in (("flat", ""), ("two", "ab")):
+        for part in ("train", "val"):
+            folders = list(kept_classes) or ["."]
+            for folder in folders:
+                target = place / name / part / folder
+                target.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8)).save(target / "0.png")
+                Image.new("RGB", (8, 8)).save(target / "1.png")
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["adalog", "tables", *given])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert why in capsys.readouterr().err
+    assert not (place / "adalog-tables.rows").exists()
