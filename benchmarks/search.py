@@ -3,6 +3,7 @@
     python benchmarks/search.py --model timm:deit_tiny_patch16_224 --blocks 1 --images 32 [--data DIR] [--work DIR]
     python benchmarks/search.py --model demo | --model realbench:DIR
     python benchmarks/search.py --full | --scaling | --golden DIR
+    python benchmarks/search.py --model demo --ablation
 
 Every site is searched twice on the same operands, with the same quantizers to choose from: by `direct`, which makes a
 whole product for each candidate, and by ours, with as many candidates (6 steps of 128, 3 rounds) and again as it comes
@@ -18,6 +19,8 @@ noise, or those of --data. `demo` is the bundled model on bundled images; `realb
 
 --full: `adalog.quantize` as it comes, on the whole model, in a process of its own with memory as glibc has it.
 --scaling: the cost of our search of a ViT of one block (heads of 64) by images, width and candidates a step; a figure.
+--ablation: what each part of our search is worth: without it, the error of all sites over the default's, on the images
+that calibrate and held out.
 --golden: whether the direct search gives the outputs of the released code; see `golden.py`, exit code 1 where not.
 
 The floor is what no exact search saves: one float forward, and, at the speed of this machine's matrix products, the
@@ -400,6 +403,53 @@ def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
     write_whole(path, picture.getvalue())
 
 
+# --- what its parts are worth ----------------------------------------------------------------------------------------
+
+
+def variants(bits: str) -> dict[str, Config]:
+    """The default and what it is without one part of it, or with more of it, and two other readings."""
+    usual = Config.preset(bits)
+    search = usual.search
+    assert isinstance(search, Search)
+    changed = {
+        "default": search,
+        "bounds within 0.1 of the values": replace(search, reach=0.1),
+        "scales not refitted": replace(search, refit=False),
+        "all rows in every step": replace(search, rough_rows=0),
+        "6 steps and 3 rounds": SEARCHES["equal"],
+    }
+    readings = {name: Config.preset(bits, name) for name in ("adalog-paper", "adalog-released")}
+    return {**{name: replace(usual, search=part) for name, part in changed.items()}, **readings}
+
+
+@torch.no_grad()
+def ablate(case: Case, configs: dict[str, Config], key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
+    """configs: the first one is what the others are compared with. {name: {"loss", "held_out", "seconds", "sites"}}."""
+    keep_memory()
+    calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
+
+    def run(config: Config) -> dict[str, Any]:
+        cost, found = measured(lambda: calibration.search(config))
+        sites = {
+            each.sites[0].name: (each.mean_square_error(), held_out.judge(each, config).mean_square_error())
+            for each in found
+        }
+        return {"seconds": cost["seconds"], "sites": sites}
+
+    result: dict[str, Any] = {}
+    with progress_bar() as progress:
+        for name, config in progress.track(configs.items()):
+            label = re.sub(r"[^a-z0-9]+", "-", name)
+            result[name] = kept(
+                work and work / f"ablation-{label}.json", key | {"config": config.to_json()}, partial(run, config)
+            )
+    usual = next(iter(result.values()))["sites"]
+    for row in result.values():
+        ratios = [[value / base for value, base in zip(row["sites"][name], usual[name], strict=True)] for name in usual]
+        row["loss"], row["held_out"] = (geometric_mean(list(each)) for each in zip(*ratios, strict=True))
+    return result
+
+
 def check_golden(folder: Path) -> dict[str, Any]:
     """The direct search beside outputs of the released code."""
     model, images, settings = golden.load_folder(folder)
@@ -424,13 +474,14 @@ def main(
     work: Annotated[Path | None, typer.Option(help="Keeps finished parts.")] = None,
     full: bool = False,
     scaling: bool = False,
+    ablation: bool = False,
     golden_files: Annotated[Path | None, typer.Option("--golden")] = None,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     torch.set_num_threads(1)
     kind, _, name = model.partition(":")
     label = "golden" if golden_files else "scaling" if scaling else kind if kind != "timm" else name
-    out = json_out or RESULTS / f"search-{label}{'-full' * full}.json"
+    out = json_out or RESULTS / f"search-{label}{'-full' * full}{'-ablation' * ablation}.json"
     key = {"adalog": adalog.__version__, "bits": bits, "seed": seed}
     given = {
         "model": kind if kind == "realbench" else model,
@@ -449,8 +500,11 @@ def main(
             result = {**given, **pool.apply(quantize_whole, (model, blocks, images, data, seed, bits))}
     else:
         case = load_case(model, blocks, images, data, seed)
-        config = Config.preset(bits, "adalog-released")
-        result = {**given, **compare(case, config, given, work, seed)}
+        if ablation:
+            result = {**given, "variants": ablate(case, variants(bits), given, work, seed)}
+        else:
+            config = Config.preset(bits, "adalog-released")
+            result = {**given, **compare(case, config, given, work, seed)}
     text = json.dumps({**result, "machine": machine()}, indent=1) + "\n"
     write_whole(out, text.encode())
     print(text, end="")

@@ -140,20 +140,28 @@ def search_table() -> str:
     """Our search beside the direct one, by each search-*.json, and a whole model's calibration."""
     lines = ["| model | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"]
     lines.append("|---" * 7 + "|")
-    whole = []
+    whole, parts = [], []
     for path in sorted(RESULTS.glob("search-*.json")):
         result = json.loads(path.read_text())
         name = path.stem.removeprefix("search-")
         if "cpu_seconds" in result:
             memory = result["peak_rss_bytes"] / 2**30
             whole.append(f"`{name}`: {result['cpu_seconds']:.0f} CPU seconds, {memory:.2f} GiB resident at most.")
+        elif "exponents" in result:
+            powers = (f"{axis}^{power:.2f}" for axis, power in result["exponents"].items())
+            whole.append(f"`{name}`: seconds grow as {', '.join(powers)} (candidates a step: points).")
+        elif "variants" in result:
+            parts += [f"`{name}`: errors over those of the default, geometric mean of all sites.", ""]
+            parts += ["| search | calibration images | held out | seconds |", "|---|---|---|---|"]
+            for kind, row in result["variants"].items():
+                parts.append(f"| {kind} | {row['loss']:.4f} | {row['held_out']:.4f} | {row['seconds']:.0f} |")
         elif "speedup" in result:
             for kind, row in (("as released", result), ("as it comes", result["default"])):
                 loss = row["loss_ratio"]
                 cells = (name, kind, f"{row['speedup']:.1f}", f"{loss['max']:.4f}", f"{loss['geomean']:.4f}")
                 cells += (f"{loss['held_out_geomean']:.4f}", f"{row['float_forwards']:.0f}")
                 lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *whole])
+    return "\n\n".join(["\n".join(lines), *whole, *(["\n".join(parts)] if parts else [])])
 
 
 def paper_tables() -> str:

@@ -1,6 +1,7 @@
 """The reference search and what `benchmarks/search.py` makes of it."""
 
 import json
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -219,6 +220,23 @@ def test_held_out_losses_are_of_other_images(case, short):
     for kind in ("equal", "default"):
         assert same[kind]["held_out_ratio"] == same[kind]["loss_ratio"] == row[kind]["loss_ratio"]
         assert row[kind]["held_out_ratio"] != row[kind]["loss_ratio"]
+
+
+def test_parts_are_told_by_what_they_are_worth(case, tmp_path):
+    short = replace(Config.preset("w3a3"), search=Search(steps=0, rough_rows=0, refit=False))
+    configs = {"default": short, "same": short, "fitted": replace(short, search=Search(steps=0, rough_rows=0))}
+    result = benchmark.ablate(case, configs, {}, tmp_path, 0)
+    assert result["default"]["loss"] == result["same"]["held_out"] == 1
+    ratios = []
+    for found in Calibration(case.model, case.images).search(short):
+        name = found.sites[0].name
+        assert result["default"]["sites"][name][0] == pytest.approx(found.mean_square_error())
+        ratios.append(result["fitted"]["sites"][name][0] / result["default"]["sites"][name][0])
+    assert max(ratios) <= 1.0001  # the best scale for a row's codes
+    assert result["fitted"]["loss"] == pytest.approx(math.exp(sum(map(math.log, ratios)) / len(ratios)))
+    assert result["fitted"]["loss"] < 1
+    assert len(list(tmp_path.glob("ablation-*.json"))) == 3
+    assert next(iter(benchmark.variants("w4a4"))) == "default"
 
 
 def test_the_whole_model_is_measured(case, monkeypatch):

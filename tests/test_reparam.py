@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import conv2d, gelu, layer_norm
 
 from adalog.quantizers import LogQuantizer, uniform_quantize
-from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale, unfolded_patches
+from adalog.reparam import absorb_offset, fold_linear, fold_norm, patches, shared_scale
 from strategies import R, normal
 
 CHANNELS = 16
@@ -112,9 +112,9 @@ def test_folds_do_not_modify_their_inputs():
 @pytest.mark.parametrize(
     ("stride", "padding", "dilation"), [((4, 4), (0, 0), (1, 1)), ((2, 1), (1, 2), (1, 1)), ((1, 2), (2, 0), (2, 1))]
 )
-def test_unfolded_patches_make_a_convolution_a_product(stride, padding, dilation):
+def test_patches_make_a_convolution_a_product(stride, padding, dilation):
     x, weight = normal(2, 3, 12, 10), normal(5, 3, 4, 2, seed=1)
     expected = conv2d(x, weight, None, stride, padding, dilation)
-    rows = unfolded_patches(x, (4, 2), stride, padding, dilation)
-    product = (rows @ weight.flatten(1).T).view(2, -1, 5).transpose(1, 2).reshape(expected.shape)
+    rows = patches(x, (4, 2), stride, padding, dilation)
+    product = (rows @ weight.flatten(1).T).transpose(1, 2).reshape(expected.shape)
     torch.testing.assert_close(product, expected, **EXACT)

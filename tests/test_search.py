@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adalog.search import alternating, brute_force, fpcs, grid, grid_spacing, refined, rescaled
+from adalog.search import alternating, brute_force, fpcs, grid, grid_spacing, rescaled, walk
 from strategies import normal, quick, seeds
 
 
@@ -266,7 +266,7 @@ def test_a_rough_loss_that_orders_alike_costs_nothing():
     low, high = box((-1, 1), (0, 2), groups=(3,))
     exact = fpcs(rough_sea, low, high)
     rough = fpcs(rough_sea, low, high, rough=lambda points: 2 * rough_sea(points) + 5)
-    walked = refined(rough_sea, exact[0], grid_spacing(low, high, (16, 8)) / 2**4)
+    walked = walk(rough_sea, exact[0], grid_spacing(low, high, (16, 8)) / 2**4)
     assert torch.equal(rough[0], walked[0])
     assert torch.equal(rough[1], walked[1])
     assert bool((rough[1] <= exact[1]).all())
@@ -293,7 +293,7 @@ def test_without_steps_half_of_the_survivors_of_the_grid_are_judged(keep, half):
     assert (rough_sizes, full_sizes) == ([128], [half, 1, 8, 8, 8, 8])
     points = grid(low, high, (16, 8))
     survivors = rough_sea(points).sort().indices[:half]
-    walked = refined(full, points[survivors[-1]], grid_spacing(low, high, (16, 8)))
+    walked = walk(full, points[survivors[-1]], grid_spacing(low, high, (16, 8)))
     assert torch.equal(best, walked[0])
     assert least == walked[1] == -rough_sea(best[None])[0]
 
@@ -305,7 +305,7 @@ def test_without_steps_half_of_the_survivors_of_the_grid_are_judged(keep, half):
 @given(seeds, st.sampled_from([1, 2]), st.sampled_from([(), (5,), (2, 3)]))
 def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
     point, loss = normal(count, *groups, seed=seed), white(seed % 1000)
-    best, least = refined(loss, point, torch.full_like(point, 0.05))
+    best, least = walk(loss, point, torch.full_like(point, 0.05))
     held = loss(point[None])[0]
     assert best.shape == point.shape
     assert torch.equal(least, loss(best[None])[0])
@@ -321,7 +321,7 @@ def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(seed):
     spacing = torch.rand(2, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.01
     away = (torch.rand(2, 50, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) - 0.5) * 30
     point = normal(2, 50, seed=seed)
-    best, _ = refined(bowl(point + away * spacing), point, spacing)
+    best, _ = walk(bowl(point + away * spacing), point, spacing)
     assert ((best - point) / spacing - away).abs().max() <= 0.5 + 1e-9
 
 
@@ -335,7 +335,7 @@ def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
         a, b = ((points / spacing) - away).unbind(1)
         return a.square() + b.square() + 2 * tilt * a * b
 
-    best, _ = refined(loss, torch.zeros(2, 50, dtype=torch.float64), spacing.expand(2, 50))
+    best, _ = walk(loss, torch.zeros(2, 50, dtype=torch.float64), spacing.expand(2, 50))
     assert (best / spacing - away).abs().max() <= 1
 
 
@@ -344,13 +344,13 @@ def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
 def test_a_walk_in_one_dimension_reaches_farther(seed):
     """Neighbours -4 ... 4: from 60 spacings away."""
     away = (torch.rand(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * 120
-    best, _ = refined(bowl(away * 0.1), torch.zeros(1, 50, dtype=torch.float64), torch.tensor([[0.1]]).double())
+    best, _ = walk(bowl(away * 0.1), torch.zeros(1, 50, dtype=torch.float64), torch.tensor([[0.1]]).double())
     assert (best / 0.1 - away).abs().max() <= 0.5 + 1e-9
 
 
 def test_a_walk_takes_four_moves():
     loss, sizes = counted(rough_sea)
-    refined(loss, torch.zeros(2), torch.ones(2))
+    walk(loss, torch.zeros(2), torch.ones(2))
     assert sizes == [1, 8, 8, 8, 8]
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PostSoftmax, Search, Tables
-from adalog.objective import Candidates, OwnError, ProductError, quantiles, thinned
+from adalog.fused import table_errors, uniform_errors
+from adalog.objective import Errors, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -24,9 +25,8 @@ from adalog.quantizers import (
     log_thresholds,
     most_headroom,
     symmetric_zero_point,
-    uniform_fake_quantize,
 )
-from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, refined, rescaled
+from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13
@@ -135,8 +135,8 @@ class Operand:
         q, scale = _base_and_scale(point, form)
         return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
 
-    def candidates(self, values: Tensor) -> Candidates:
-        """Fake quantization of the values, or of some of their rows, under k points at once: (k, *values.shape).
+    def errors(self, values: Tensor) -> Errors:
+        """What quantizing under k points at once adds to the values, or to some of their rows: (k, *values.shape).
 
         Logarithmic codes come from a table over the leading bits of the values, so that a candidate costs one look-up a
         value. A value within 0.1 % of a threshold may land on its other side; `search_product` exchanges a point for
@@ -144,13 +144,12 @@ class Operand:
         """
         form = self.format
         if form.twin:
-            return lambda points: self._twin(points[:, 0]).fake_quantize(values[None])
+            return lambda points, dtype: self._twin(points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
         if form.log2_base is None:
 
-            def uniform(points: Tensor) -> Tensor:
+            def uniform(points: Tensor, dtype: torch.dtype) -> Tensor:
                 scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
-                scale, zero_point = self.spread(scale), self.spread(zero_point)
-                return uniform_fake_quantize(values, scale, zero_point, form.bits)
+                return uniform_errors(values, scale, zero_point, form.bits, form.keep, dtype)
 
             return uniform
 
@@ -163,15 +162,14 @@ class Operand:
         middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
         bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
 
-        def logarithmic(points: Tensor) -> Tensor:
-            results = values.new_empty(len(points), *values.shape)
-            for point, result in zip(points, results, strict=True):
+        def logarithmic(points: Tensor, dtype: torch.dtype) -> Tensor:
+            tables = []
+            for point in points:
                 levels, cuts = self.steps(point)
                 ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
                 counts = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(middles)))
-                table = levels.to(values.dtype).repeat_interleave(counts).to(values.device)
-                torch.index_select(table, 0, bins, out=result.view(-1))
-            return results
+                tables.append(levels.to(values.dtype).repeat_interleave(counts).to(values.device))
+            return table_errors(values, bins, tables, dtype)
 
         return logarithmic
 
@@ -261,16 +259,11 @@ def minimise(
         init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
     if nearby and incumbent is not None:
         spacing = grid_spacing(low, high, init) / 2**search.steps
-        point, _ = refined(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
+        point, _ = walk(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
     else:
+        keep = search.keep
         point, _ = fpcs(
-            *(loss, low, high),
-            init=init,
-            keep=search.keep,
-            children=_CHILDREN,
-            steps=steps,
-            incumbent=incumbent,
-            rough=rough,
+            loss, low, high, init=init, keep=keep, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
         )
     scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
     return rescaled(loss, point, scales, rough=rough)[0] if search.rough_rows else point
@@ -297,8 +290,8 @@ def output_power(
 ) -> tuple[float, float]:
     """The sums of squares of left @ right^T and of its error under these quantizers."""
     signal = noise = 0.0
-    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
-        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+    for x, x_hat, w, w_hat in _operand_parts(left, right, first, second):
+        error = _output_error(x, x_hat, w, w_hat)
         signal += float((x @ w.transpose(-1, -2)).square().sum(dtype=torch.float64))
         noise += float(error.square().sum(dtype=torch.float64))
     return signal, noise
@@ -311,9 +304,9 @@ def refitted(left: Operand, right: Operand, first: Quantizer | None, second: Uni
     """
     onto: list[Tensor] = []
     power: list[Tensor] = []
-    for x, x_hat, w, w_hat in _in_parts(left, right, first, second):
+    for x, x_hat, w, w_hat in _operand_parts(left, right, first, second):
         output = x_hat @ w_hat.transpose(-1, -2)
-        error = (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+        error = _output_error(x, x_hat, w, w_hat)
         onto.append((output * error).sum(-2, dtype=torch.float64))
         power.append(output.square().sum(-2, dtype=torch.float64))
     grouped = right.values.ndim > 2  # each part is other rows; otherwise other tokens
@@ -322,7 +315,12 @@ def refitted(left: Operand, right: Operand, first: Quantizer | None, second: Uni
     return replace(second, scale=second.scale * factor.to(second.scale.dtype), rounded_by=second.scale)
 
 
-def _in_parts(
+def _output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
+    """x_hat w_hat^T - x w^T, without the cancellation of two large outputs."""
+    return (x_hat - x) @ w_hat.transpose(-1, -2) + x @ (w_hat - w).transpose(-1, -2)
+
+
+def _operand_parts(
     left: Operand, right: Operand, first: Quantizer | None, second: Quantizer | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Both operands as they are and as they are quantized, (x, x_hat, w, w_hat), over slices of the first dimension.
@@ -483,10 +481,10 @@ def _search_piece(
 
 
 def _loss(error: ProductError, operand: Operand) -> Loss:
-    parts = [(part, operand.candidates(part.left)) for part in error.parts()]
+    parts = [(part, operand.errors(part.left)) for part in error.parts()]
 
     def loss(points: Tensor) -> Tensor:
-        first, *others = (part.loss(candidates, points) for part, candidates in parts)
+        first, *others = (part.loss_of(errors, points) for part, errors in parts)
         return sum(others, start=first)
 
     return loss

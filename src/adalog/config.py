@@ -382,16 +382,19 @@ class Method:
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# The scale after softmax is 1. What is beyond the codes is zero, as in the code that the published figures are from,
-# and not clipped as the text has it; so it is with RepQ-ViT.
-_FQ_VIT: dict[str, Any] = {
-    "post_softmax": "log2",
+# Of FQ-ViT and RepQ-ViT. What is beyond the codes is zero, as in the codes that the published figures are from, and not
+# clipped as the texts have it.
+_FLOAT_LOG: dict[str, Any] = {
     "post_gelu": "uniform",
     "beyond": "zero",
     "rounding": "log",
     "tables": "float",
     "per_head": False,
     "fold_rows": 1,
+}
+_FQ_VIT: dict[str, Any] = {
+    **_FLOAT_LOG,
+    "post_softmax": "log2",  # of scale 1
     "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
 }
 
@@ -460,13 +463,8 @@ METHODS: dict[str, Method] = {
     "repq-vit": Method(
         "RepQ-ViT (Li et al., ICCV 2023)",
         {
+            **_FLOAT_LOG,
             "post_softmax": "log-sqrt2",
-            "post_gelu": "uniform",
-            "beyond": "zero",
-            "rounding": "log",
-            "tables": "float",
-            "per_head": False,
-            "fold_rows": 1,
             "fold_head": False,
             "search": RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean"),
         },

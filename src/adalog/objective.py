@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.fused import sums
 from adalog.quantizers import at_least_float32
 
 # Candidates are scored over so many elements at a time, at least, so that the temporaries stay in the cache and the
@@ -24,12 +25,13 @@ from adalog.quantizers import at_least_float32
 CHUNK_ELEMENTS = 1 << 17
 # Of a sample about so many values, evenly spread, are sorted, but at least so many of each row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
-# A rough loss looks at so many elements, if those are rows enough.
-_ROUGH_ELEMENTS = 1 << 16
+# A rough loss looks at so many elements of each group, if those are rows enough.
+_ROUGH_ELEMENTS = 3 << 15
 # A product with fewer columns takes less time than rounding its operand to bfloat16.
 _NARROW = 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
+Errors = Callable[[Tensor, torch.dtype], Tensor]  # likewise, and a type -> what quantizing adds to it, in this type
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class ProductError:
         return replace(self, factor=self.factor.bfloat16())
 
     def sample(self, rows: int) -> "ProductError":
-        """Of about `rows` tokens a loss, or of as many as make 2**16 elements, evenly spread; itself where all are few.
+        """Of about `rows` tokens a loss, or as many as make `_ROUGH_ELEMENTS`, evenly spread; itself where all are few.
 
         Tokens are the rows of the operand, or the columns of the product where the rows are channels, which are not
         alike: what the largest of them do decides.
@@ -92,7 +94,7 @@ class ProductError:
             stride = min(self.left[..., 0, 0].numel() // kept * columns // max(rows, 1), columns // 16)
             return self if self.gram or stride < 2 or self.left.ndim == 2 else self._columns(stride)
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
-        stride = self.left[..., 0].numel() // kept // max(rows, _ROUGH_ELEMENTS // (width * kept))
+        stride = self.left[..., 0].numel() // kept // max(rows, _ROUGH_ELEMENTS // width)
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
         sparse = coprime(max(1, min(stride, length // 16)), length)  # where rows are short some windows are left out
@@ -101,7 +103,8 @@ class ProductError:
 
     def _columns(self, stride: int) -> "ProductError":
         """Of every `stride`-th column of the product."""
-        return replace(self, factor=self.factor[..., ::stride].contiguous(), base=self.base[..., ::stride])
+        factor, base = (value[..., ::stride].contiguous() for value in (self.factor, self.base))
+        return replace(self, factor=factor, base=base)
 
     def _every(self, dim: int, stride: int) -> "ProductError":
         """Of every `stride`-th index, or so, of a dimension that the operands share."""
@@ -153,18 +156,18 @@ class ProductError:
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """points (K, P, *groups) -> squared output error (K, *groups)."""
-        chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
-        return torch.cat([self._score(candidates(part)) for part in points.split(chunk)])
+        return self.loss_of(lambda part, dtype: candidates(part).sub_(self.left).to(dtype), points)
 
-    def _score(self, quantized: Tensor) -> Tensor:
-        delta = quantized.sub_(self.left)
+    def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
+        """As `loss`, of candidates that are known by their errors."""
+        chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
+        return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
+
+    def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
             delta.mul_(self.mask)
-        kept = (0, *(dim + 1 for dim in self.keep))
-        product = (delta.to(self.factor.dtype) @ self.factor).to(delta.dtype)
-        if self.gram:
-            return _total(product.add_(self.base, alpha=2).mul_(delta), kept) + self.constant
-        return _total(product.add_(self.base).square_(), kept)
+        total = sums(delta @ self.factor, self.base, delta if self.gram else None, self.keep)
+        return total + self.constant if self.gram else total
 
 
 @cache

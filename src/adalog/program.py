@@ -230,13 +230,7 @@ class Program:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
                 raise ValueError(f"makes {count} tensors of one")
-        function = resolve(node.op)
-        if node.op.startswith("aten."):  # PyTorch takes a number for a type, and dies of one that names none
-            named = zip((argument.name for argument in function._schema.arguments), args, strict=False)  # type: ignore[attr-defined]
-            types = [value for name, value in (*named, *kwargs.items()) if name == "dtype"]
-            if not all(value is None or isinstance(value, torch.dtype) for value in types):
-                raise TypeError(f"takes a type, not {types}")
-        return function(*args, **kwargs)
+        return resolve(node.op)(*args, **kwargs)
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
@@ -245,6 +239,8 @@ class Program:
         Raises ProgramError where an operation cannot take its arguments, a quantizer does not have the shape for its
         value, or the values held at once, inputs among them, are more than `MAX_ELEMENTS` an image.
         """
+        for node in self.nodes:
+            _check_dtypes(node)
         limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))
         last_uses = iter(self._last_uses())
         held = dict(zip(self.inputs, map(_elements, inputs), strict=False))
@@ -330,6 +326,17 @@ class Program:
 
 def _where(node: Node) -> str:
     return f"operation {node.op} ({node.name})"
+
+
+def _check_dtypes(node: Node) -> None:
+    """PyTorch takes a number for a type, and dies of one that names none."""
+    if not node.op.startswith("aten."):
+        return
+    arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
+    named = zip((argument.name for argument in arguments), node.args, strict=False)
+    dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
+    if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
+        raise ProgramError(f"{_where(node)} takes a type, not {dtypes}")
 
 
 def _elements(value: Any) -> int:

@@ -32,7 +32,7 @@ from adalog.observe import Need, Observed, measured
 from adalog.partial import Fold, Partial
 from adalog.program import Node, Program, Ref
 from adalog.quantizers import FLOAT_BITS, UniformQuantizer
-from adalog.reparam import shared_scale, unfolded_patches
+from adalog.reparam import patches, shared_scale
 from adalog.sites import (
     GELUS,
     POWER_LAW_ACTIVATIONS,
@@ -624,10 +624,8 @@ def _conv_operands(
     x = x.reshape(batch, groups, channels // groups, height, width)
 
     def rows(images: Tensor) -> Tensor:
-        patches = (
-            unfolded_patches(image, kernel, stride, padding, dilation).unflatten(0, (groups, -1)) for image in images
-        )
-        return _conv_rows(patches, batch, _overlap(site, weight))
+        seen = (patches(image, kernel, stride, padding, dilation) for image in images)
+        return _conv_rows(seen, batch, _overlap(site, weight))
 
     mask = None
     if any(padding) and activation.log2_base is not None:

@@ -316,7 +316,7 @@ class UniformQuantizer:
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         def part(values: Tensor) -> Tensor:
-            return self.quantize(values).sub_(self.zero_point).mul_(self.scale).to(x.dtype)
+            return uniform_dequantize(self.quantize(values), self.scale, self.zero_point).to(x.dtype)
 
         varies_first = self.scale.ndim == x.ndim and self.scale.ndim > 0 and self.scale.shape[0] > 1
         return part(x) if varies_first else _in_parts(part, x)

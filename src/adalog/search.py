@@ -38,7 +38,7 @@ def fpcs(
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
     loss is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
     rough: a cheaper loss for every step; the best half of the parents it leaves are then scored by `loss`, and the
-    best of them `refined`.
+    best of them takes a `walk`.
     """
     z, offsets = _neighbourhood(low, children)
     points = grid(low, high, init)
@@ -53,13 +53,11 @@ def fpcs(
     if rough is not None:
         points, _ = best_points(points, losses, max(1, keep // 2))  # they lie close together
         best, _ = best_points(points, loss(points), 1)
-        points, losses = (
-            value[None] for value in refined(loss, best[0], spacing, children=children, moves=max(4, steps))
-        )
+        points, losses = (value[None] for value in walk(loss, best[0], spacing, children=children, moves=max(4, steps)))
     return _winner(loss, points, losses, incumbent)
 
 
-def refined(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
+def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
     """The best point met on a walk from this one: moves to the best neighbour, ..., 8, 4, 2 and 1 spacings away.
 
     spacing: (P, *groups). A point that nothing near is better than stays.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import demo
+from adalog import demo, library
 from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
@@ -186,7 +186,7 @@ def find_published(table: str, model: str, bits: str, method: str, images: int) 
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and the versions that matter."""
+    """Processor, cores, the versions that matter, and whether there is a compiled library."""
     processor = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -195,7 +195,13 @@ def machine() -> dict[str, Any]:
         ]
         processor = names[0] if names else processor
     packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
-    return {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **packages,
+        "compiled library": library.load()[0] is not None,
+    }
 
 
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
@@ -212,6 +218,7 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
             raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
     value = make()
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"key": key, "value": value}).encode())
     return value
 

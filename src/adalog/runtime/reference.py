@@ -5,7 +5,6 @@ logarithmic one for T[code] unit. A site multiplies and adds the integers of eac
 floats of what comes out by one scale an output channel: output = sum of accumulator * scale, plus bias.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from adalog.quantizers import (
     UniformQuantizer,
     symmetric_zero_point,
 )
+from adalog.reparam import output_sizes, patches
 from adalog.sites import conv_geometry, find_sites
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
@@ -136,38 +136,6 @@ class Site:
         assert self.geometry is not None
         assert self.weight is not None
         return output_sizes(shape[2:], self.weight.shape[2:], *self.geometry[:3])
-
-
-def output_sizes(
-    sizes: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> tuple[int, ...]:
-    """(height, width) of a convolution's output."""
-    each = zip(sizes, kernel, stride, padding, dilation, strict=True)
-    return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in each)
-
-
-def patches(
-    x: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    *,
-    fill: int = 0,
-) -> Tensor:
-    """What each output of a convolution sees, of any type: (B, C, H, W) -> (B, L, C * kh * kw), padded with `fill`."""
-    height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
-    if any(padding):
-        x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=fill)
-    x = x.contiguous()
-    images, channels, down, across = x.stride()
-    steps = (images, stride[0] * down, stride[1] * across, channels, dilation[0] * down, dilation[1] * across)
-    seen = x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)
-    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel)).contiguous()
 
 
 def plan(program: Program, example: tuple[Tensor, ...]) -> list[Site]:

@@ -1,0 +1,105 @@
+"""What a search does with every element of a candidate, in one pass where the compiled library is there (`fused.cpp`).
+
+Elsewhere, and for other types and devices, PyTorch does it in several. Errors are the same to the bit; the sums are in
+another order.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adalog import library
+from adalog.quantizers import uniform_fake_quantize
+
+_KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_SIZES = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_ARGUMENTS = {
+    "uniform_errors": (ctypes.c_void_p, *_SIZES, *(ctypes.c_void_p,) * 2, ctypes.c_float, _SIZES[0], ctypes.c_void_p),
+    "table_errors": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+    "sums": (*(ctypes.c_void_p,) * 3, *_SIZES, ctypes.c_int64, ctypes.c_void_p),
+}
+
+
+@functools.cache
+def _functions() -> dict[str, Callable[..., None]]:
+    """The library's, by name and type; none without a library."""
+    found, _ = library.load()
+    functions = {}
+    for name, arguments in _ARGUMENTS.items() if found else ():
+        for kind in _KINDS.values():
+            function = getattr(found, f"adalog_{name}_{kind}")
+            function.argtypes, function.restype = arguments, None
+            functions[f"{name}_{kind}"] = function
+    return functions
+
+
+def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
+    """The one for these values, if the library takes them."""
+    able = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
+    return _functions().get(f"{name}_{_KINDS.get(dtype)}") if able else None
+
+
+def _sizes(shape: Sequence[int], keep: Sequence[int]) -> tuple[int, int, int] | None:
+    """What comes before, in and after the kept dimensions; None where they are not next to each other."""
+    first, end = (keep[0], keep[-1] + 1) if keep else (0, 0)
+    if tuple(keep) != tuple(range(first, end)):
+        return None
+    return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
+
+
+def _shaped(parameters: Tensor, shape: Sequence[int], keep: Sequence[int]) -> Tensor:
+    """(k, *groups) -> (k, ...), to broadcast against k candidates of values of this shape."""
+    return parameters.reshape(-1, *(size if dim in keep else 1 for dim, size in enumerate(shape)))
+
+
+def uniform_errors(
+    values: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """What k uniform quantizers add to the values: (k, *values.shape), rounded to the type.
+
+    scale, zero_point: (k, *groups), the groups being the sizes of the values' dimensions `keep`.
+    """
+    function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, keep)
+    if function is None or sizes is None:
+        scale, zero_point = (_shaped(part, values.shape, keep) for part in (scale, zero_point))
+        return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
+    values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
+    result = torch.empty(len(scale), *values.shape, dtype=dtype)
+    parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
+    function(values.data_ptr(), *sizes, *parameters, result.data_ptr())
+    return result
+
+
+def table_errors(values: Tensor, bins: Tensor, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """table[bins] - values of k tables: (k, *values.shape), rounded to the type. bins: int32, one a value."""
+    function = _function("table_errors", dtype, values, *tables)
+    result = torch.empty(len(tables), *values.shape, dtype=dtype, device=values.device)
+    values, bins = values.contiguous(), bins.contiguous()
+    for table, put in zip(tables, result, strict=True):
+        if function is None:
+            put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
+        else:
+            function(values.data_ptr(), bins.data_ptr(), values.numel(), table.data_ptr(), put.data_ptr())
+    return result
+
+
+def sums(product: Tensor, base: Tensor, error: Tensor | None, keep: Sequence[int]) -> Tensor:
+    """The sums of (product + base)**2 or, of a Gram matrix, of (product + 2 base) error: (k, *groups), of base's type.
+
+    product, error: (k, ...). base: one for all k. keep: dimensions of the base that are not summed over.
+    """
+    function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, keep)
+    if function is None or sizes is None:
+        product = product.to(base.dtype)
+        product = product.add_(base).square_() if error is None else product.add_(base, alpha=2).mul_(error)
+        summed = [dim + 1 for dim in range(base.ndim) if dim not in keep]
+        return product.sum(summed) if summed else product
+    product, base, error = product.contiguous(), base.contiguous(), None if error is None else error.contiguous()
+    result = torch.empty(len(product), *(base.shape[dim] for dim in keep), dtype=torch.float64)
+    pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
+    function(*pointers, *sizes, len(product), result.data_ptr())
+    return result.to(base.dtype)

@@ -1,0 +1,127 @@
+"""The search's elementwise steps: what the compiled library makes, if there is one, and what PyTorch makes, are one."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adalog import fused, library
+from adalog.quantizers import UniformQuantizer
+from strategies import quick
+
+SHAPES = [
+    ((7, 33), ()),
+    ((5, 130), (0,)),
+    ((2, 3, 11, 17), (1,)),
+    ((4, 6, 9), (0, 1)),
+    ((3, 5, 70), (2,)),
+    ((2, 0), ()),
+]
+compiled = pytest.mark.skipif(library.load()[0] is None, reason=library.load()[1])
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(fused, "_functions", dict)
+    elif library.load()[0] is None:
+        pytest.skip(library.load()[1])
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def groups_of(shape, keep):
+    return [shape[dim] for dim in keep]
+
+
+@pytest.mark.parametrize(("shape", "keep"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_uniform_errors_are_those_of_the_quantizers(way, shape, keep, dtype, bits):
+    values = normal(*shape)
+    scale = normal(3, *groups_of(shape, keep), seed=1).abs() + 0.01
+    zero_point = (normal(3, *groups_of(shape, keep), seed=2) * 2**bits).round().clamp(0, 2**bits - 1)
+    found = fused.uniform_errors(values, scale, zero_point, bits, keep, dtype)
+    against = [1 if dim not in keep else size for dim, size in enumerate(shape)]
+    assert found.dtype == dtype
+    assert found.shape == (3, *shape)
+    for error, own_scale, own_zero in zip(found, scale, zero_point, strict=True):
+        quantizer = UniformQuantizer(own_scale.view(against), own_zero.view(against), bits)
+        assert torch.equal(error, (quantizer.fake_quantize(values) - values).to(dtype))
+
+
+@quick
+@given(st.floats(2**-10, 10, width=32), st.integers(0, 15), st.integers(-40, 40), st.sampled_from([-0.5, 0.0, 0.5]))
+def test_halves_round_to_even_in_both(scale, zero_point, step, half):
+    values = torch.full((1, 1), scale) * (step + half)
+    scale, zero_point = torch.full((1,), scale), torch.full((1,), float(zero_point))
+    found = fused.uniform_errors(values, scale, zero_point, 4, (), torch.float32)
+    code = torch.round(values / scale).clamp(-zero_point, 15 - zero_point)
+    assert torch.equal(found[0], code * scale - values)
+
+
+def test_values_that_are_strided(way):
+    values = normal(6, 40).t()[::2]
+    scale, zero_point = torch.tensor([[0.3]] * 2).expand(2, 20), torch.tensor([[3.0]] * 2).expand(2, 20)
+    found = fused.uniform_errors(values, scale, zero_point, 3, (0,), torch.float32)
+    assert torch.equal(
+        found, fused.uniform_errors(values.clone(), scale.clone(), zero_point.clone(), 3, (0,), torch.float32)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_table_errors_are_looked_up(way, dtype):
+    values, tables = normal(3, 5, 7), [normal(50, seed=seed) for seed in (1, 2)]
+    bins = torch.randint(0, 50, (values.numel(),), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    found = fused.table_errors(values, bins, tables, dtype)
+    for error, table in zip(found, tables, strict=True):
+        assert torch.equal(error, (table[bins.long()].view(3, 5, 7) - values).to(dtype))
+
+
+@pytest.mark.parametrize(("shape", "keep"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gram", [False, True])
+def test_sums_are_those_of_float64(way, shape, keep, dtype, gram):
+    product, base = normal(4, *shape).to(dtype), normal(*shape, seed=1)
+    error = normal(4, *shape, seed=2).to(dtype) if gram else None
+    found = fused.sums(product.clone(), base, error, keep)
+    wide = product.double() + (2 if gram else 1) * base.double()
+    terms = wide * (wide if error is None else error.double())
+    summed = [dim + 1 for dim in range(len(shape)) if dim not in keep]
+    expected = terms.sum(summed) if summed else terms
+    size = (terms.abs().sum(summed) if summed else terms.abs()).clamp(min=1e-30)
+    assert found.dtype == torch.float32
+    assert found.shape == expected.shape
+    assert float(((found - expected).abs() / size).max() if found.numel() else 0) < 1e-6
+
+
+def test_sums_do_not_drift(way):
+    """A million equal terms: one float32 sum of them would be off by far more."""
+    base = torch.full((1, 1 << 20), 0.1)
+    found = fused.sums(torch.zeros(1, 1, 1 << 20), base, None, ())
+    assert float(found[0]) == pytest.approx((1 << 20) * float(base[0, 0].double()) ** 2, rel=2e-6)
+
+
+def test_kept_dimensions_apart_are_pytorch_s(way):
+    """Not next to each other: no layout of the library's."""
+    product, base = normal(2, 3, 4, 5), normal(3, 4, 5, seed=1)
+    found = fused.sums(product.clone(), base, None, (0, 2))
+    torch.testing.assert_close(found, (product + base).square().sum(2))
+    values, scale, zero_point = normal(3, 4, 5), normal(2, 3, 5).abs() + 0.1, torch.zeros(2, 3, 5)
+    found = fused.uniform_errors(values, scale, zero_point, 4, (0, 2), torch.float32)
+    wide = scale[:, :, None]
+    assert torch.equal(found, torch.round(values / wide).clamp(0, 15) * wide - values)
+
+
+@compiled
+def test_the_library_is_what_runs():
+    """Otherwise the tests above compare PyTorch with itself."""
+    assert len(fused._functions()) == 6
+    assert fused._function("sums", torch.float32, torch.zeros(1)) is not None
+    assert fused._function("sums", torch.float64, torch.zeros(1)) is None
+    assert fused._function("sums", torch.float32, torch.zeros(1, dtype=torch.float64)) is None
+    assert math.prod(fused._sizes((2, 3, 4), (1,))) == 24
