@@ -284,6 +284,18 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "published" not in markdown(tables.run(["1"], [unpublished]))
 
 
+def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
+    import tables as generator  # benchmarks/tables.py
+
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert generator.paper_tables() == ""
+    result = tables.run(["1"], [bench])
+    (tmp_path / "tables-demo.json").write_text(json.dumps(result))
+    text = generator.paper_tables()
+    assert text.startswith("## The paper's tables")
+    assert markdown(result, "### ").strip() in text
+
+
 # --- the command ---
 
 

@@ -218,7 +218,6 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
             raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
     value = make()
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps({"key": key, "value": value}).encode())
     return value
 
