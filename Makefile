@@ -39,7 +39,7 @@ $(TEST)/.stamp: pyproject.toml constraints/test.txt
 	@touch $@
 
 clean:
-	rm -rf adalog-demo build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf adalog-demo adalog-tables.* build dist src/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
