@@ -214,6 +214,7 @@ def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
                     axis.set_xlim(low / 1.3, high * 1.3)
                 else:
                     axis.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+                axis.minorticks_off()
                 axis.tick_params(labelsize=_SMALL)
             if values is not None:
                 upper.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
@@ -283,13 +284,13 @@ def landscape_figure(found: Sequence[Landscape], title: str = "") -> "Figure":
             decibels = 10 * (part.losses / floor).clamp(min=1).log10()
             row = int(part is each.near)
             if len(each.names) == 1:
-                axis.plot(part.lines[0], decibels, color="#777777", lw=1.5)
+                axis.plot(part.lines[0].numpy(), decibels.numpy(), color="#777777", lw=1.5)
                 axis.set_ylabel("loss above the least [dB]", fontsize=_TEXT)
             else:
                 cells = [float(line[0] - (line[1] - line[0]) / 2) for line in part.lines]
                 cells += [float(line[-1] + (line[1] - line[0]) / 2) for line in part.lines]
                 shades[row] = axis.imshow(
-                    decibels.T,
+                    decibels.T.numpy(),
                     cmap=ListedColormap(_SHADES),
                     norm=BoundaryNorm(_STEPS[row], len(_SHADES), extend="max"),
                     extent=(cells[0], cells[2], cells[1], cells[3]),
@@ -314,7 +315,9 @@ def _draw_path(axis: "Axes", path: SearchPath, curve: tuple[Tensor, Tensor] | No
     """curve: where there is one hyperparameter, the loss to place points on."""
 
     def place(points: Tensor) -> Any:
-        return points.T.numpy() if curve is None else (points[:, 0].numpy(), np.interp(points[:, 0], *curve))
+        if curve is None:
+            return points.T.numpy()
+        return points[:, 0].numpy(), np.interp(points[:, 0].numpy(), curve[0].numpy(), curve[1].numpy())
 
     later = torch.cat([*path.steps[1:], path.steps[0][:0]])
     axis.plot(*place(path.steps[0]), "o", ms=5, mfc="none", mec=COLOURS[6], label="first grid", zorder=3)
@@ -569,11 +572,8 @@ def rendered(figure: "Figure", form: str, description: str = "") -> bytes:
 def _palette() -> list[int]:
     """The 256 colours of a picture: the shades, and what each colour's edges fade through on white; rgb of each."""
     plain = [[int(colour[place : place + 2], 16) for place in (1, 3, 5)] for colour in (*_SHADES, *COLOURS)]
-    faded = [
-        [round(255 + (part - 255) * step / 8) for part in colour]
-        for colour in plain[len(_SHADES) :]
-        for step in range(1, 8)
-    ]
+    strong, weights = plain[len(_SHADES) :], [step / 8 for step in range(1, 8)]
+    faded = [[round(255 + (part - 255) * weight) for part in colour] for colour in strong for weight in weights]
     colours = plain + faded
     return [part for colour in colours + [plain[0]] * (256 - len(colours)) for part in colour]
 
