@@ -19,7 +19,6 @@ import adalog
 from adalog import METHODS, Config, Search, artifact, models
 from adalog.cli import main
 from adalog.data import ImageSet, find_images
-from adalog.figures import level_figure
 
 
 def run(*arguments, cwd=None, code=0):
@@ -101,12 +100,6 @@ def test_standard_output_that_takes_nothing(quantized, tmp_path, out, why):
             check=False,
         )
     assert (result.returncode, result.stderr) == (1, f"failed: standard output cannot be written: {why}\n")
-
-
-def test_a_figure_of_what_has_no_levels(tmp_path):
-    """As where activations stay float."""
-    level_figure([("softmax", torch.rand(50), {})], tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def damaged(folder):

@@ -1,6 +1,7 @@
 """The command line: parse, call, print. Exit codes: 0 done, 1 failed, 2 bad input."""
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -33,15 +34,15 @@ from adalog import (
     QuantizedModel,
     artifact,
     demo,
+    figures,
     models,
     report,
     tables,
 )
 from adalog.cost import cost
-from adalog.data import ImageSet, Preprocessing, find_images, find_support
+from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, find_support
 from adalog.errors import printable
 from adalog.evaluate import Share, check_classes, classify_by_nearest, predict, score
-from adalog.figures import level_figure
 from adalog.quantize import sample_images
 from adalog.runtime import EXECUTORS, Compiled
 from adalog.runtime.vectors import vectors
@@ -73,7 +74,8 @@ app = typer.Typer(
 console = Console(stderr=True)
 
 DEMO_BITS = ("w6a6", "w4a4", "w3a3")
-DEMO_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # which differ after softmax and GELU alone
+DEMO_METHODS = figures.LEVEL_METHODS
+FIGURE_METHODS = ("minmax", "ptq4vit", "repq-vit", "adalog")
 JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=2**63 - 1, help="Which images calibrate: the same seed gives the same file.")
@@ -299,7 +301,9 @@ def demo_command(
             )
             progress.advance(whole)
         progress.update(part, description="figure")
-        _demo_figure(calibration, dict(plans[-len(names) :]), out / "levels.png")
+        panels = figures.histogram_panels(calibration, dict(plans[-len(names) :]))
+        drawn = figures.level_figure(panels, f"Levels at {plans[-1][1].bits}")
+        artifact.write_whole(out / "levels.png", figures.rendered(drawn, "png", figures.CAPTIONS["histograms"]))
     if json_out != "-":
         say(table)
         written = printable(", ".join(str(path) for path in sorted(out.iterdir())))
@@ -311,17 +315,28 @@ def _site_progress(progress: Progress, task: TaskID, name: str) -> Any:
     return lambda done, total, site: progress.update(task, completed=done, total=total, description=f"{name} {site}")
 
 
-def _demo_figure(calibration: Calibration, configs: dict[str, Config], path: Path) -> None:
-    """Post-softmax and post-GELU activations of one block with each method's levels."""
-    made = {f"{method}, {config.bits}": calibration.quantize(config) for method, config in configs.items()}
-    panels = []
-    for role, source, label in (("av", "softmax", "softmax"), ("linear", "gelu", "GELU")):
-        site = [site for site in calibration.sites if site.role == role and site.left_source.kind == source][2]
-        suffix = "left" if role == "av" else "input"
-        found = {name: model.program.quantizers.get(f"{site.name}.{suffix}") for name, model in made.items()}
-        quantizers = {name: quantizer for name, quantizer in found.items() if quantizer is not None}
-        panels.append((f"post-{label}: {site.name}", calibration.operand(site.left), quantizers))
-    level_figure(panels, path)
+def find_calibration(target: str, data: Path | None, count: int) -> Tensor | ImageSet:
+    """The images of which so many are to be drawn: a folder's, or those that demo brings."""
+    if data is None and target != "demo":
+        raise DataError(f"{target} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    if count > len(given):
+        there = len(given)
+        raise DataError(
+            f"{data or target} has {there} images, --images {count} are wanted: give --images {there}, or more"
+        )
+    return given
+
+
+def load_prepared(name: str, no_pretrained: bool, checkpoint: Path | None) -> tuple[models.LoadedModel, Preprocessing]:
+    """A model, and what its images go through, which must be known."""
+    loaded = load_model(name, no_pretrained, checkpoint)
+    if loaded.preprocessing is None:
+        raise DataError(
+            f"{name} does not say how its images are prepared: return (module, adalog.data.Preprocessing(...)) from "
+            "the function"
+        )
+    return loaded, loaded.preprocessing
 
 
 @app.command()
@@ -361,27 +376,15 @@ def quantize(
     if partial.exists() and not resume:
         raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
-    if data is None and model != "demo":
-        raise DataError(f"{model} brings no images: give --data FOLDER, with {images} or more of what it was made for")
-    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
-    if images > len(given):
-        there = len(given)
-        raise DataError(
-            f"{data or model} has {there} images, --images {images} are wanted: give --images {there}, or more"
-        )
-    loaded = load_model(model, no_pretrained, checkpoint)
-    if loaded.preprocessing is None:
-        raise DataError(
-            f"{model} does not say how its images are prepared: return (module, adalog.data.Preprocessing(...)) from "
-            "the function"
-        )
+    given = find_calibration(model, data, images)
+    loaded, preprocessing = load_prepared(model, no_pretrained, checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     jobs = cores(threads)
     with progress_bar() as progress, quiet():
         watch = _site_progress(progress, progress.add_task("capture", total=1), config.bits)
         if isinstance(given, ImageSet):
-            given = given.sample(images, seed).load(loaded.preprocessing, jobs=jobs)
+            given = given.sample(images, seed).load(preprocessing, jobs=jobs)
         quantized = adalog.quantize(
             loaded.module.to(place),
             given.to(place),
@@ -393,7 +396,7 @@ def quantize(
             partial=partial,
         ).cpu()
     seconds = time.perf_counter() - start
-    quantized.provenance["preprocessing"] = dataclasses.asdict(loaded.preprocessing)
+    quantized.provenance["preprocessing"] = dataclasses.asdict(preprocessing)
     size = quantized.save(out)
     partial.unlink(missing_ok=True)
     if json_out != "-":
@@ -625,6 +628,83 @@ def tables_command(
     if json_out != "-":
         say(tables.markdown(result))
     emit_json(result, json_out)
+
+
+@app.command(name="figures")
+def figures_command(
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and their index.")],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of images, of which some calibrate a model, or go through an artifact.")
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits of a model, like w4a4, the default, or w4a4s3.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help=f"Whose SQNR of a model to compare, comma-separated; else {','.join(FIGURE_METHODS)}."),
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option(help="Whose search to draw, as `adalog inspect MODEL` lists them; else one of GELU.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many images to take.")] = 32,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Draw histograms with levels, a search's landscape and each site's SQNR, as PNG and SVG with an index."""
+    possible = [out / f"{name}.{form}" for name in figures.CAPTIONS for form in figures.FORMS]
+    check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint))
+    jobs = cores(threads)
+    if models.is_model(target):
+        names, width = (methods or ",".join(FIGURE_METHODS)).split(","), bits or "w4a4"
+        for name in names:  # before the long part
+            Config.preset(width, name)
+        given = find_calibration(target, data, images)
+        loaded, preprocessing = load_prepared(target, no_pretrained, checkpoint)
+        with progress_bar() as progress, quiet():
+            part = progress.add_task("capture", total=1)
+            if isinstance(given, ImageSet):
+                given = given.sample(images, seed).load(preprocessing, jobs=jobs)
+            calibration = Calibration(loaded.module, sample_images(given, images, seed), seed=seed)
+            watch = functools.partial(_site_progress, progress, part)
+            drawn, left_out = figures.of_model(
+                calibration, printable(target), width, names, site=site, jobs=jobs, progress=watch
+            )
+    else:
+        refuse_weights(target, no_pretrained, checkpoint)
+        for option, value in (("--bits", bits), ("--methods", methods), ("--site", site)):
+            if value is not None:
+                raise ValueError(f"{option} is of a model, {target} is none of {models.KINDS}")
+        quantized = adalog.load(target)
+        sample = _sample_for(Path(target), quantized, data, images, seed, jobs)
+        with waiting(f"draw {target}"):
+            drawn, left_out = figures.of_artifact(quantized, printable(Path(target).name), sample)
+    with waiting("draw"):
+        files = figures.pictures(drawn, printable(target), left_out)
+    for name, (content, _) in files.items():
+        artifact.write_whole(out / name, content)
+    if json_out != "-":
+        say(*(f"{out / name}: {len(content):,} bytes" for name, (content, _) in files.items()))
+        say(*(f"not drawn: {name}: {why}" for name, why in left_out.items()))
+    listed = [{"file": name, "caption": caption} for name, (_, caption) in files.items()]
+    emit_json({"target": target, "folder": str(out), "files": listed, "left_out": left_out}, json_out)
+
+
+def _sample_for(
+    file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
+) -> Tensor | None:
+    """Images for an artifact: of a folder, or the bundled ones where it is of the bundled model."""
+    if data is not None:
+        found = find_calibration(str(file), data, count)
+        assert isinstance(found, ImageSet)
+        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
+    stored = quantized.provenance.get("preprocessing")
+    if stored is None or find_preprocessing(file, quantized, None) != models.DEMO_PREPROCESSING:
+        return None
+    bundled = find_calibration("demo", None, count)
+    assert isinstance(bundled, Tensor)
+    return bundled[draw_indices(len(bundled), count, seed)]
 
 
 @app.command(name="vectors")
