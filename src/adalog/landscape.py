@@ -117,8 +117,8 @@ def _format_words(operand: Operand) -> str:
 
 def _landscape(title: str, operand: Operand, error: ProductError, search: Search, size: int, jobs: int) -> Landscape:
     def loss_of(part: ProductError) -> Loss:
-        candidates = operand.candidates(part.left)
-        return lambda points: part.loss(candidates, points)
+        errors = operand.errors(part.left)
+        return lambda points: part.loss_of(errors, points)
 
     sample = error.sample(search.rough_rows) if search.rough_rows else error
     whole, rough = loss_of(error), loss_of(sample)
