@@ -179,7 +179,7 @@ def test_a_landscape_is_the_loss(searched, drawn):
     assert torch.allclose(right.whole.losses.double(), expected, rtol=1e-2)
     error = ProductError.of(one.values, searched.left.values.T, hats[0].T, (0,))
     low, high = one.box(Search().reach)
-    _, least = brute_force(lambda points: error.loss(one.candidates(one.values), points), low, high, sizes=(6, 6))
+    _, least = brute_force(lambda points: error.loss_of(one.errors(one.values), points), low, high, sizes=(6, 6))
     assert float(right.whole.losses.min()) == pytest.approx(float(least), rel=1e-5)
 
 
