@@ -68,6 +68,13 @@ def test_every_test_of_the_paper_has_a_row():
     assert tests == {test for file, test in named if file == "tests/test_paper.py"}
 
 
+def test_every_command_is_told():
+    from adalog.cli import app
+
+    told = set(re.findall(r"^\| `(\w+)", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert told == {command.name or command.callback.__name__ for command in app.registered_commands}
+
+
 @pytest.mark.slow
 def test_the_readme_python_runs(monkeypatch, tmp_path):
     """The five lines, with a search cut short."""
