@@ -90,7 +90,7 @@ def test_levels_over_a_histogram():
     assert one.tolist() == [pytest.approx(level + 0.17) for level in (0, 0.25, 0.5, 0.75, 1)]
     assert two.tolist() == pytest.approx((levels_of(LOG)[1:] + 0.17).tolist())
     assert len(ticks(second, "<")) == 2
-    shares = [float((values <= thresholds_of(each)[0]).double().mean()) for each in (UNIFORM, LOG)]
+    shares = [float((values < thresholds_of(each)[0]).double().mean()) for each in (UNIFORM, LOG)]
     assert [label.get_text() for label in second.get_yticklabels()] == [f"{100 * share:.0f} %" for share in shares]
     assert [label.get_text() for label in first.get_yticklabels()] == ["one", "two"]
 
@@ -103,7 +103,7 @@ def test_levels_alone_come_with_thresholds():
         thresholds_of(UNIFORM).tolist(),
     ]
     assert ticks(logarithmic, "|")[0].tolist() == levels_of(LOG2).tolist()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["threshold", "level"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["level", "threshold"]
 
 
 def test_panels_of_a_calibration(calibration, fast):
@@ -162,7 +162,6 @@ def test_a_landscape_is_the_loss(searched, drawn):
     left, right = drawn
     assert left.names == ("q (rounded), of base 2^(q / 37)", "scale")
     assert right.names == ("lower bound", "upper bound")
-    assert left.rows == len(searched.left.values)
     hats = [
         fake_quantize(side, found)
         for side, found in zip(
@@ -216,8 +215,7 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
     monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
     search = Search(steps=1, rough_rows=64)
     left, right = landscape.landscapes(searched, search, size=3)
-    assert left.rows < len(searched.left.values)
-    assert right.rows == 1
+    assert len(right.path.judged) == 1  # a row of a weight is no sample
     assert [len(points) for points in left.path.steps] == [128, 128]
     assert len(left.path.judged) == search.keep // 2
     assert (left.path.judged == left.path.walk[0]).all(1).any()

@@ -169,7 +169,7 @@ def _title(source: str) -> str:
 
 def histogram(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """How many values are in each bar; those beyond the edges are in the first and last."""
-    return np.histogram(values.clip(edges[0], edges[-1]), edges)[0]
+    return np.histogram(values.astype(np.float64).clip(edges[0], edges[-1]), edges)[0]
 
 
 def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
@@ -178,82 +178,82 @@ def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
     Without values the thresholds are drawn too, as dots. At the right of a row: how many of the values get its lowest
     level, which is zero or what stands for it.
     """
-    heights: list[float] = []
-    for panel in panels:
-        heights.append(0.55 + 0.27 * len(panel.quantizers))
-        if panel.values is not None:
-            heights.append(1.5)
+    heights = [
+        height
+        for panel in panels
+        for height in (0.55 + 0.27 * len(panel.quantizers), *([] if panel.values is None else [1.5]))
+    ]
     figure = _new_figure(10, 0.6 + sum(heights) + 0.4 * len(panels), title)
     axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
     row = 0
     for panel in panels:
+        rows = axes[row : row + (1 if panel.values is None else 2)]
         values = None if panel.values is None else at_least_float32(panel.values.flatten()).cpu().numpy()
-        ends = [float(levels_of(quantizer).max()) for quantizer in panel.quantizers.values()]
-        starts = [float(levels_of(quantizer).min()) for quantizer in panel.quantizers.values()]
-        if values is not None:
-            ends, starts = [*ends, float(values.max())], [*starts, float(values.min())]
-        top, bottom = max(ends, default=1.0), min(starts, default=0.0)
-        top = top if top > bottom else bottom + 1
-        highest = max(top + panel.lift, 2.0**-100)
-        spans = (bottom, top), (highest * 2.0**-_OCTAVES, highest)
-        for column, (low, high) in enumerate(spans):
-            logarithmic = column == 1
-            upper, lower = axes[row, column], axes[row + (values is not None), column]
-            _draw_levels(upper, panel, values, logarithmic, low)
-            if values is not None:
-                edges = np.geomspace(low, high, _BARS + 1) if logarithmic else np.linspace(low, high, _BARS + 1)
-                counts = histogram(values + panel.lift if logarithmic else values, edges)
-                lower.stairs(counts, edges, fill=True, color="#999999")
-                lower.set_yscale("log")
-                lower.set_ylim(0.7, max(10, 2 * counts.max()))
-                lower.set_ylabel("" if logarithmic else "values", fontsize=_TEXT)
-                upper.set_xticks([])
-            for axis in dict.fromkeys((upper, lower)):
-                if logarithmic:
-                    axis.set_xscale("log", base=2)
-                    axis.set_xlim(low / 1.3, high * 1.3)
-                else:
-                    axis.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
-                axis.minorticks_off()
-                axis.tick_params(labelsize=_SMALL)
-            if values is not None:
-                upper.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
-            lifted = f"value + {panel.lift:.3g}" if panel.lift else "value"
-            lower.set_xlabel(f"{lifted}, logarithmic axis" if logarithmic else "value", fontsize=_TEXT)
-        axes[row, 0].set_title(panel.title, fontsize=_LARGE, loc="left", parse_math=False)
-        row += 1 if values is None else 2
+        _draw_panel(panel, values, *rows[:, 0], logarithmic=False)
+        _draw_panel(panel, values, *rows[:, 1], logarithmic=True)
+        rows[0, 0].set_title(panel.title, fontsize=_LARGE, loc="left", parse_math=False)
+        row += len(rows)
     if panels[0].values is None:
         _legend(figure, axes[0, 0], 2)
     return figure
 
 
+def _draw_panel(
+    panel: Panel, values: np.ndarray | None, upper: "Axes", lower: "Axes | None" = None, *, logarithmic: bool
+) -> None:
+    """Levels above, bars below, if there are values; on an axis of both."""
+    ends = [float(end) for quantizer in panel.quantizers.values() for end in levels_of(quantizer)[[0, -1]]]
+    if values is not None:
+        ends += [float(values.min()), float(values.max())]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    if logarithmic:
+        high = max(high + panel.lift, 2.0**-100)
+        low = high * 2.0**-_OCTAVES
+    elif low == high:
+        high = low + 1
+    _draw_levels(upper, panel, values, logarithmic, low)
+    if lower is not None and values is not None:
+        edges = np.geomspace(low, high, _BARS + 1) if logarithmic else np.linspace(low, high, _BARS + 1)
+        counts = histogram(values + panel.lift if logarithmic else values, edges)
+        lower.stairs(counts, edges, fill=True, color="#999999")
+        lower.set_yscale("log")
+        lower.set_ylim(0.7, max(10, 2 * counts.max()))
+        if not logarithmic:
+            lower.set_ylabel("values", fontsize=_TEXT)
+    bottom = lower or upper
+    for axis in dict.fromkeys((upper, bottom)):
+        if logarithmic:
+            axis.set_xscale("log", base=2)
+            axis.set_xlim(low / 1.3, high * 1.3)
+        else:
+            axis.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+        axis.minorticks_off()
+        axis.tick_params(labelsize=_SMALL)
+    if lower is not None:
+        upper.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
+    name = f"value + {panel.lift:.3g}" if logarithmic and panel.lift else "value"
+    bottom.set_xlabel(f"{name}, logarithmic axis" if logarithmic else name, fontsize=_TEXT)
+
+
 def _draw_levels(axis: "Axes", panel: Panel, values: np.ndarray | None, logarithmic: bool, least: float) -> None:
     """A row of ticks a quantizer. On a logarithmic axis what is below its end is an arrowhead there."""
-    names = list(panel.quantizers)
-    colours = [COLOURS[number % len(COLOURS)] if values is not None else COLOURS[0] for number in range(len(names))]
-    shares = []
-    for number, (quantizer, colour) in enumerate(zip(panel.quantizers.values(), colours, strict=True)):
+    names, shares = list(panel.quantizers), []
+    for number, quantizer in enumerate(panel.quantizers.values()):
+        colour = COLOURS[0] if values is None else COLOURS[number % len(COLOURS)]
         levels, thresholds = levels_of(quantizer).numpy(), thresholds_of(quantizer).numpy()
         if values is not None:
-            shares.append(float((values <= thresholds[0]).mean()) if len(thresholds) else 1.0)
+            shares.append(float((values < thresholds[0]).mean()))
         if logarithmic:
             levels, thresholds = levels + panel.lift, thresholds + panel.lift
-            thresholds = thresholds[thresholds >= least]
             if levels[0] < least:
                 axis.plot([least], [number], marker="<", ms=7, color=colour, linestyle="none")
-                levels = levels[levels >= least]
-        ends = [least if logarithmic else levels.min(initial=0), levels.max(initial=0)]
+            levels, thresholds = levels[levels >= least], thresholds[thresholds >= least]
+        ends = [least if logarithmic else levels.min(), levels.max(initial=least)]
         axis.plot(ends, [number] * 2, color=colour, lw=0.8, alpha=0.5)
+        words = ("", "") if number else ("level", "threshold")
+        axis.plot(levels, [number] * len(levels), "|", ms=13, mew=2, color=colour, label=words[0])
         if values is None:
-            axis.plot(
-                thresholds,
-                [number] * len(thresholds),
-                ".",
-                ms=4,
-                color=COLOURS[4],
-                label="threshold" if number == 0 else "",
-            )
-        axis.plot(levels, [number] * len(levels), "|", ms=13, mew=2, color=colour, label="level" if number == 0 else "")
+            axis.plot(thresholds, [number] * len(thresholds), ".", ms=5, color=COLOURS[4], label=words[1])
     axis.set_ylim(len(names) - 0.4, -0.6)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)

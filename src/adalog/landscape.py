@@ -48,15 +48,14 @@ class View:
 class Landscape:
     """The loss over the box of an operand's P hyperparameters (two, or one), and FPCS's path in it.
 
-    names: of the hyperparameters. whole: the box; near: around what was found. rows: of the operand that the losses
-    are of, a sample as the steps of the search look at it.
+    names: of the hyperparameters. whole: the box; near: around what was found. Losses are of those rows of the operand
+    that the steps of the search look at, a sample or all.
     """
 
     title: str
     names: tuple[str, ...]
     whole: View
     near: View
-    rows: int
     path: SearchPath
 
 
@@ -134,7 +133,7 @@ def _landscape(title: str, operand: Operand, error: ProductError, search: Search
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
     views = view(rough, low, high, size, jobs), view(rough, *near, size, jobs)
-    return Landscape(title, names, *views, sample.left[..., 0].numel(), path)
+    return Landscape(title, names, *views, path)
 
 
 def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> View:
