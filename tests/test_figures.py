@@ -201,10 +201,10 @@ def test_a_path_is_that_of_the_search(searched, drawn):
         assert path.least <= float(each.whole.losses.min()) * 1.2
     other = searched.right.values, fake_quantize(searched.right, searched.found.right)
     error = ProductError.of(searched.left.values, *(value.T for value in other))
-    candidates = searched.left.candidates(searched.left.values)
+    errors = searched.left.errors(searched.left.values)
 
     def loss(points):
-        return error.loss(candidates, points)
+        return error.loss_of(errors, points)
 
     point = minimise(loss, searched.left, Search(steps=2))
     assert torch.equal(drawn[0].path.final, point.flatten())
@@ -222,7 +222,7 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
     error = ProductError.of(
         searched.left.values, searched.right.values.T, fake_quantize(searched.right, searched.found.right).T
     )
-    losses = error.loss(searched.left.candidates(searched.left.values), left.path.walk)
+    losses = error.loss_of(searched.left.errors(searched.left.values), left.path.walk)
     assert (losses.diff() <= 0).all()
     assert losses[-1] < losses[0]
     assert float(losses[-1]) == pytest.approx(left.path.least, rel=1e-4)
