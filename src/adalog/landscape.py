@@ -104,7 +104,7 @@ def _one_group(operand: Operand) -> tuple[list[int], str]:
         return [0] * len(operand.format.keep), ""
     index = int(groups.double().square().sum(1).argsort(stable=True)[len(groups) // 2])
     sizes = [operand.values.shape[dim] for dim in operand.format.keep]
-    what = "row" if operand.has_own_rows else "head" if len(sizes) == 1 else "group"
+    what = "row" if operand.has_own_rows else "head" if operand.format.keep == (1,) else "group"
     return [int(place) for place in np.unravel_index(index, sizes)], f", {what} {index + 1} of {len(groups)}"
 
 
