@@ -6,6 +6,7 @@ of the same structure, as the blocks of a transformer have them, share a kernel.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,8 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 REGION, SUMS = "adalog.region", "adalog.sums"  # operations of fused programs alone
 _OUTSIDE = {"aten.sym_size.int", *FACTORIES, *FLOAT_PRODUCTS, *PRODUCTS}
 _ELEMENTWISE = {"aten.gelu.default", "aten.relu.default", "aten.silu.default"}
-_OPTIONS: dict[str, Any] = {
-    "realize_opcount_threshold": 1000,
-    "realize_reads_threshold": 1000,
-}  # no values in between are stored
+# Values in between are not stored, however many operations there are.
+_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Pure:
 def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
     """The same program with a step for each region, which its first call compiles."""
     steps = dict(apart)
-    kernels: dict[str, Callable[..., Any]] = {}
+    kernels: dict[str, _Kernel] = {}
     split = list(_split(program, steps))
     nodes: list[Node] = []
     region: list[Node] = []
@@ -97,8 +96,22 @@ def _inputs(nodes: list[Node]) -> list[str]:
     return list(dict.fromkeys(name for node in nodes for name in node.refs() if name not in made))
 
 
+class _Kernel:
+    """A module compiled by its first call: that takes time, and fails where there is no compiler."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def __call__(self, *args: Tensor) -> tuple[Any, ...]:
+        return self._compiled(*args)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., tuple[Any, ...]]:
+        return torch.compile(self._module, fullgraph=True, options=_OPTIONS)
+
+
 def _kernel(
-    nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, Callable[..., Any]]
+    nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _Kernel]
 ) -> Callable[..., tuple[Any, ...]]:
     """From a region's inputs to its results; kernels: those of other structures, by their code."""
     graph = fx.Graph()
@@ -121,7 +134,7 @@ def _kernel(
             values[node.name] = graph.call_function(resolve(node.op), args, kwargs)
     graph.output(tuple(values[name] for name in results))
     module = fx.GraphModule(nn.Module(), graph)
-    kernel = kernels.setdefault(module.code, torch.compile(module, fullgraph=True, options=_OPTIONS))
+    kernel = kernels.setdefault(module.code, _Kernel(module))
     return lambda *args: kernel(*args, *tensors)
 
 

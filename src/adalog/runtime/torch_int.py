@@ -259,7 +259,9 @@ def _laid_out(digit: Tensor) -> Tensor:
 def _uniform_digit(
     dtype: torch.dtype, constant: int, x: Tensor, scale: Tensor, low: Tensor, high: Tensor
 ) -> list[Tensor]:
-    """As `Encoder`, for `torch.compile`."""
+    """As `Encoder`, for `torch.compile`. Raises TypeError for values of another type than the scale's."""
+    if x.dtype != scale.dtype:
+        raise TypeError(f"values are {x.dtype}, not {scale.dtype}")
     code = torch.div(x, scale).round()
     code = code - constant if constant else code
     return [_laid_out(torch.minimum(torch.maximum(code, low), high).to(dtype))]
@@ -268,8 +270,10 @@ def _uniform_digit(
 def _log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, cuts: Tensor, *digits: Tensor) -> list[Tensor]:
     """As `Encoder`, for `torch.compile`: the number of cuts that a value is at most, bit by bit from the highest.
 
-    digits: of every code, a table each.
+    digits: of every code, a table each. Raises TypeError for values of another type than the cuts'.
     """
+    if x.dtype != cuts.dtype:
+        raise TypeError(f"values are {x.dtype}, not {cuts.dtype}")
     value, each = x + offset, cuts.unbind()
     above: list[Tensor] = []
     step = len(digits[0]) // 2
