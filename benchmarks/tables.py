@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,25 +48,37 @@ def cost_table() -> str:
         cells = ["" if value is None else format(value / unit, form) for value in values]
         lines.append("| " + " | ".join([name, *cells]) + " |")
 
-    def fixops(role: str) -> list[float | None]:
-        return [row["roles"][role]["fixops"] if role in row["roles"] else None for row in columns]
+    def fixops(role: str, found: list[dict[str, Any]]) -> list[float | None]:
+        return [row["roles"][role]["fixops"] if role in row["roles"] else None for row in found]
 
-    products = [row["fixops"] for row in columns]
-    for role in ("linear", "conv", "qk", "av"):
-        line(role, fixops(role), ",.1f", 1e6)
-    line("**products**", products, ",.1f", 1e6)
-    line("of them the mantissas' extra bit", [row["mantissa_fixops"] or None for row in columns], ",.1f", 1e6)
+    def count(role: str, found: list[dict[str, Any]]) -> list[float | None]:
+        return [row["roles"][role]["count"] if role in row["roles"] else None for row in found]
+
+    def totals(found: list[dict[str, Any]]) -> list[float]:
+        """Of the products, the ways to codes and back."""
+        cells = zip([row["fixops"] for row in found], *(fixops(role, found) for role in moves), strict=True)
+        return [sum(value or 0 for value in each) for each in cells]
+
     moves = ("quantize", "dequantize")
+    printed = [row.get("as_printed", row) for row in columns]
+    for role in ("linear", "conv", "qk", "av"):
+        line(role, fixops(role, columns), ",.1f", 1e6)
+    line("**products**", [row["fixops"] for row in columns], ",.1f", 1e6)
     for role in moves:
-        line(role, fixops(role), ",.1f", 1e6)
-    whole = [sum(value or 0 for value in cells) for cells in zip(products, *map(fixops, moves), strict=True)]
-    line("**products, quantize, dequantize**", whole, ",.1f", 1e6)
+        line(role, fixops(role, columns), ",.1f", 1e6)
+    line("**products, quantize, dequantize**", totals(columns), ",.1f", 1e6)
+    line("products, Eq. 10 as printed", [row["fixops"] for row in printed], ",.1f", 1e6)
+    line("of them the mantissas' extra bit", [row["mantissa_fixops"] or None for row in printed], ",.1f", 1e6)
+    line("products, quantize, dequantize, Eq. 10 as printed", totals(printed), ",.1f", 1e6)
     line("**the paper's Table 3**", [row["paper"] and row["paper"]["fixops"] for row in columns], ",.0f", 1e6)
     for role in ("layer_norm", "gelu", "softmax", "mul"):
-        line(role, fixops(role), ",.1f", 1e6)
-    for role in ("look-up", "shift"):
-        counts = [row["roles"][role]["count"] if role in row["roles"] else None for row in columns]
-        line(f"{role}s [millions]", counts, ",.1f", 1e6)
+        line(role, fixops(role, columns), ",.1f", 1e6)
+    line("MACs of integers [millions]", [row["integer_macs"] for row in columns], ",.1f", 1e6)
+    line("look-ups [millions]", count("look-up", columns), ",.1f", 1e6)
+    line("shifts, Eq. 10 as printed [millions]", count("shift", printed), ",.1f", 1e6)
+    for width in ("u8", "u16"):
+        line(f"{width} tables", [row.get("tables", {}).get(width) for row in columns], ",.0f", 1)
+    line("tables, in memory alone [bytes]", [row["table_bytes"] or None for row in columns], ",.0f", 1)
     files = [row["file_bytes"] for row in columns]
     for part in ("header", "codes", "scale", "zero_point", "float"):
         line(f"file: {part} [bytes]", [parts and parts[part] for parts in files], ",.0f", 1)

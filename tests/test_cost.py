@@ -90,24 +90,30 @@ def by_name(found, *roles):
     return {row.name: row for row in found.rows if row.role in roles}
 
 
-def test_bits_and_counts_of_every_product(mixed):
-    found = cost(mixed.program, TINY)
+@pytest.mark.parametrize("as_printed", [False, True])
+def test_bits_and_counts_of_every_product(mixed, as_printed):
+    """Of a logarithmic operand the integers of the table that runs, or a mantissa of one bit more than its code."""
+    found = cost(mixed.program, TINY, as_printed=as_printed)
     rows = by_name(found, *PRODUCT_ROLES)
+    running = mixed.compile("reference").sites
     assert [row.name for row in found.products] == [entry.site for entry in mixed.ledger]
     for entry in mixed.ledger:
-        row = rows[entry.site]
+        row, left = rows[entry.site], running[entry.site].left
         assert row.role == entry.role
         if row.role == "qk":
             bits = (4, 4)
-        elif row.role == "av":
-            bits = (3 + 1, 4)  # a mantissa of the softmax's table times a code of V
+        elif entry.source in ("softmax", "gelu"):
+            assert int(left.integers().max()) < 2**left.width
+            bits = (left.bits + 1 if as_printed else left.width, 4 if row.role == "av" else 5)
+            assert left.bits == (3 if row.role == "av" else 4)
         elif row.role == "conv":
             bits = (8 if entry.source == "input" else 4, 5)
         else:
-            bits = (4 + 1 if entry.source == "gelu" else 4, 5)
+            bits = (4, 5)
         assert (row.left_bits, row.right_bits) == bits
         assert row.bops == row.count * bits[0] * bits[1]
-    assert found.macs == cost(captured_float(mixed), TINY).macs
+    assert found.macs == found.integer_macs == cost(captured_float(mixed), TINY).macs
+    assert cost(captured_float(mixed), TINY).integer_macs == 0
 
 
 def captured_float(model):
@@ -117,17 +123,47 @@ def captured_float(model):
     return replace(tiny, nodes=tuple(node.renamed(sources) for node in tiny.nodes if node.name not in sources))
 
 
-def test_logarithmic_operands_are_looked_up_and_shifted(mixed):
+def logarithmic(model):
+    return {name: each for name, each in model.program.quantizers.items() if isinstance(each, LogQuantizer)}
+
+
+def test_logarithmic_operands_are_looked_up(mixed):
     found = cost(mixed.program, TINY)
+    elements, look_ups = by_name(found, "quantize"), by_name(found, "look-up")
+    assert look_ups.keys() == logarithmic(mixed).keys()
+    assert all(row.count == elements[name].count for name, row in look_ups.items())
+    assert counts(found, "shift") == []
+
+
+def test_as_printed_they_are_looked_up_twice_and_shifted(mixed):
+    found = cost(mixed.program, TINY, as_printed=True)
     products = by_name(found, *PRODUCT_ROLES)
     shifts = by_name(found, "shift")
     assert shifts.keys() == {row.site for row in mixed.ledger if row.source in ("softmax", "gelu")}
     assert all(row.count == products[name].count and row.bops == 0 for name, row in shifts.items())
-    elements = by_name(found, "quantize")
-    look_ups = by_name(found, "look-up")
-    logs = {name for name, quantizer in mixed.program.quantizers.items() if isinstance(quantizer, LogQuantizer)}
-    assert look_ups.keys() == logs
+    elements, look_ups = by_name(found, "quantize"), by_name(found, "look-up")
+    assert look_ups.keys() == logarithmic(mixed).keys()
     assert all(row.count == 2 * elements[name].count for name, row in look_ups.items())
+    assert found.table_bytes == 0
+
+
+def test_tables_in_memory(mixed):
+    """As many entries as codes, of one or two bytes."""
+    tables = [each.integers().numpy() for each in logarithmic(mixed).values()]
+    smallest = [table.astype("uint8" if table.max() < 256 else "uint16") for table in tables]
+    found = cost(mixed.program, TINY).table_bytes
+    assert found == sum(len(each.integers()) * each.width // 8 for each in logarithmic(mixed).values())
+    assert found >= sum(table.nbytes for table in smallest)
+    assert cost(captured_float(mixed), TINY).table_bytes == 0
+
+
+def test_what_stays_in_float(mixed):
+    """All that the summary lists, counted or free: two blocks, each of two norms and two residuals."""
+    found = cost(mixed.program, TINY).float_operations
+    assert found == mixed.float_operations()
+    assert (found["layer_norm"], found["softmax"], found["gelu"]) == (5, 2, 2)
+    assert found["add"] == 2 * 2 + 1  # and the positions
+    assert not {"linear", "matmul", "conv2d"} & found.keys()
 
 
 def test_requantization_is_one_multiplication_an_element(mixed, images):
@@ -147,14 +183,25 @@ def test_requantization_is_one_multiplication_an_element(mixed, images):
     assert {(row.left_bits, row.right_bits) for row in found.rows if row.role.endswith("quantize")} == {(32, 32)}
 
 
-@pytest.mark.parametrize(("method", "bits"), [("log2", 0), ("log-sqrt2", 32), ("uniform", 4), ("adalog", 5)])
-def test_what_multiplies_after_the_softmax(calibration, fast, method, bits):
-    """log2 has one mantissa, so nothing is multiplied; log-sqrt2 has exact powers, floats; AdaLog bits + 1 of them."""
-    config = replace(Config.preset("w4a4", method), images=4, search=fast.search)
+@pytest.mark.parametrize(
+    ("method", "tables", "bits"),
+    [
+        ("log2", "float", 0),
+        ("log-sqrt2", "float", 32),
+        ("adalog", "float", 5),
+        ("uniform", "u8", 4),
+        ("adalog", "u8", 8),
+        ("log2", "u16", 16),
+    ],
+)
+def test_what_multiplies_after_the_softmax(calibration, fast, method, tables, bits):
+    """A table's integers. Without one log2 has one mantissa, so nothing is multiplied; log-sqrt2 has exact powers,
+    floats; AdaLog has bits + 1 of them."""
+    config = replace(Config.preset("w4a4", method), images=4, search=fast.search, tables=tables)
     found = cost(calibration.quantize(config).program, TINY)
     assert {row.left_bits for row in found.rows if row.role == "av"} == {bits}
-    assert bool(counts(found, "look-up")) == (method in ("adalog", "log-sqrt2"))
-    assert bool(counts(found, "shift")) == (method != "uniform")
+    assert bool(counts(found, "look-up")) == ((method, tables) != ("log2", "float") and method != "uniform")
+    assert bool(counts(found, "shift")) == (method != "uniform" and tables == "float")
 
 
 def test_bytes(mixed):
@@ -268,7 +315,8 @@ def test_a_depthwise_convolution_quantized(fast):
     found = cost(quantized.program, [(6, 7, 9)])
     first, second = found.products
     assert (first.count, first.left_bits, first.right_bits) == (7 * 9 * 6 * 9, 8, 4)
-    assert (second.count, second.left_bits, second.right_bits) == (7 * 9 * 5 * 6, 4 + 1, 4)
+    assert (second.count, second.right_bits) == (7 * 9 * 5 * 6, 4)
+    assert second.left_bits in (8, 16)  # of a table
     assert counts(found, "quantize") == [6 * 7 * 9, 6 * 7 * 9]
     assert counts(found, "dequantize") == [6 * 7 * 9, 5 * 7 * 9]
     assert counts(found, "gelu") == [3 * 6 * 7 * 9]

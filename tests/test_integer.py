@@ -3,12 +3,13 @@
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -25,7 +26,9 @@ from adalog.quantizers import (
     log_levels,
     most_headroom,
 )
-from adalog.runtime import EXECUTORS, Compiled, reference, torch_int
+from adalog.runtime import EXECUTORS, Compiled, fused, reference, torch_int
+from adalog.runtime.fused import REGION, SUMS
+from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.vectors import vectors
 from strategies import bits, normal, q, quick, seeds
 
@@ -249,9 +252,7 @@ tables = st.sampled_from([8, 16])
 extremes = st.sampled_from([0, 0, 1, 2])
 
 
-@quick
-@given(kinds, bits, bits, tables, st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9)), extremes, seeds)
-def test_linear(kind, width, weight_width, table, sizes, extreme, seed):
+def linear(kind, width, weight_width, table, sizes, extreme, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, outputs, terms = sizes
     left = left_quantizer(generator, kind, width, table, ())
@@ -263,9 +264,7 @@ def test_linear(kind, width, weight_width, table, sizes, extreme, seed):
     check_accumulators(model, codes, None, [multiplied(part, other.T) for part in whole(left, codes)])
 
 
-@quick
-@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, 5)] * 4), st.booleans(), extremes, seeds)
-def test_attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
+def attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, rows, terms, columns = sizes
     heads = 2
@@ -279,16 +278,7 @@ def test_attention(kind, width, other_width, table, sizes, per_head, extreme, se
     check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(left, codes)])
 
 
-@quick
-@given(
-    kinds,
-    st.tuples(bits, bits, tables),
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
-    st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.booleans()),
-    extremes,
-    seeds,
-)
-def test_convolution(kind, widths, sizes, geometry, extreme, seed):
+def convolution(kind, widths, sizes, geometry, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
     generator = torch.Generator().manual_seed(seed)
     width, weight_width, table = widths
@@ -308,6 +298,21 @@ def test_convolution(kind, widths, sizes, geometry, extreme, seed):
     check_accumulators(model, codes, None, ordered)
 
 
+few = st.integers(1, 3)
+geometries = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), st.booleans())
+PRODUCTS = {
+    linear: (kinds, bits, bits, tables, st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))),
+    attention: (kinds, bits, bits, tables, st.tuples(*[st.integers(1, 5)] * 4), st.booleans()),
+    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few), geometries),
+}
+
+
+@pytest.mark.parametrize("examples", [15, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_accumulators(product, examples):
+    settings(quick, max_examples=examples)(given(*PRODUCTS[product], extremes, seeds)(product))()
+
+
 @quick
 @given(kinds, bits, tables, seeds, st.sampled_from([(3, 5, 7), (1, 9, 4), (2, 2, 3, 4)]), st.booleans())
 def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transposed):
@@ -317,7 +322,7 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
     codes = torch.arange(2**width)
     values = quantizer.dequantize(codes).float()
     ties = (values[1:] + values[:-1]) / 2
-    some = torch.cat([values, ties, torch.tensor([0.0, -1.0, 1e30, -1e30, 1e-30]), normal(99, seed=seed).float()])
+    some = torch.cat([values, ties, torch.tensor([0.0, -0.0, -1.0, 1e30, -1e30, 1e-30]), normal(99, seed=seed).float()])
     x = some[torch.randint(len(some), shape, generator=generator)]
     x = x.transpose(0, -1) if transposed else x
     right = uniform(generator, 4, 1, 1)
@@ -327,8 +332,12 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
         model = model_of(op, quantizer, right, x.shape, other, weight)
         (site,) = reference.plan(model.program, model.example)
         encoder = torch_int.Encoder(quantizer, site)
-        for found, wanted in zip(encoder(x), encoder.lift(quantizer.quantize(x)), strict=True):
-            assert torch.equal(found, wanted)
+        wanted = encoder.lift(quantizer.quantize(x))
+        assert all(map(torch.equal, encoder(x), wanted))
+        if encoder.pure is not None:  # what torch.compile is given
+            found = encoder.pure.function(*encoder.pure.choices, x, *encoder.pure.tensors)
+            assert len(found) == len(wanted)
+            assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize(("terms", "width", "accumulators"), [(4000, 4, 32), (4000, 8, 64)])
@@ -380,9 +389,72 @@ def test_steps_in_one_change_nothing(quantized, images):
     assert torch.equal(program.run([images], None, steps), model(images))
 
 
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """torch.compile that compiles nothing: what it is given, run as it is."""
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+
+
+def test_regions_change_nothing(uncompiled, quantized, images):
+    model, plain = quantized.compile("torch"), quantized.compile("torch")
+    model.compile()
+    found = model(images)
+    program, steps = model._regions
+    assert len(program.nodes) < len(model._apart[0].nodes)
+    assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
+    assert sum(isinstance(step, fused._Rowwise) for step in steps.values()) == 2  # an fc1 a block
+    torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
+    for count in (3, 1, 0):
+        torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
+
+
+def test_regions_of_other_types(uncompiled, quantized, images):
+    model = deserialise(serialise(quantized)).compile("torch")
+    model.compile()
+    double = model.double()
+    assert double._regions is not None
+    torch.testing.assert_close(double(images.double()), double.model(images.double()), rtol=1e-9, atol=1e-9)
+
+
+def test_without_a_compiler(monkeypatch, quantized, images):
+    def refuse(*args):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: refuse)
+    model = quantized.compile("torch")
+    wanted = model(images)
+    model.compile()
+    assert torch.equal(model(images), wanted)
+    assert model._regions is None
+    reference_model = quantized.compile("reference")
+    before = reference_model(images)
+    reference_model.compile()  # does nothing
+    assert torch.equal(reference_model(images), before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+def test_compiled_regions(quantized, images):
+    """With what torch.compile makes of them; without a compiler the same as without."""
+    model = quantized.compile("torch")
+    wanted, zero = model(images), torch.tensor([1e-40])
+    model.compile()
+    for count in (4, 3, 1):
+        torch.testing.assert_close(model(images[:count]), wanted[:count], rtol=1e-4, atol=1e-5)
+    assert model._regions is not None or shutil.which("g++") is None
+    assert float(zero * 1) > 0  # small numbers are still numbers
+    assert torch.equal(model(images), model(images))
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
-    [*(("w2a8", "log2"), ("w8a2s3", "log-sqrt2"), ("w8a8", "adalog"), ("w4a32", "adalog"), ("w5a6", "uniform"))],
+    [
+        pytest.param("w2a8", "log2", marks=pytest.mark.slow),
+        pytest.param("w8a2s3", "log-sqrt2", marks=pytest.mark.slow),
+        pytest.param("w8a8", "adalog", marks=pytest.mark.slow),
+        pytest.param("w5a6", "uniform", marks=pytest.mark.slow),
+        ("w4a32", "adalog"),
+    ],
 )
 def test_other_choices(calibration, fast, images, name, method):
     model = calibration.quantize(replace(Config.preset(name, method), images=4, search=fast.search))
@@ -400,6 +472,7 @@ def test_twin_quantizers(calibration, fast, images):
         assert float((model.compile(executor)(images) - fake).norm() / fake.norm()) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adalog-paper", "adalog-released"])
 def test_published_readings_keep_float_tables(calibration, images, name):
     preset = Config.preset("w4a4", name)
@@ -451,6 +524,7 @@ def test_models_of_other_types(quantized, images):
         deserialise(serialise(quantized)).half().compile()
 
 
+@pytest.mark.slow
 def test_windows_and_masks(fast):
     from timm.models import SwinTransformer
 

@@ -2,12 +2,14 @@
 
 A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so one of b1 by b2 bits is b1 b2 / 64 of them and one
 of two float32 numbers 16; a BOP is a product of 1 by 1 bit, so there are 64 to a FixOP. Both count multiplications
-alone: BOPs here have no term for the accumulator. docs/cost.md says what is counted and what is not.
+alone: BOPs here have no term for the accumulator. Logarithmic codes count as they run, through a table of integers;
+without one, or where that is asked for, as Eq. 10 is printed, by mantissas and shifts. docs/cost.md says what is
+counted and what is not.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ class CostRow:
     """One operation, on one image.
 
     role: "linear", "conv", "qk" or "av", a product of two operands; "quantize" and "dequantize", between numbers and
-    codes; "look-up" and "shift", of logarithmic codes; or a float operation's own name. count: MACs of a product,
+    codes; "look-up" and "shift" (Eq. 10), of logarithmic codes; or a float operation's name. count: MACs of a product,
     multiplications, look-ups or shifts of the others. left_bits, right_bits: the widths of what is multiplied, 0 where
     nothing is. weight_bytes: of the weight, unless an earlier row has it, as codes with scales and zero points, or as
     floats.
@@ -83,10 +85,14 @@ class RoleCost:
 @dataclass(frozen=True)
 class Cost:
     """rows: in order of execution. size_bytes: of what is stored, by part, without names and program: "codes", "scale"
-    and "zero_point" of the weights, "activation" (scales and zero points of activations), "float" (all else)."""
+    and "zero_point" of the weights, "activation" (scales and zero points of activations), "float" (all else).
+    table_bytes: of the tables of logarithmic codes, which are made of what is stored. float_operations: how many of
+    each operation run in float, as the summary of a model lists them, those without multiplications too."""
 
     rows: tuple[CostRow, ...]
     size_bytes: Mapping[str, int]
+    table_bytes: int = 0
+    float_operations: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def products(self) -> tuple[CostRow, ...]:
@@ -96,6 +102,11 @@ class Cost:
     @property
     def macs(self) -> int:
         return sum(row.count for row in self.products)
+
+    @property
+    def integer_macs(self) -> int:
+        """Of the products of integers by integers."""
+        return sum(row.count for row in self.products if max(row.left_bits, row.right_bits) < FLOAT_BITS)
 
     @property
     def fixops(self) -> float:
@@ -123,22 +134,27 @@ class Cost:
         }
 
     def to_json(self) -> dict[str, Any]:
-        totals = {"macs": self.macs, "fixops": self.fixops, "bops": self.bops}
+        totals = {"macs": self.macs, "integer_macs": self.integer_macs, "fixops": self.fixops, "bops": self.bops}
         return {
             **totals,
             "elementwise_fixops": self.elementwise_fixops,
             "size_bytes": dict(self.size_bytes),
+            "table_bytes": self.table_bytes,
+            "float_operations": dict(self.float_operations),
             "roles": {role: asdict(total) for role, total in self.by_role().items()},
             "rows": [{**asdict(row), "fixops": row.fixops, "bops": row.bops} for row in self.rows],
         }
 
 
-def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
+def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed: bool = False) -> Cost:
     """What a program costs on one image; what has no quantizer counts as float32.
 
     input_shapes: of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes come from
-    a run without data. Raises ValueError where the program does not run on such inputs.
+    a run without data. as_printed: logarithmic codes by Eq. 10's mantissas and shifts, as the paper's Table 3 must have
+    them, also where tables run. Raises ValueError where the program does not run on such inputs.
     """
+    if as_printed:
+        program = replace(program, quantizers={name: _printed(each) for name, each in program.quantizers.items()})
     plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
     sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
@@ -154,7 +170,14 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]]) -> Cost:
         elif (count := _multiplications(node, values)) > 0:
             role = node.op.removeprefix("aten.").split(".")[0]
             rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
-    return Cost(tuple(rows), _size_bytes(program))
+    tables = [each for each in program.quantizers.values() if isinstance(each, LogQuantizer) and each.width]
+    table_bytes = sum(2**each.bits * each.width // 8 for each in tables)
+    return Cost(tuple(rows), _size_bytes(program), table_bytes, program.float_operations())
+
+
+def _printed(quantizer: Quantizer) -> Quantizer:
+    """Without the table of integers."""
+    return replace(quantizer, width=0, headroom=0) if isinstance(quantizer, LogQuantizer) else quantizer
 
 
 def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -181,7 +204,7 @@ def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str
 def _product_rows(
     site: Site, node: Node, values: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], weight_bytes: int
 ) -> Iterator[CostRow]:
-    """A product; where its operands are codes, the way back to floats; where one is logarithmic, the shifts (Eq. 10).
+    """A product; where its operands are codes, the way back to floats; the shifts of Eq. 10, where no table has them.
 
     site: as it is without quantizers, which names it; node: as it is in the program.
     """
@@ -190,17 +213,17 @@ def _product_rows(
     left, right = (_bits(quantizer) for quantizer in operands)
     role = "conv" if site.role.startswith("conv") else site.role
     yield CostRow(site.name, role, count, left, right, weight_bytes)
-    if any(isinstance(quantizer, LogQuantizer) for quantizer in operands):
+    if any(isinstance(quantizer, LogQuantizer) and not quantizer.width for quantizer in operands):
         yield CostRow(site.name, "shift", count)
     if None not in operands:
         yield CostRow(site.name, "dequantize", values[node.name].numel(), FLOAT_BITS, FLOAT_BITS)
 
 
 def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
-    """x / scale for every element; of a logarithmic code its mantissa and its shift are looked up (Eqs. 8-9)."""
+    """x / scale for every element; of a logarithmic code its integer is looked up, or mantissa and shift (Eqs. 8-9)."""
     yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
     if isinstance(quantizer, LogQuantizer) and _bits(quantizer):
-        yield CostRow(name, "look-up", 2 * count)
+        yield CostRow(name, "look-up", count if quantizer.width else 2 * count)
 
 
 def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
@@ -219,7 +242,7 @@ def _quantizers(program: Program) -> dict[str, Quantizer]:
 
 
 def _bits(quantizer: Quantizer | None) -> int:
-    """The width of what is multiplied: a code, a mantissa, or a float.
+    """The width of what is multiplied: a code, a table's integer, a mantissa, or a float.
 
     Mantissas are bits + 1 wide. Where the base is a power of two there is one only, and a shift is all: 0.
     """
@@ -227,6 +250,8 @@ def _bits(quantizer: Quantizer | None) -> int:
         return FLOAT_BITS
     if not isinstance(quantizer, LogQuantizer):
         return quantizer.bits
+    if quantizer.width:
+        return quantizer.width
     if quantizer.q % quantizer.r == 0:
         return 0
     return quantizer.bits + 1 if quantizer.table else FLOAT_BITS

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.runtime import reference, torch_int
+from adalog.runtime import fused, reference, torch_int
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
 Executor = Literal["reference", "torch"]
@@ -49,10 +49,20 @@ class Compiled(nn.Module):
             raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
         self.model = model
         self.executor = executor
+        self._wanted = False
         self.eval()
-        self._compile()
+        self._made()
 
-    def _compile(self) -> None:
+    def compile(self) -> None:
+        """Make one kernel of what lies between two products, by `torch.compile`: on a CPU with a C++ compiler.
+
+        For the executor "torch", at the first inputs of a shape, which takes a minute; elsewhere nothing changes. The
+        codes of the same values stay the same, float operations may differ in the last bit.
+        """
+        self._wanted = True
+        self._made()
+
+    def _made(self) -> None:
         try:
             self._plan()
         except AdalogError:
@@ -65,11 +75,19 @@ class Compiled(nn.Module):
         self.sites = {site.name: site for site in planned}
         self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
         self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
+        on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
+        self._regions = fused.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
 
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's positional inputs and outputs, without gradients. Raises as the model does."""
         self.model.check(inputs)
+        if self._regions is not None:
+            program, steps = self._regions
+            try:
+                return program.run(inputs, None, steps)
+            except ProgramError:  # there is no compiler; what else may fail does so again below
+                self._regions = None
         program, steps = self._fused
         return program.run(inputs, None, steps)
 
@@ -111,7 +129,7 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._compile()
+        self._made()
         return self
 
 

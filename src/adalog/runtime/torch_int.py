@@ -18,10 +18,13 @@ from torch import Tensor
 from adalog.errors import ArtifactError
 from adalog.program import Node, Program, refs_of
 from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
+from adalog.runtime.fused import Pure
 from adalog.runtime.reference import ENCODE, INT32, PRODUCT, Site, Whole, finish, integers, limits
 
+_TREE_BITS = 4  # up to which codes are found by comparing with one threshold after the other
 _CHUNK = 1 << 16  # elements that elementwise steps do at once on a CPU: their temporaries stay in the cache
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which whole numbers have no gaps
+_LEAST = torch.finfo(torch.float32).tiny * 2.0**17  # of the thresholds that bins tell apart
 _scratch = threading.local()
 
 
@@ -110,6 +113,23 @@ class Encoder:
             self._quick = self._logarithmic if self._prepare(quantizer) else None
 
     @property
+    def pure(self) -> Pure | None:
+        """The same for `torch.compile`, where it is few operations."""
+        quantizer, scale = self.quantizer, self.quantizer.scale
+        scale = scale.reshape(()) if scale.numel() == 1 else scale
+        if self._quick is None:
+            return None
+        if isinstance(quantizer, UniformQuantizer):
+            low = -quantizer.zero_point.reshape(scale.shape) - self._constant
+            bounds = low, low + (2**quantizer.bits - 1)
+            return Pure(_uniform_digit, (self._dtype, self._constant), (scale, *bounds))
+        if isinstance(quantizer, LogQuantizer) and quantizer.bits <= _TREE_BITS:
+            offset = torch.tensor(quantizer.offset, dtype=scale.dtype, device=scale.device)
+            digits = (digit.to(scale) for digit in self.lift(torch.arange(2**quantizer.bits)))
+            return Pure(_log_digits, (self._dtype,), (offset, self._cuts.to(scale), *digits))
+        return None
+
+    @property
     def by_value(self) -> bool:
         """Whether a value's code does not depend on where it is."""
         return self.quantizer.scale.numel() == 1
@@ -178,8 +198,9 @@ class Encoder:
             table=quantizer.table,
             headroom=quantizer.headroom,
         )
-        self._bins = bins = Bins(cuts, torch.float32)
-        if not bins.fit:
+        self._cuts = _of_quotients(cuts.float(), quantizer.scale.cpu().reshape(()))
+        self._bins = bins = Bins(self._cuts, torch.float32)
+        if not bins.fit or bool(((self._cuts > 0) & (self._cuts < _LEAST)).any()):
             return False
         device = quantizer.scale.device
         # Where the bins are counted from one at the lowest, or where that makes no large table, from zero's; one more,
@@ -196,17 +217,16 @@ class Encoder:
     def _logarithmic(self, x: Tensor, results: list[Tensor]) -> None:
         quantizer, bins = self.quantizer, self._bins
         assert isinstance(quantizer, LogQuantizer)
-        scale = quantizer.scale.reshape(())
         for given, *puts in _chunks(x.reshape(-1), *(result.view(-1) for result in results), size=_CHUNK):
             count = given.numel()
             value = _buffer("values", count, torch.float32, x.device)
             number = _buffer("numbers", count, torch.int32, x.device)
             end = _buffer("ends", count, torch.int32, x.device)
             if quantizer.offset:
-                torch.add(given, quantizer.offset, out=value).div_(scale)
+                torch.add(given, quantizer.offset, out=value).clamp_(bins.lowest, bins.highest)
             else:
-                torch.div(given, scale, out=value)
-            bits = value.clamp_(bins.lowest, bins.highest).view(torch.int32)
+                torch.clamp(given, bins.lowest, bins.highest, out=value)
+            bits = value.view(torch.int32)
             # Positive floats are in the order of their bits: those at most the end are less than the end's bits by -1
             # or more, which an arithmetic shift makes -1, and 0 of all others.
             torch.bitwise_right_shift(bits, bins.drop, out=number)
@@ -218,6 +238,56 @@ class Encoder:
             torch.add(above, number, alpha=2, out=number)
             for table, put in zip(self._tables, puts, strict=True):
                 torch.index_select(table, 0, number, out=put)
+
+
+def _of_quotients(cuts: Tensor, scale: Tensor) -> Tensor:
+    """The largest values whose quotients by the scale are at most the cuts, as floats divide; of cuts of 0, 0."""
+    values, infinity = cuts * scale, torch.tensor(math.inf)
+    while bool((more := (cuts > 0) & (torch.nextafter(values, infinity) / scale <= cuts)).any()):
+        values = torch.where(more, torch.nextafter(values, infinity), values)
+    while bool((less := values / scale > cuts).any()):
+        values = torch.where(less, torch.nextafter(values, -infinity), values)
+    return values
+
+
+def _laid_out(digit: Tensor) -> Tensor:
+    """As products take it, rows of rows or of columns."""
+    by_column = digit.ndim > 1 and digit.stride(-1) != 1 and digit.stride(-2) == 1  # keys, transposed
+    return digit.mT.contiguous().mT if by_column else digit.contiguous()
+
+
+def _uniform_digit(
+    dtype: torch.dtype, constant: int, x: Tensor, scale: Tensor, low: Tensor, high: Tensor
+) -> list[Tensor]:
+    """As `Encoder`, for `torch.compile`. Raises TypeError for values of another type than the scale's."""
+    if x.dtype != scale.dtype:
+        raise TypeError(f"values are {x.dtype}, not {scale.dtype}")
+    code = torch.div(x, scale).round()
+    code = code - constant if constant else code
+    return [_laid_out(torch.minimum(torch.maximum(code, low), high).to(dtype))]
+
+
+def _log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, cuts: Tensor, *digits: Tensor) -> list[Tensor]:
+    """As `Encoder`, for `torch.compile`: the number of cuts that a value is at most, bit by bit from the highest.
+
+    digits: of every code, a table each. Raises TypeError for values of another type than the cuts'.
+    """
+    if x.dtype != cuts.dtype:
+        raise TypeError(f"values are {x.dtype}, not {cuts.dtype}")
+    value, each = x + offset, cuts.unbind()
+    above: list[Tensor] = []
+    step = len(digits[0]) // 2
+    while step:
+        above.insert(0, value > _chosen(each[step - 1 :: 2 * step], above))
+        step //= 2
+    return [_laid_out(_chosen(digit.unbind(), above).to(dtype)) for digit in digits]
+
+
+def _chosen(values: Sequence[Tensor], above: Sequence[Tensor]) -> Tensor:
+    """One of 2**n values by n masks, that of the lowest bit first; a bit is 0 where its mask is set."""
+    for mask in above:
+        values = [torch.where(mask, zero, one) for zero, one in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -252,6 +322,12 @@ def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
     left = torch.nn.functional.pad(left, (0, -terms % 8, 0, max(-rows % 8, 24 - rows)))
     right = torch.nn.functional.pad(right, (0, -columns % 8, 0, -terms % 8))
     return torch._int_mm(left, right.t().contiguous().t())[:rows, :columns]
+
+
+def _floats(sums: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """As `finish`, for `torch.compile`."""
+    result = sums.to(scale.dtype) * scale
+    return result if bias is None else result + bias
 
 
 class Product:
@@ -334,6 +410,18 @@ class _Rows(Product):
     def _moves(self) -> bool:
         return bool(self._moved.any())
 
+    @property
+    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
+        """Its accumulators, until the next ones, and for `torch.compile` what makes floats of them."""
+        if self.site.geometry is not None or self._moves or self._dtypes != [torch.int32]:
+            return None
+
+        def sums(left: list[Tensor], right: None) -> Tensor:
+            (rows,) = self._rows(left)
+            return self._sums(0, self._products(rows), rows).view(*left[0].shape[:-1], self.columns)
+
+        return sums, Pure(_floats, (), (self._scales[0],))
+
     def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
         """As `reference.Product.accumulate`, of digits."""
         sums = []
@@ -343,21 +431,32 @@ class _Rows(Product):
             sums.append(total.reshape(*lead, total.shape[1]))
         return sums
 
-    def blocks(self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None) -> Iterator[Tensor]:
-        """The output, (T, O), some rows at a time, whose accumulators stay in the cache: in `result`, or in memory that
-        the next ones take again."""
-        parts, columns = self._rows(left), self.columns
-        total, dtype, device = len(parts[0][0]), self._scales[0].dtype, left[0].device
-        count = max(64, _CHUNK // max(1, columns)) if device.type == "cpu" else max(1, total)
+    def _spans(self, left: list[Tensor]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+        """Some rows at a time, whose accumulators stay in the cache: which, and their digits by part."""
+        parts = self._rows(left)
+        total = len(parts[0][0])
+        count = max(64, _CHUNK // max(1, self.columns)) if left[0].device.type == "cpu" else max(1, total)
         for start in range(0, max(1, total), count):
             span = slice(start, min(start + count, total))
-            shape = span.stop - span.start, columns
+            yield span, [[row[span] for row in rows] for rows in parts]
+
+    def sums_by_rows(self, left: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """The accumulators of a site of one part, (T, O), some rows at a time, in memory that the next ones take."""
+        for span, (rows,) in self._spans(left):
+            yield span, self._sums(0, self._products(rows), rows)
+
+    def blocks(
+        self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The output, (T, O), some rows at a time: in `result`, or in memory that the next ones take again."""
+        dtype, device = self._scales[0].dtype, left[0].device
+        for span, parts in self._spans(left):
+            shape = span.stop - span.start, self.columns
             real = _buffer("sums", math.prod(shape), dtype, device).view(shape)
             put = real if result is None else result[span]
             if result is None and len(self._scales) > 1:
                 put = _buffer("output", math.prod(shape), dtype, device).view(shape)
-            for part, scale in enumerate(self._scales):
-                rows = [row[span] for row in parts[part]]
+            for part, (scale, rows) in enumerate(zip(self._scales, parts, strict=True)):
                 real.copy_(self._sums(part, self._products(rows), rows))
                 if part:
                     put.addcmul_(real, scale)
@@ -365,7 +464,7 @@ class _Rows(Product):
                     torch.mul(real, scale, out=put)
                 else:
                     torch.addcmul(bias, real, scale, out=put)
-            yield put
+            yield span, put
 
     def __call__(self, left: list[Tensor], right: None = None, bias: Tensor | None = None) -> Tensor:
         site, shape = self.site, left[0].shape
@@ -401,6 +500,18 @@ class _Batched(Product):
         sides = (*self._left, *self._right)
         plain = len(sides) == 2 and all(len(each.factors) == 1 for each in sides) and self._weight is None
         return plain and self._dtype == self.site.scales[0].dtype == torch.float32
+
+    @property
+    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
+        """As of `_Rows`."""
+        if not self.simple:
+            return None
+
+        def sums(left: list[Tensor], right: list[Tensor]) -> Tensor:
+            self.site.check_terms(left[0].shape[-1])
+            return torch.matmul(left[0], right[0])
+
+        return sums, Pure(_floats, (), (self.site.scales[0],))
 
     def _pairs(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
         """For each pair of parts the products of their digits, and what each is to be multiplied by."""
@@ -443,11 +554,9 @@ class _Chain:
     def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:
         shape = *left[0].shape[:-1], self._product.columns
         results = self._encoder.room(shape, left[0].device)
-        flat, start = [result.view(-1, shape[-1]) for result in results], 0
-        for block in self._product.blocks(left, bias):
-            end = start + len(block)
-            self._encoder(self._activation(block), [result[start:end] for result in flat])
-            start = end
+        flat = [result.view(-1, shape[-1]) for result in results]
+        for span, block in self._product.blocks(left, bias):
+            self._encoder(self._activation(block), [result[span] for result in flat])
         return results
 
 
