@@ -26,9 +26,9 @@ from adalog.quantizers import (
     log_levels,
     most_headroom,
 )
-from adalog.runtime import EXECUTORS, Compiled, fused, reference, torch_int
-from adalog.runtime.fused import REGION, SUMS
+from adalog.runtime import EXECUTORS, Compiled, reference, regions, torch_int
 from adalog.runtime.reference import ENCODE, PRODUCT
+from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from strategies import bits, normal, q, quick, seeds
 
@@ -402,7 +402,7 @@ def test_regions_change_nothing(uncompiled, quantized, images):
     program, steps = model._regions
     assert len(program.nodes) < len(model._apart[0].nodes)
     assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
-    assert sum(isinstance(step, fused._Rowwise) for step in steps.values()) == 2  # an fc1 a block
+    assert sum(isinstance(step, regions._Rowwise) for step in steps.values()) == 2  # an fc1 a block
     torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
     for count in (3, 1, 0):
         torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.runtime import fused, reference, torch_int
+from adalog.runtime import reference, regions, torch_int
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
 Executor = Literal["reference", "torch"]
@@ -76,7 +76,7 @@ class Compiled(nn.Module):
         self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
         self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
-        self._regions = fused.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
+        self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
 
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:

@@ -18,8 +18,8 @@ from torch import Tensor
 from adalog.errors import ArtifactError
 from adalog.program import Node, Program, refs_of
 from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
-from adalog.runtime.fused import Pure
 from adalog.runtime.reference import ENCODE, INT32, PRODUCT, Site, Whole, finish, integers, limits
+from adalog.runtime.regions import Pure
 
 _TREE_BITS = 4  # up to which codes are found by comparing with one threshold after the other
 _CHUNK = 1 << 16  # elements that elementwise steps do at once on a CPU: their temporaries stay in the cache
