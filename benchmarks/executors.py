@@ -4,10 +4,11 @@
 
 One row for each executor and bits with the tables that calibration chose, against fake quantization of the same file:
 the share of activation codes that differ, the median over images of the logits' relative error, the share of equal
-answers, top-1 and images a second (batch 20, one thread). Rows of the executor "fake" are fake quantization itself,
-with u8, u16 and float tables: what tables cost in top-1, and in loss, the mean squared error of logits to full
-precision. In float32 the sums of fake quantization are rounded, which moves values over thresholds (each then moves
-others), the more the finer the codes; rows with dtype "float64" compare the same in float64, where nothing differs.
+answers, top-1 and images a second of the process's own time (batch 20, one thread). Rows of the executor "fake" are
+fake quantization itself, with u8, u16 and float tables: what tables cost in top-1, and in loss, the mean squared error
+of logits to full precision. In float32 the sums of fake quantization are rounded, which moves values over thresholds
+(each then moves others), the more the finer the codes; rows with dtype "float64" compare the same in float64, where
+nothing differs.
 "speed": the median images a second of fp32 torch, of `torch`, and of `torch` after `compile()`, in turn, on DeiT-S with
 random weights at batch 8, one thread, and the quotients by the first; of the process's own seconds, since machines are
 shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
@@ -40,9 +41,9 @@ SEED = 0
 @torch.no_grad()
 def answers(model: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, float]:
     """The logits, and images a second."""
-    start = time.perf_counter()
+    start = time.process_time()
     logits = torch.cat([model(part) for part in images.split(BATCH)])
-    return logits, len(images) / (time.perf_counter() - start)
+    return logits, len(images) / (time.process_time() - start)
 
 
 @torch.no_grad()

@@ -193,9 +193,31 @@ def paper_tables() -> str:
     return f"{text}\n\n{markdown(json.loads(path.read_text()), '### ').strip()}"
 
 
+def executors_table() -> str:
+    """Executors and tables beside fake quantization, by executors.json, and speeds on DeiT-S's shapes."""
+    result = json.loads((RESULTS / "executors.json").read_text())
+    lines = [
+        "| bits | executor | tables | type | top-1 | loss | other codes | error of logits | agreement | images/s |"
+    ]
+    lines.append("|---" * 10 + "|")
+    for row in result["rows"]:
+        cells = (row["bits"].upper(), row["executor"], row["table"], row["dtype"], f"{100 * row['top1']:.2f} %")
+        beside = (f"{row['median_logit_error']:.1e}", f"{100 * row['agreement']:.2f} %")
+        flips = row["code_flip_fraction"]  # None of other models, whose codes mean something else
+        cells += (f"{row['loss']:.4g}", *(("", "", "") if flips is None else (f"{flips:.1e}", *beside)))
+        lines.append("| " + " | ".join([*cells, f"{row['images_per_second']:.0f}"]) + " |")
+    lines += ["", "| DeiT-S, batch 8 | " + " | ".join(result["speed"][0]["ratio"]) + " |"]
+    lines.append("|---" * (1 + len(result["speed"][0]["ratio"])) + "|")
+    for row in result["speed"]:
+        rates = (f"{rate:.1f} ({row['ratio'][name]:.2f})" for name, rate in row["images_per_second"].items())
+        lines.append("| " + " | ".join([f"{row['bits'].upper()}, images/s", *rates]) + " |")
+    return "\n".join(lines)
+
+
 TABLES = (
     ("README.md", "demo table", demo_table),
     ("docs/cost.md", "cost table", cost_table),
+    ("docs/measured.md", "executors table", executors_table),
     ("docs/measured.md", "realbench table", realbench_table),
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
     ("docs/measured.md", "paper tables", paper_tables),

@@ -337,7 +337,7 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
         if encoder.pure is not None:  # what torch.compile is given
             found = encoder.pure.function(*encoder.pure.choices, x, *encoder.pure.tensors)
             assert len(found) == len(wanted)
-            assert all(map(torch.equal, found, wanted))
+            assert all(torch.equal(each.to(other.dtype), other) for each, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("terms", "width", "accumulators"), [(4000, 4, 32), (4000, 8, 64)])
@@ -406,6 +406,30 @@ def test_regions_change_nothing(uncompiled, quantized, images):
     torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
     for count in (3, 1, 0):
         torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_point", [0.0, 7.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_products_of_bytes(zero_point, transposed):
+    """One product after the other: extreme codes of 8 by 4 bits, signed ones too."""
+    generator = torch.Generator().manual_seed(0)
+    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point and 128.0), 8)
+    right = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point), 4)
+    model = model_of("aten.matmul.default", left, right, (2, 3, 130, 97), (2, 3, 97, 90))
+    (site,) = reference.plan(model.program, model.example)
+    sides = []
+    for quantizer, shape in ((left, (2, 3, 130, 97)), (right, (2, 3, 97, 90))):
+        codes = torch.randint(2**quantizer.bits, shape, generator=generator)
+        codes[..., :40] = 2**quantizer.bits - 1
+        values = quantizer.dequantize(codes)
+        values = values.mT.contiguous().mT if transposed and quantizer is right else values
+        pure = torch_int.Encoder(quantizer, site).pure
+        sides.append(pure.function(*pure.choices, values, *pure.tensors))
+    assert torch_int._pays(sides[0][0], sides[1][0]) == torch_int._multiplies_bytes(
+        left.scale.device, sides[0][0].dtype
+    )
+    sums = torch_int.Product(site).opened[0](*sides)
+    assert torch.equal(sums.double(), sides[0][0].double() @ sides[1][0].double())
 
 
 def test_regions_of_other_types(uncompiled, quantized, images):

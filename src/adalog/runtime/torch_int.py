@@ -25,6 +25,7 @@ _TREE_BITS = 4  # up to which codes are found by comparing with one threshold af
 _CHUNK = 1 << 16  # elements that elementwise steps do at once on a CPU: their temporaries stay in the cache
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which whole numbers have no gaps
 _LEAST = torch.finfo(torch.float32).tiny * 2.0**17  # of the thresholds that bins tell apart
+_LARGE = 1 << 20  # multiplications of one of many products, from which bytes pay off
 _scratch = threading.local()
 
 
@@ -122,12 +123,22 @@ class Encoder:
         if isinstance(quantizer, UniformQuantizer):
             low = -quantizer.zero_point.reshape(scale.shape) - self._constant
             bounds = low, low + (2**quantizer.bits - 1)
-            return Pure(_uniform_digit, (self._dtype, self._constant), (scale, *bounds))
+            return Pure(_uniform_digit, (self._narrow, self._constant), (scale, *bounds))
         if isinstance(quantizer, LogQuantizer) and quantizer.bits <= _TREE_BITS:
             offset = torch.tensor(quantizer.offset, dtype=scale.dtype, device=scale.device)
             digits = (digit.to(scale) for digit in self.lift(torch.arange(2**quantizer.bits)))
-            return Pure(_log_digits, (self._dtype,), (offset, self._cuts.to(scale), *digits))
+            return Pure(_log_digits, (self._narrow,), (offset, self._cuts.to(scale), *digits))
         return None
+
+    @property
+    def _narrow(self) -> torch.dtype:
+        """The narrowest type of a digit that is the only one."""
+        ((least, most),) = limits(self.quantizer)
+        if self._dtype == torch.int8 or len(self._digits[0].factors) > 1:
+            return self._dtype
+        return (
+            torch.int8 if least >= -128 and most <= 127 else torch.uint8 if 0 <= least <= most <= 255 else self._dtype
+        )
 
     @property
     def by_value(self) -> bool:
@@ -294,16 +305,33 @@ def _chosen(values: Sequence[Tensor], above: Sequence[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _multiplies_bytes(device: torch.device) -> bool:
-    """Whether `torch._int_mm` is there, and exact on extreme bytes, which it is not on processors that saturate."""
-    left = torch.full((32, 64), -128, dtype=torch.int8, device=device)
-    left[::2] = 127
+def _multiplies_bytes(device: torch.device, dtype: torch.dtype = torch.int8) -> bool:
+    """Whether `torch._int_mm` is there, and exact on extreme bytes, which it is not on processors that saturate.
+
+    dtype: of the left operand, int8 or uint8.
+    """
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    left = torch.full((32, 64), least, dtype=dtype, device=device)
+    left[::2] = most
+    right = torch.full((64, 32), -128, dtype=torch.int8, device=device)
+    right[:, ::2] = 127
     try:
-        result = torch._int_mm(left, left.t()[:, :32])
+        result = torch._int_mm(left, right)
     except (RuntimeError, NotImplementedError):
         return False
-    wide = left.cpu().double()
-    return torch.equal(result.cpu().double(), wide @ wide.t()[:, :32])
+    return torch.equal(result.cpu().double(), left.cpu().double() @ right.cpu().double())
+
+
+def _pays(left: Tensor, right: Tensor) -> bool:
+    """Whether many products of bytes, (..., T, I) and (..., I, O), are sooner made one after the other by `_int_mm`."""
+    return (
+        (left.dtype.itemsize, right.dtype) == (1, torch.int8)
+        and left.ndim > 2
+        and left.shape[:-2] == right.shape[:-2]
+        and left.shape[-1] > 1  # which PyTorch 2.12 gets wrong
+        and left.shape[-2] * left.shape[-1] * right.shape[-1] >= _LARGE
+        and _multiplies_bytes(left.device, left.dtype)
+    )
 
 
 def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -508,8 +536,15 @@ class _Batched(Product):
             return None
 
         def sums(left: list[Tensor], right: list[Tensor]) -> Tensor:
-            self.site.check_terms(left[0].shape[-1])
-            return torch.matmul(left[0], right[0])
+            x, y = left[0], right[0]
+            self.site.check_terms(x.shape[-1])
+            if not _pays(x, y):
+                return torch.matmul(x.to(self._dtype), y.to(self._dtype))
+            shape = *x.shape[:-1], y.shape[-1]
+            result = _buffer("batched", math.prod(shape), torch.int32, x.device).view(shape)
+            for one, other, put in zip(x.flatten(0, -3), y.flatten(0, -3), result.flatten(0, -3), strict=True):
+                torch._int_mm(one, other, out=put)
+            return result
 
         return sums, Pure(_floats, (), (self.site.scales[0],))
 
