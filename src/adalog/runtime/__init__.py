@@ -13,7 +13,7 @@ from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.runtime import reference, torch_int
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
-Executor = Literal["reference", "torch"]
+Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
 _ROOMS = {"reference": reference, "torch": torch_int}
 
