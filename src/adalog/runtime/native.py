@@ -318,6 +318,7 @@ class Product:
     def __init__(self, site: Site, context: Context):
         self.site, self.context = site, context
         self.weights = None if site.weight is None else context.weights(site)
+        self.columns = 0 if site.weight is None else len(site.weight)
 
     def rows(self, left: Planes) -> Planes:
         """A left operand of a stored weight as (T, I). A padded place is the integer 0."""
@@ -334,12 +335,11 @@ class Product:
             site.check_terms(shape[-1])
             return [self._multiply(left, right[0])]
         rows = self.rows(left)
-        sums = torch.empty(len(rows[0]), len(site.weight), dtype=torch.int32)  # type: ignore[arg-type]
-        lead = shape[:-1] if site.geometry is None else (shape[0], 1, -1)
+        sums = torch.empty(len(rows[0]), self.columns, dtype=torch.int32)
         if len(rows[0]):
             self.context.run("linear", linear(self.weights, rows, Output(kind=SUMS, **place(sums))))
-        return [sums.long().reshape(*lead, sums.shape[1]) if sums.numel() else sums.long().reshape(
-            *(shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))), sums.shape[1])]
+        lead = shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))
+        return [sums.long().view(*lead, self.columns)]
 
     def _multiply(self, left: Planes, right: Tensor) -> Tensor:
         lead = torch.broadcast_shapes(left[0].shape[:-2], right.shape[:-2])
@@ -388,48 +388,41 @@ def matrices(site: Site, left: Planes, right: Tensor, out: Tensor) -> tuple[Matr
     out: of the shape of the product, for how its batches and heads lie.
     """
     lead = out.shape[:-2]
-    sides = [_spread(plane, lead) for plane in (*left, right)]
-    heads = lead[-1] if lead else 1
-    lefts, others = sides[:-1], sides[-1]
-    transposed = others.stride(-1) != 1
-    if transposed and others.stride(-2) != 1 and others.shape[-2] > 1:
-        others, transposed = others.contiguous(), False
-    lefts = [plane if plane.stride(-1) == 1 or plane.shape[-1] == 1 else plane.contiguous() for plane in lefts]
-    zeros = [_zeros(quantizer, heads) for quantizer in (site.left, site.right)]
-    spread = _spread(out, lead)
+    (one, *kept), (other, *kept_too) = side(left, lead, site.left), side([right], lead, site.right)
+    result = spread(out, lead)
     arguments = Matrices(
-        batches=math.prod(lead[:-1]),
-        heads=heads,
+        batches=len(result),
+        heads=result.shape[1],
         rows=out.shape[-2],
         terms=left[0].shape[-1],
         columns=out.shape[-1],
-        left=_side(lefts, site.left.bits, zeros[0]),
-        right=_side([others], site.right.bits, zeros[1], transposed=transposed),
-        out_batch=spread.stride(0),
-        out_head=spread.stride(1),
+        left=one,
+        right=other,
+        out_batch=result.stride(0),
+        out_head=result.stride(1),
     )
-    return arguments, [lefts, others, zeros]
+    return arguments, [kept, kept_too]
 
 
-def _spread(value: Tensor, lead: Sequence[int]) -> Tensor:
-    """A value as (batches, heads, rows, columns)."""
+def spread(value: Tensor, lead: Sequence[int]) -> Tensor:
+    """A value as (batches, heads, rows, columns): heads are the last of the leading dimensions."""
     value = value.expand(*lead, *value.shape[-2:])
     if len(lead) == 2:
         return value
-    heads = lead[-1] if lead else 1
-    return value.reshape(math.prod(lead[:-1]), heads, *value.shape[-2:])
+    return value.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *value.shape[-2:])
 
 
-def _zeros(quantizer: Whole, heads: int) -> Tensor:
-    """A zero point a head: int32."""
-    if not isinstance(quantizer, UniformQuantizer):
-        return torch.zeros(heads, dtype=torch.int32)
-    return quantizer.zero_point.reshape(-1).to(torch.int32).expand(heads).contiguous()
-
-
-def _side(planes: Planes, bits: int, zero: Tensor, *, transposed: bool = False) -> Side:
+def side(planes: Planes, lead: Sequence[int], quantizer: Whole) -> tuple[Side, Planes, Tensor]:
+    """One operand of a product, and what must live as long: columns may be dense instead of rows."""
+    planes = [spread(plane, lead) for plane in planes]
+    transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1
+    if not transposed and planes[0].stride(-1) != 1:
+        planes = [plane.contiguous() for plane in planes]
     first = planes[0]
-    return Side(
+    zero = torch.zeros(first.shape[1], dtype=torch.int32)
+    if isinstance(quantizer, UniformQuantizer):
+        zero += quantizer.zero_point.reshape(-1).to(torch.int32)
+    found = Side(
         data=first.data_ptr(),
         more=planes[1].data_ptr() if len(planes) > 1 else None,
         bytes=min(map(room_of, planes)),
@@ -437,6 +430,7 @@ def _side(planes: Planes, bits: int, zero: Tensor, *, transposed: bool = False) 
         head=first.stride(1),
         row=first.stride(-1) if transposed else first.stride(-2),
         zero=zero.data_ptr(),
-        bits=bits,
+        bits=quantizer.bits,
         transposed=transposed,
     )
+    return found, planes, zero
