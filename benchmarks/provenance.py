@@ -10,19 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from adalog.artifact import write_whole
+from adalog.doctor import processor
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores and the versions that matter."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        processor = names[0] if names else processor
     packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
-    return {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version(), **packages}
+    return {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version(), **packages}
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -113,6 +113,11 @@ class Compiled(nn.Module):
                 self._plans[batch] = Plan(*self._apart, self._context, inputs, shapes)
             return self._plans[batch]
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a run reads of the weights of `sites`."""
+        return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
+
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's positional inputs and outputs, without gradients. Raises as the model does."""

@@ -3,6 +3,7 @@
 The structures are those of `native.cpp`, which checks that what they say fits together before it reads or writes.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -36,7 +37,10 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     """The library, if there is one that this package can use, and which it is or why there is none."""
     found = _candidates()
     if not found:
-        return None, "the package was installed without a C++ compiler: it has no adalog/runtime/_native*.so"
+        return None, (
+            "there is no adalog/runtime/_native*.so: the package was installed without a C++17 compiler, or it failed; "
+            "have g++, or name one in CXX, and install the package again (pip install --force-reinstall --no-deps ...)"
+        )
     path = found[0]
     try:
         library = ctypes.CDLL(str(path))
@@ -62,6 +66,28 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 def why() -> str:
     """Why there are no kernels, or the library they are in."""
     return _library()[1]
+
+
+def about() -> dict[str, Any]:
+    """What there is of kernels here, as JSON.
+
+    library: its file, from the package's folder on if it lies there, or None; interface: the library's, and what this
+    package needs; kernels: whether each level's run; level: what is used unless another is asked for, or None; why:
+    there are none, and what helps, or None.
+    """
+    path, found, interface = next(iter(_candidates()), None), levels(), None
+    if path is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            interface = ctypes.CDLL(str(path)).adalog_abi()
+        package = Path(__file__).parents[2]
+        path = path.relative_to(package) if path.is_relative_to(package) else path
+    return {
+        "library": None if path is None else str(path),
+        "interface": {"library": interface, "package": ABI},
+        "kernels": {name: name in found for name in LEVELS},
+        "level": found[-1] if found else None,
+        "why": None if found else why(),
+    }
 
 
 def levels() -> list[str]:
@@ -318,6 +344,7 @@ class Product:
     def __init__(self, site: Site, context: Context):
         self.site, self.context = site, context
         self.weights = None if site.weight is None else context.weights(site)
+        self.nbytes = 0 if self.weights is None else self.weights.nbytes
         self.columns = 0 if site.weight is None else len(site.weight)
 
     def rows(self, left: Planes) -> Planes:
