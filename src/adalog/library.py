@@ -20,8 +20,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     path = _path()
     if path is None:
         return None, (
-            "there is no adalog/_native*.so: the package was installed without a C++17 compiler, or it failed; have g++, "
-            "or name one in CXX, and install the package again (pip install --force-reinstall --no-deps ...)"
+            "there is no adalog/_native*.so: the package was installed without a C++17 compiler, or it failed; have "
+            "g++, or name one in CXX, and install the package again (pip install --force-reinstall --no-deps ...)"
         )
     try:
         library = ctypes.CDLL(str(path))

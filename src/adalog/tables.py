@@ -29,6 +29,7 @@ from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images
+from adalog.doctor import processor
 from adalog.errors import DataError
 from adalog.evaluate import check_classes, mcnemar, predict, score
 from adalog.models import LoadedModel

@@ -143,7 +143,7 @@ class Context:
     """Threads and the kernels of one level, for a compiled model. Calls from several threads wait for each other."""
 
     def __init__(self, threads: int, level: str | None = None):
-        found = levels()
+        found = library.levels()
         if not found:
             raise ValueError(f"executor = 'native' does not run here: {library.why()}")
         level = found[-1] if level is None else level
@@ -152,13 +152,13 @@ class Context:
         if not 1 <= threads <= 1024:
             raise ValueError(f"threads = {threads} is outside 1 to 1024")
         self.level, self.threads = level, threads
-        library = _library()
-        assert library is not None
-        self._library = library
-        self._pointer = library.adalog_open(threads, LEVELS.index(level))
+        compiled = _library()
+        assert compiled is not None
+        self._library = compiled
+        self._pointer = compiled.adalog_open(threads, library.LEVELS.index(level))
         if not self._pointer:
             raise ValueError(f"threads = {threads} are more than this machine starts")
-        self._kernels = {name: getattr(library, f"adalog_{name}") for name in KERNELS}
+        self._kernels = {name: getattr(compiled, f"adalog_{name}") for name in KERNELS}
 
     def __del__(self) -> None:
         if getattr(self, "_pointer", None):
