@@ -11,7 +11,7 @@ help:
 	@echo "make check      the same without the slow tests"
 	@echo "make lint       lint, format and types only"
 	@echo "make clean      remove caches, build products and the demo's output"
-	@echo "make distclean  clean, and remove both environments"
+	@echo "make distclean  clean, and remove both environments and the compiled kernels"
 
 demo: $(DEMO)/.stamp
 	$(DEMO)/bin/adalog demo $(ARGS)
@@ -27,13 +27,13 @@ lint: $(TEST)/.stamp
 	$(TEST)/bin/ruff format --check
 	$(TEST)/bin/mypy
 
-# An environment is set up again only when the project's metadata or its pinned versions change.
-$(DEMO)/.stamp: pyproject.toml constraints/demo.txt
+# An environment is set up again only when the metadata, the pinned versions or the kernels, compiled then, change.
+$(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native.cpp src/adalog/fused.cpp constraints/demo.txt
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install -c constraints/demo.txt -e .
 	@touch $@
 
-$(TEST)/.stamp: pyproject.toml constraints/test.txt
+$(TEST)/.stamp: pyproject.toml src/adalog/runtime/native.cpp src/adalog/fused.cpp constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,test,dev]"
 	@touch $@
@@ -43,4 +43,4 @@ clean:
 	find src tests tools benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(DEMO) $(TEST)
+	rm -rf $(DEMO) $(TEST) src/adalog/_native*.so

@@ -39,8 +39,10 @@ from adalog import (
     report,
     tables,
 )
+from adalog.bench import FAKE, bench, executors_here
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, find_support
+from adalog.doctor import available_cores, examine
 from adalog.errors import printable
 from adalog.evaluate import Share, check_classes, classify_by_nearest, predict, score
 from adalog.quantize import sample_images
@@ -167,8 +169,7 @@ def progress_bar() -> Iterator[Progress]:
 
 def cores(threads: int) -> int:
     """How many threads an option asks for; 0 asks for one a core that this process may use."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return threads or available
+    return threads or available_cores()
 
 
 def emit_json(result: Any, target: str | None) -> None:
@@ -450,14 +451,15 @@ def evaluate(
     preprocessing = find_preprocessing(file, quantized, loaded)
     if queries is None and preprocessing != models.DEMO_PREPROCESSING:
         raise stranger
-    runs = quantized if executor is None else compiled(file, quantized, executor)
+    runs = quantized if executor is None else compiled(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
 
     def run(network: nn.Module, given: Tensor | ImageSet, progress: Progress | None = None) -> Tensor:
         batches = given if isinstance(given, Tensor) else given.batches(preprocessing, jobs=jobs)
         watch = None if progress is None else _image_progress(progress)
-        return predict(network, batches, jobs=jobs if place.type == "cpu" else 1, device=place, progress=watch)
+        alone = place.type != "cpu" or (executor == "native" and network is runs)  # it has threads of its own
+        return predict(network, batches, jobs=1 if alone else jobs, device=place, progress=watch)
 
     def answer(network: nn.Module, progress: Progress) -> Tensor:
         if known is None:
@@ -486,10 +488,10 @@ def evaluate(
     emit_json(told | {"sites": artifact.describe(quantized)["sites"]}, json_out)  # SQNRs on the calibration images
 
 
-def compiled(file: Path, quantized: QuantizedModel, executor: str) -> Compiled:
-    """The model in integers; what has none is refused by the file's name."""
+def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
+    """The model in integers; what has none is refused by the file's name. threads: of "native"."""
     try:
-        return quantized.compile(executor)
+        return quantized.compile(executor, **({"threads": threads} if executor == "native" else {}))
     except AdalogError as cause:
         raise type(cause)(f"{file} does not run in integers: {cause}") from cause
 
@@ -610,9 +612,9 @@ def tables_command(
             raise DataError(f"model {name!r} is none of {models.KINDS}")
     place = find_device(device)
     benches = [tables.Bench.of(load_model(name, False, None), data, images) for name in specs]
-    for bench in benches:
-        with waiting(f"try {bench.model.name}"):
-            bench.check(place)
+    for each in benches:
+        with waiting(f"try {each.model.name}"):
+            each.check(place)
     with progress_bar() as progress, quiet():
         bar = progress.add_task("rows")
 
@@ -705,6 +707,61 @@ def _sample_for(
     bundled = find_calibration("demo", None, count)
     assert isinstance(bundled, Tensor)
     return bundled[draw_indices(len(bundled), count, seed)]
+
+
+@app.command()
+def doctor(json_out: JsonOption = None) -> None:
+    """Say what runs here: versions, executors, which of the native kernels, and why others do not."""
+    check_outputs(json_out)
+    told = examine()
+    if json_out != "-":
+        say(*report.health(told))
+    emit_json(told, json_out)
+
+
+@app.command(name="bench")
+def bench_command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    executor: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join((FAKE, *EXECUTORS))}; may be repeated. Without: all that are fast here."),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Images at once; may be repeated. Without: 1.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"The full-precision model to time beside them: {models.KINDS}.")
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of each run; 0: one a core.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=3600, help="For each executor and batch; five runs at least.")
+    ] = 3,
+    json_out: JsonOption = None,
+) -> None:
+    """Time an artifact by each executor, in turn, on random images: medians, bytes of weights, time to load."""
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
+    if model is None and (checkpoint is not None or no_pretrained):
+        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+    here, missing = executors_here()
+    wanted = list(dict.fromkeys(executor)) if executor else here
+    odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
+    if odd:
+        raise ValueError(f"executor = {odd[0]!r} is none of {', '.join((FAKE, *EXECUTORS))}")
+    quantized = adalog.load(file)
+    for name in wanted:
+        if name != FAKE:
+            compiled(file, quantized, name)
+    full = None if model is None else load_model(model, no_pretrained, checkpoint).module
+    count = cores(threads)
+    torch.set_num_threads(count)
+    with waiting(f"time {file}"):
+        rows = bench(
+            lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
+        )
+    told = {"file": str(file), "threads": count, "rows": rows, "absent": {} if executor else missing}
+    if json_out != "-":
+        say(*report.times(told))
+    emit_json(told, json_out)
 
 
 @app.command(name="vectors")

@@ -1,11 +1,14 @@
 """The compiled library: where it is, what it can do here, and why there is none where there is none."""
 
+import contextlib
 import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 ABI = 1  # of its interface
+LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of the bits of `adalog_features`
 
 
 @functools.cache
@@ -14,16 +17,57 @@ def load() -> tuple[ctypes.CDLL | None, str]:
 
     It lies next to this file, or where the environment's ADALOG_NATIVE says.
     """
-    asked = os.environ.get("ADALOG_NATIVE")
-    found = [Path(asked)] if asked else sorted(Path(__file__).parent.glob("_native*.so"))
-    if not found:
-        return None, "the package was installed without a C++ compiler: it has no adalog/_native*.so"
-    path = found[0]
+    path = _path()
+    if path is None:
+        return None, (
+            "there is no adalog/_native*.so: the package was installed without a C++17 compiler, or it failed; have "
+            "g++, or name one in CXX, and install the package again (pip install --force-reinstall --no-deps ...)"
+        )
     try:
         library = ctypes.CDLL(str(path))
         version = library.adalog_abi()
+        library.adalog_features.restype = ctypes.c_uint
     except (OSError, AttributeError) as cause:
         return None, f"{path} is no library of kernels: {str(cause).splitlines()[0]}"
     if version != ABI:
         return None, f"{path} has interface {version}, this package needs {ABI}: install it again"
     return library, f"uses {path}"
+
+
+def _path() -> Path | None:
+    asked = os.environ.get("ADALOG_NATIVE")
+    return Path(asked) if asked else next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
+
+
+def why() -> str:
+    """Why there are no kernels, or the library they are in."""
+    return load()[1]
+
+
+def levels() -> list[str]:
+    """The kernels that run here, slowest first; none where there is no library."""
+    library, _ = load()
+    found = library.adalog_features() if library else 0
+    return [name for bit, name in enumerate(LEVELS) if found >> bit & 1]
+
+
+def about() -> dict[str, Any]:
+    """What there is of kernels here, as JSON.
+
+    library: its file, from the package's folder on if it lies there, or None; interface: the library's, and what this
+    package needs; kernels: whether each level's run; level: what is used unless another is asked for, or None; why:
+    there are none, and what helps, or None.
+    """
+    path, found, interface = _path(), levels(), None
+    if path is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            interface = ctypes.CDLL(str(path)).adalog_abi()
+        package = Path(__file__).parents[1]
+        path = path.relative_to(package) if path.is_relative_to(package) else path
+    return {
+        "library": None if path is None else str(path),
+        "interface": {"library": interface, "package": ABI},
+        "kernels": {name: name in found for name in LEVELS},
+        "level": found[-1] if found else None,
+        "why": None if found else why(),
+    }

@@ -110,11 +110,11 @@ class QuantizedModel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def compile(self, executor: str = "torch") -> "Compiled":  # type: ignore[override]
-        """This model run in integers, by the executor "reference" or "torch": see `runtime.Compiled`."""
+    def compile(self, executor: str = "torch", **choices: Any) -> "Compiled":  # type: ignore[override]
+        """This model run in integers, by the executor "reference", "torch" or "native": see `runtime.Compiled`."""
         from adalog.runtime import Compiled
 
-        return Compiled(self, executor)
+        return Compiled(self, executor, **choices)
 
     def float_sites(self) -> list[str]:
         """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""

@@ -209,7 +209,7 @@ class Program:
                 kwargs["device"] = device
             try:
                 step = None if steps is None else steps.get(node.name)
-                result = self._apply(node, args, kwargs) if step is None else step(*args)
+                result = self.apply(node, args, kwargs) if step is None else step(*args)
             except torch.OutOfMemoryError:
                 raise  # of a batch that is too large, which the caller may halve
             except Exception as cause:  # whatever an operation says of its arguments
@@ -220,7 +220,8 @@ class Program:
                 del values[name]
         return evaluate(self.output, values)
 
-    def _apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One operation on evaluated arguments."""
         if node.op == FAKE_QUANTIZE:
             x, quantizer = args[0], self.quantizers[args[1]]
             if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:

@@ -110,6 +110,44 @@ def bytes_table(content: bytes) -> Table:
     return table
 
 
+def health(told: Mapping[str, Any]) -> list[str | Table]:
+    """What `doctor.examine` found: versions, the machine, the kernels."""
+    packages = {name: version for name, version in told["packages"].items() if version is not None}
+    missing = [name for name in told["packages"] if name not in packages]
+    features = "not told by this system" if told["features"] is None else " ".join(told["features"]) or "none"
+    native = told["native"]
+    lines = [
+        f"python {told['python']}, {', '.join(f'{name} {version}' for name, version in packages.items())}",
+        f"not installed: {', '.join(missing) or 'nothing'}",
+        f"{told['system']}, {told['processor']}, {told['cores']} cores; of use to kernels: {features}",
+        f"executors: {', '.join(told['executors'])}",
+    ]
+    if native["level"] is None:
+        return ["\n".join([*lines, f"native is off: {native['why']}"])]
+    table = Table(title=f"native: {escape(native['library'])}, interface {native['interface']['library']}")
+    for column in ("kernels", "run here"):
+        table.add_column(column)
+    for name, runs in native["kernels"].items():
+        used = ", used unless another is asked for" if name == native["level"] else ""
+        table.add_row(name, f"yes{used}" if runs else "no: processor or system lack them")
+    return ["\n".join(lines), table]
+
+
+def times(told: Mapping[str, Any]) -> list[str | Table]:
+    """What `adalog bench` measured, one row a batch and executor, and what could not be."""
+    table = Table(title=f"{escape(told['file'])}, {told['threads']} threads, medians")
+    table.add_column("executor")
+    columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in told["rows"]:
+        cells = (row["batch"], f"{row['cpu_ms']:.2f}", f"{row['wall_ms']:.2f}")
+        loading = "" if row["load_seconds"] is None else f"{row['load_seconds']:.2f}"
+        rest = (f"{row['images_per_second']:.1f}", row["repeats"], f"{row['weight_bytes'] / 1e6:.2f}", loading)
+        table.add_row(row["executor"], *map(str, (*cells, *rest)))
+    return [table, *(f"{name} is absent: {why}" for name, why in told["absent"].items())]
+
+
 def cost_table(title: str, result: Cost) -> Table:
     """One row a role."""
     table = Table(title=escape(title))

@@ -14,7 +14,7 @@ from torch import Tensor
 from adalog.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
 
 # Operations that move values about without changing them: a value's source is looked for through these.
-_MOVES = {"getitem"} | aten(
+MOVES = {"getitem"} | aten(
     "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
     "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
     "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
@@ -122,14 +122,14 @@ def _products(program: Program) -> list[Site]:
 
 def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
     """Whether a value is what a softmax made, though linears mixed its heads afterwards (talking heads)."""
-    while name in makers and makers[name].op in _MOVES | set(PRODUCTS[:2]):
+    while name in makers and makers[name].op in MOVES | set(PRODUCTS[:2]):
         name = makers[name].args[0].name
     return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
     """Walk back from a value through moves to what made it."""
-    while name in makers and makers[name].op in _MOVES:
+    while name in makers and makers[name].op in MOVES:
         name = makers[name].args[0].name
     if name in program.inputs:
         return Source("input")
@@ -231,7 +231,7 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
                     reading.append(linears[reader.name].name)
                     if probe.shape[-1] != len(channels) or not bool((probe == channels).all()):
                         refusals.append(f"its channels are mixed with positions before {reading[-1]}")
-                elif reader.op in _MOVES:
+                elif reader.op in MOVES:
                     moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, name: probe}), **reader.kwargs)
                     front.append((reader.name, moved))
                 elif reader.op != "aten.sym_size.int":
@@ -267,7 +267,7 @@ def find_parts(program: Program, sites: Sequence[Site], example: Sequence[Tensor
         leaf = 0
         for value, probe in front:  # which grows
             for reader in readers.get(value, []):
-                if reader.op in _MOVES:
+                if reader.op in MOVES:
                     moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, value: probe}), **reader.kwargs)
                     front.append((reader.name, moved))
                 elif reader.op not in _SHAPE_READERS:
@@ -376,6 +376,6 @@ def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
     for node in front:  # which grows
         if node in streams:
             return True
-        if node.op in _MOVES | {"aten.add.Tensor"}:
+        if node.op in MOVES | {"aten.add.Tensor"}:
             front += [makers[name] for name in node.refs() if name in makers]
     return False

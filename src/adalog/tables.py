@@ -29,6 +29,7 @@ from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images
+from adalog.doctor import processor
 from adalog.errors import DataError
 from adalog.evaluate import check_classes, mcnemar, predict, score
 from adalog.models import LoadedModel
@@ -187,16 +188,9 @@ def find_published(table: str, model: str, bits: str, method: str, images: int) 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, the versions that matter, and whether there is a compiled library."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        processor = names[0] if names else processor
     packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
     return {
-        "processor": processor,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **packages,

@@ -1,5 +1,6 @@
 """Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.runtime import reference, regions, torch_int
+from adalog.runtime import native, reference, regions, torch_int
+from adalog.runtime.plan import Plan, shapes_of
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
-Executor = Literal["reference", "torch"]
+Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
-_ROOMS = {"reference": reference, "torch": torch_int}
+_PLANS = 4  # batch sizes whose memory `native` keeps
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,39 @@ class Compiled(nn.Module):
     """A quantized model that runs in integers: its inputs and outputs, moved and cast as it is.
 
     sites: what runs in integers, by name; all other operations run as they do in the model, in float.
-    Raises ArtifactError for a model that has no integers: see `reference.plan`.
+    threads, batch, level: of "native", its threads (all that torch takes, if it is not said), a batch size to prepare
+    for, and the kernels to use ("scalar", "avx2", "avx512vnni", "amx"; if it is not said, the fastest that run here).
+    Raises ArtifactError for a model that has no integers: see `reference.plan`. Raises ValueError for choices that do
+    not run here.
     """
 
-    def __init__(self, model: QuantizedModel, executor: str):
+    def __init__(
+        self,
+        model: QuantizedModel,
+        executor: str,
+        *,
+        threads: int | None = None,
+        batch: int | None = None,
+        level: str | None = None,
+    ):
         super().__init__()
-        if executor not in _ROOMS:
+        if executor not in EXECUTORS:
             raise ValueError(f"executor = {executor!r} is none of {', '.join(EXECUTORS)}")
+        if executor != "native" and (threads, batch, level) != (None, None, None):
+            raise ValueError(f"threads, batch and level are of the executor 'native', not of {executor!r}")
         if not model.example:
             raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
         self.model = model
         self.executor = executor
+        self._context = None
+        if executor == "native":
+            self._context = native.Context(torch.get_num_threads() if threads is None else threads, level)
+        self._lock = threading.Lock()
         self._wanted = False
         self.eval()
         self._made()
+        if batch is not None:
+            self.prepare(batch)
 
     def compile(self) -> None:
         """Make one kernel of what lies between two products, by `torch.compile`: on a CPU with a C++ compiler.
@@ -73,15 +94,51 @@ class Compiled(nn.Module):
     def _plan(self) -> None:
         planned = reference.plan(self.model.program, self.model.example)
         self.sites = {site.name: site for site in planned}
-        self._apart = _compiled(self.model.program, planned, _ROOMS[self.executor])
+        if self._context is not None:
+            self._check_native()
+            room: Any = native.Room(self._context)
+        else:
+            room = {"reference": reference, "torch": torch_int}[self.executor]
+        self._apart = _compiled(self.model.program, planned, room)
         self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
+        self._plans: dict[int, Plan] = {}
+
+    def _check_native(self) -> None:
+        given = [*self.model.example, *self.model.program.tensors.values()]
+        odd = [value for value in given if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)]
+        if odd:
+            raise ArtifactError(
+                f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}"
+            )
+
+    def prepare(self, batch: int) -> Plan:
+        """What runs inputs of a batch size: by "native", made once for each and kept for the last few."""
+        if self._context is None or batch < 1:
+            raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
+        with self._lock:
+            if batch not in self._plans:
+                inputs = [torch.zeros(batch, *value.shape[1:], dtype=value.dtype) for value in self.model.example]
+                self.model.check(inputs)
+                if len(self._plans) >= _PLANS:
+                    del self._plans[next(iter(self._plans))]
+                shapes = shapes_of(self.model.program, inputs)
+                self._plans[batch] = Plan(*self._apart, self._context, inputs, shapes)
+            return self._plans[batch]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a run reads of the weights of `sites`."""
+        return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
 
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's positional inputs and outputs, without gradients. Raises as the model does."""
         self.model.check(inputs)
+        batches = {len(value) for value in inputs}
+        if self._context is not None and len(batches) == 1 and batches != {0}:
+            return self.prepare(batches.pop())(inputs)
         if self._regions is not None:
             program, steps = self._regions
             try:

@@ -269,6 +269,7 @@ class Product:
     def __init__(self, site: Site):
         self.site = site
         self._weight = None if site.weight is None else site.weight_integers().cpu()
+        self.nbytes = 0 if self._weight is None else self._weight.nbytes
 
     def accumulate(self, left: Tensor, right: Tensor | None = None) -> list[Tensor]:
         """Exact sums, int64: for each pair of parts what its scale is shaped against."""

@@ -359,7 +359,9 @@ def _floats(sums: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
 
 
 class Product:
-    """A site's product of digits."""
+    """A site's product of digits. nbytes: of its stored weight."""
+
+    nbytes: int
 
     def __new__(cls, site: Site) -> Any:
         return object.__new__(_Rows if _by_rows(site) else _Batched)
@@ -375,6 +377,7 @@ class _Rows(Product):
     def __init__(self, site: Site):
         super().__init__(site)
         self._weight, self._moved = self._bytes(site)
+        self.nbytes = self._weight.nbytes
         sums = self._weight.sum(0, dtype=torch.int64) + site.terms * self._moved
         largest = int(self._weight.to(torch.int16).abs().max()) if self._weight.numel() else 0
         self._constants = [digits.constant * sums for digits in self._left]
@@ -514,6 +517,7 @@ class _Batched(Product):
         self._weight = None
         if site.weight is not None:
             self._weight = [digit for each in self._right for digit in each.of(site.weight_integers())]
+        self.nbytes = sum(digit.nbytes for digit in self._weight or ())
         largest = max(each.largest for each in self._left) * max(each.largest for each in self._right)
         fitting = [dtype for dtype, most in _EXACT.items() if site.terms * largest < most]
         if not fitting:

@@ -1,0 +1,64 @@
+"""What of the package runs on this machine, and why something does not."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adalog import library
+from adalog.runtime import EXECUTORS
+
+NEEDED = ("adalog", "torch", "numpy", "safetensors")
+OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
+# What kernels look for in a processor, as Linux names it.
+FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+
+
+def examine() -> dict[str, Any]:
+    """Versions, processor, threads, executors and kernels, as JSON; a package that is not installed has no version."""
+    kernels = library.about()
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version_of(name) for name in (*NEEDED, *OPTIONAL)},
+        "processor": processor(),
+        "features": features(),
+        "cores": available_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "executors": [name for name in EXECUTORS if name != "native" or kernels["level"]],
+        "native": kernels,
+    }
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def available_cores() -> int:
+    """Of the processor, those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Its name."""
+    names = _cpuinfo("model name")
+    return names or platform.processor() or platform.machine()
+
+
+def features() -> list[str] | None:
+    """Those of `FEATURES` that the processor has; None where the system does not tell."""
+    flags = _cpuinfo("flags").split()
+    return [name for name in FEATURES if name in flags] if flags else None
+
+
+def _cpuinfo(key: str) -> str:
+    """What Linux says of the first core; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")

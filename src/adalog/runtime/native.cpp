@@ -1,0 +1,1415 @@
+// Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependency.
+//
+//     g++ -O3 -std=c++17 -shared -fPIC -pthread native.cpp -o _native.so
+//
+// Which instructions are used is found out at run time. `native.py` is the only caller; docs/native.md tells the story.
+//
+// The file has two parts. The first, with what is the same everywhere, includes the file again for each instruction
+// set, and so compiles the second part, the kernels, once for each of them in a namespace of its own.
+//
+// Integers. An operand is bytes: codes less nothing on the left (uint8), codes less a middle on the right (int8), so that
+// one instruction multiplies them; what was not subtracted comes back as a constant a column (`base`) and, where a right
+// operand has 8 bits, as a multiple of the row's sum (`moved`). All sums are modulo 2^32, and the bounds that
+// `reference.plan` proves say that the result fits.
+
+#ifndef ADALOG_LEVEL
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__linux__)
+#define ADALOG_X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+#define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
+
+namespace {
+
+enum Level { SCALAR = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };  // each can do what those before it can
+
+constexpr int PANEL = 16;       // columns of a right operand that lie together
+constexpr int QUAD = 4;         // panels that a product makes at once
+constexpr int GROUP = 4;        // terms of one column that lie together: what one lane of a dot product takes
+constexpr int LINE = 64;        // bytes: one group of a panel
+constexpr int STEP = 64;        // terms are padded to a multiple of this: one AMX tile
+constexpr int ROWS = 32;        // rows of accumulators at once
+constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of two of them do not overflow unnoticed
+
+int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// --- what native.py fills in (the structures of the same names there) --------------------------------------------------
+
+// A function of a float that takes few values: values[i], where i counts the thresholds that are at most x, its bits
+// reversed; heap[2^l + (decisions so far)] is the threshold of the l-th decision. length: entries of either array.
+struct Steps {
+    const float* heap;
+    const int32_t* values;  // bytes of up to two planes: low + 256 high
+    int64_t length;
+    int32_t depth, planes;
+};
+
+// What becomes of accumulators, or of normalised values: y = x scale + bias, for each column, and then
+enum Kind {
+    SUMS,    // x itself, int32
+    FLOATS,  // y, plus `residual`: float32
+    CODES,   // the nearest whole number to y, brought between low and high, plus zero: uint8
+    STEPS    // steps(y): uint8, in one plane or two
+};
+struct Output {
+    int32_t kind;
+    const float *scale, *bias, *low, *high;
+    const int32_t* zero;
+    int64_t parameters;     // entries of each of these five
+    const float* residual;  // laid out as the output
+    int64_t residual_bytes;
+    void *data, *more;      // more: the second plane, of high bytes
+    int64_t bytes;          // of data, and of more
+    int64_t row;            // entries from one row to the next
+    Steps steps;
+};
+
+struct Weights;
+struct Linear {
+    const Weights* weights;
+    const uint8_t *data, *more;  // the left operand, (rows, terms); more: high bytes
+    int64_t bytes, row, rows;    // row: bytes from one row to the next
+    Output out;
+};
+
+// Matrices of bytes for batches and heads: entry (b, h, i, j) is at b batch + h head + i row + j.
+struct Side {
+    const uint8_t *data, *more;
+    int64_t bytes, batch, head, row;
+    const int32_t* zero;  // zero points, one a head
+    int32_t bits;
+    int32_t transposed;  // the right operand of a product: entry (i, j) of what is multiplied is (j, i) here
+};
+struct Product {
+    int64_t batches, heads, rows, terms, columns;
+    Side left, right;
+    Output out;                     // parameters: (heads, columns)
+    int64_t out_batch, out_head;    // entries
+};
+struct Attention {
+    Product scores;        // queries and keys; its `out` is not used
+    const float* factor;   // what an accumulator is worth in log2 units, one a head
+    const float* bias;     // added to scores, in log2 units: (bias_batches, bias_heads, rows, columns); may be null
+    int64_t bias_bytes, bias_batches, bias_heads;
+    Steps steps;           // from log2 of a probability to its bytes
+    int32_t zero;          // zero point of the probabilities' codes
+    int64_t columns;       // of the values
+    Side values;
+    Output out;
+    int64_t out_batch, out_head;
+};
+
+struct Norm {
+    const float* data;
+    int64_t bytes, row, rows, columns;
+    float epsilon;
+    Output out;
+};
+// Codes of values, as the quantizers define them: CODES divide by `scale` here.
+struct Encode {
+    const float* data;
+    int64_t bytes, row, rows, columns;
+    Output out;
+};
+// What each output of a convolution sees: (images, channels, height, width) -> (images * outputs, channels * kernel).
+struct Patches {
+    const uint8_t* data;
+    int64_t bytes, images, channels, height, width;
+    int64_t kernel[2], stride[2], padding[2], dilation[2];
+    int32_t fill;
+    uint8_t* out;
+    int64_t out_bytes, row;
+};
+
+// --- memory and threads ------------------------------------------------------------------------------------------------
+
+template <class T>
+struct Aligned {  // an array of zeros that starts a cache line
+    std::unique_ptr<uint8_t[]> memory;
+    T* data = nullptr;
+    size_t bytes = 0;
+    void resize(size_t count) {
+        if (count * sizeof(T) <= bytes) return;
+        data = nullptr, bytes = 0;
+        memory.reset(new uint8_t[count * sizeof(T) + LINE]());
+        data = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + LINE - 1) / LINE * LINE);
+        bytes = count * sizeof(T);
+    }
+};
+
+// Parts of a thread's scratch memory. From zero it counts what they take.
+struct Carver {
+    uintptr_t start;
+    size_t used = 0;
+    template <class T>
+    T* take(size_t count) {
+        T* part = reinterpret_cast<T*>(start + used);
+        used += rounded_up(count * sizeof(T), LINE);
+        return part;
+    }
+};
+template <class Room, class Arguments>
+size_t size_of(const Arguments& of) {
+    Carver carver{0};
+    Room room(carver, of);
+    return carver.used;
+}
+
+struct Context;
+using Task = void (*)(const void* arguments, int64_t number, uint8_t* scratch);
+
+// The kernels of an instruction set: each does one of the tasks that an operation is made of.
+struct Kernels {
+    Task linear, product, attention, norm, encode;
+    void (*begin)(), (*end)();  // around a thread's tasks
+};
+
+struct Context {
+    int level;
+    const Kernels* kernels;
+    std::mutex one;  // operation at a time
+
+    Context(int threads, int which) : level(which), scratch(threads) {
+        for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
+    }
+    ~Context() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopping = true;
+            round.fetch_add(1);
+        }
+        wake.notify_all();
+        for (auto& worker : workers) worker.join();
+    }
+    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which.
+    void run(Task task, const void* arguments, int64_t count, size_t bytes) {
+        for (auto& each : scratch) each.resize(bytes);
+        todo = {task, arguments, count};
+        next = 0;
+        if (workers.empty() || count < 2) {
+            share(0);
+            return;
+        }
+        busy = int(workers.size());
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            round.fetch_add(1);
+        }
+        wake.notify_all();
+        share(0);
+        while (busy.load(std::memory_order_acquire)) pause();
+    }
+
+private:
+    struct {
+        Task task;
+        const void* arguments;
+        int64_t count;
+    } todo{};
+    std::atomic<int64_t> next{0};
+    std::atomic<int> busy{0};
+    std::atomic<unsigned> round{0};
+    bool stopping = false;
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::vector<Aligned<uint8_t>> scratch;
+    std::vector<std::thread> workers;
+
+    static void pause() {
+#ifdef ADALOG_X86
+        _mm_pause();
+#endif
+    }
+    void share(int who) {
+        kernels->begin();
+        for (int64_t number; (number = next.fetch_add(1)) < todo.count;)
+            todo.task(todo.arguments, number, scratch[who].data);
+        kernels->end();
+    }
+    void work(int who) {
+        for (unsigned seen = 0;;) {
+            for (int i = 0; i < 4000 && round.load(std::memory_order_acquire) == seen; i++) pause();
+            if (round.load(std::memory_order_acquire) == seen) {
+                std::unique_lock<std::mutex> lock(mutex);
+                wake.wait(lock, [&] { return round.load() != seen; });
+            }
+            seen = round.load(std::memory_order_acquire);
+            if (stopping) return;
+            share(who);
+            busy.fetch_sub(1, std::memory_order_release);
+        }
+    }
+};
+
+// --- right operands ----------------------------------------------------------------------------------------------------
+
+// Bytes of a right operand less the middle m lie in panels of 16 columns, in each of them in lines of 4 terms:
+// panel p, line g, column c, term t is at p panel + 64 g + 4 c + t. Terms are padded with zeros.
+struct Right {
+    const int8_t* data;
+    int64_t panel, lines;
+    const int32_t* base;   // what an accumulator starts with, a column
+    const int32_t* moved;  // what a row's sum of the left operand counts, a column; or null
+};
+
+// What is subtracted from codes to make them signed bytes, and so what is left of the zero point.
+int middle(int bits, int zero) { return bits < 8 ? zero : 128; }
+
+// A stored right operand. Up to 4 bits two codes share a byte: line g of a step's 16 is in the low halves of line g % 8,
+// or in the high ones if g is 8 or more.
+struct Weights {
+    int64_t columns, terms, lines, panels;
+    int bits, left_zero;
+    bool halves;
+    Aligned<uint8_t> data;
+    Aligned<uint8_t> middles;      // a byte for each of a line's: (panels, 64)
+    Aligned<int32_t> base, moved;  // (panels * 16)
+    bool moves = false;
+    int64_t panel_bytes() const { return lines * LINE / (halves ? 2 : 1); }
+};
+
+bool fits(int64_t rows, int64_t row, int64_t columns, int64_t size, int64_t bytes) {
+    if (rows < 0 || columns < 0 || row < columns || rows > MOST || row > MOST) return false;
+    if (!rows || !columns) return true;
+    __int128 last = (__int128(rows - 1) * row + columns) * size;
+    return last <= bytes;
+}
+
+// The last entry of (batches, heads, rows, columns) with these distances lies within the memory.
+bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
+    if (!side.data || side.batch < 0 || side.head < 0 || side.row < 0 || batches < 0 || heads < 0) return false;
+    if (batches > MOST || heads > MOST || rows > MOST || columns > MOST || rows < 0 || columns < 0) return false;
+    if (side.batch > MOST || side.head > MOST || side.row > MOST) return false;
+    if (!batches || !heads || !rows || !columns) return true;
+    __int128 last = __int128(batches - 1) * side.batch + __int128(heads - 1) * side.head +
+                    __int128(rows - 1) * side.row + columns;
+    return last <= side.bytes && side.zero && side.bits >= 2 && side.bits <= 8;
+}
+
+bool good(const Steps& steps) {
+    return steps.heap && steps.values && steps.depth >= 4 && steps.depth <= 16 && steps.planes >= 1 &&
+           steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 16;
+}
+
+// All but the place of the data.
+bool good(const Output& out, int64_t parameters) {
+    if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
+    if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
+    if (out.kind == CODES && (!out.low || !out.high || !out.zero)) return false;
+    if (out.kind == STEPS && (!good(out.steps) || (out.steps.planes > 1 && !out.more))) return false;
+    return !out.residual || out.kind == FLOATS;
+}
+int64_t size_of(const Output& out) { return out.kind == SUMS || out.kind == FLOATS ? 4 : 1; }
+
+bool good(const Output& out, int64_t parameters, int64_t rows, int64_t columns) {
+    return good(out, parameters) && fits(rows, out.row, columns, size_of(out), out.bytes) &&
+           (!out.residual || fits(rows, out.row, columns, 4, out.residual_bytes));
+}
+bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch, int64_t heads, int64_t head,
+          int64_t rows, int64_t columns) {
+    if (!good(out, parameters) || batch < 0 || head < 0 || out.row < 0) return false;
+    if (batch > MOST || head > MOST || out.row > MOST) return false;
+    if (!batches || !heads || !rows || !columns) return true;
+    __int128 last =
+        __int128(batches - 1) * batch + __int128(heads - 1) * head + __int128(rows - 1) * out.row + columns;
+    return last * size_of(out) <= out.bytes && (!out.residual || last * 4 <= out.residual_bytes);
+}
+
+// --- what tasks need besides their operands ------------------------------------------------------------------------------
+
+struct LinearRoom {
+    int8_t* right;          // (4 panels, lines, 64), if weights are halves
+    int32_t* sums;          // (32, 64)
+    uint8_t *left, *more;   // (32, terms padded)
+    int32_t* row_sums;      // (32)
+    LinearRoom(Carver& carver, const Linear& of) {
+        int64_t terms = of.weights->lines * GROUP;
+        right = carver.take<int8_t>(of.weights->halves ? QUAD * PANEL * terms : 0);
+        sums = carver.take<int32_t>(ROWS * QUAD * PANEL);
+        left = carver.take<uint8_t>(ROWS * terms);
+        more = carver.take<uint8_t>(of.more ? ROWS * terms : 0);
+        row_sums = carver.take<int32_t>(ROWS);
+    }
+};
+// Rows that a task of a linear takes: a left operand of about half a megabyte, which stays in the second cache.
+int64_t rows_of(const Linear& of) {
+    return std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
+}
+
+// A right operand that is packed when it is multiplied.
+struct PackedRoom {
+    int8_t* data;
+    int32_t *base, *moved;
+    uint8_t* ones;
+    int64_t panels, lines;
+    PackedRoom(Carver& carver, int64_t terms, int64_t columns) {
+        lines = rounded_up(terms, STEP) / GROUP, panels = rounded_up(columns, PANEL * QUAD) / PANEL;
+        data = carver.take<int8_t>(panels * lines * LINE);
+        base = carver.take<int32_t>(panels * PANEL);
+        moved = carver.take<int32_t>(panels * PANEL);
+        ones = carver.take<uint8_t>(PANEL * lines * GROUP);
+    }
+};
+struct ProductRoom {
+    PackedRoom right;
+    uint8_t *left, *more;
+    int32_t *sums, *row_sums;
+    ProductRoom(Carver& carver, const Product& of) : right(carver, of.terms, of.columns) {
+        left = carver.take<uint8_t>(PANEL * right.lines * GROUP);
+        more = carver.take<uint8_t>(of.left.more ? PANEL * right.lines * GROUP : 0);
+        sums = carver.take<int32_t>(PANEL * right.panels * PANEL);
+        row_sums = carver.take<int32_t>(PANEL);
+    }
+};
+struct AttentionRoom {
+    ProductRoom scores;
+    PackedRoom values;
+    uint8_t *left, *more;  // bytes of probabilities, (16, keys padded)
+    int32_t *sums, *row_sums;
+    AttentionRoom(Carver& carver, const Attention& of)
+        : scores(carver, of.scores), values(carver, of.scores.columns, of.columns) {
+        left = carver.take<uint8_t>(PANEL * values.lines * GROUP);
+        more = carver.take<uint8_t>(of.steps.planes > 1 ? PANEL * values.lines * GROUP : 0);
+        sums = carver.take<int32_t>(PANEL * values.panels * PANEL);
+        row_sums = carver.take<int32_t>(PANEL);
+    }
+};
+constexpr int64_t NORM_ROWS = 32;
+
+}  // namespace
+
+// --- the kernels, for each instruction set -------------------------------------------------------------------------------
+
+#define ADALOG_LEVEL 0
+namespace scalar {
+#include "native.cpp"
+}
+#undef ADALOG_LEVEL
+#ifdef ADALOG_X86
+#define ADALOG_LEVEL 1
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "native.cpp"
+}
+#pragma GCC pop_options
+#undef ADALOG_LEVEL
+#define ADALOG_LEVEL 2
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")
+namespace avx512 {
+#include "native.cpp"
+}
+#pragma GCC pop_options
+#undef ADALOG_LEVEL
+#define ADALOG_LEVEL 3
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")
+namespace amx {
+#include "native.cpp"
+}
+#pragma GCC pop_options
+#undef ADALOG_LEVEL
+#endif
+
+namespace {
+
+const Kernels* kernels_of(int level) {
+#ifdef ADALOG_X86
+    static const Kernels* all[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels, &amx::kernels};
+    return all[level];
+#else
+    return level == SCALAR ? &scalar::kernels : nullptr;
+#endif
+}
+
+template <class Function>
+int guarded(Function function) noexcept {
+    try {
+        return function();
+    } catch (...) {  // memory, threads
+        return 2;
+    }
+}
+
+}  // namespace
+
+// --- the interface -------------------------------------------------------------------------------------------------------
+// Operations return 0, 1 where sizes do not fit together (nothing is read or written then), 2 where memory is missing.
+
+// Bits: 0 scalar, 1 AVX2, 2 AVX-512-VNNI, 3 AMX-int8, 4 AVX-512-bf16. What both processor and operating system support;
+// AMX only if Linux grants its registers.
+API unsigned adalog_features(void) {
+    unsigned found = 1u << SCALAR;
+#ifdef ADALOG_X86
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return found;  // no XGETBV
+    bool fused = c >> 12 & 1;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
+    if (!fused || (low & 0x6) != 0x6 || !(b >> 5 & 1)) return found;
+    found |= 1u << AVX2;
+    bool wide = (b >> 16 & 1) && (b >> 17 & 1) && (b >> 30 & 1) && (b >> 31 & 1);  // F, DQ, BW, VL
+    if (!wide || !(c >> 11 & 1) || (low & 0xe6) != 0xe6) return found;
+    found |= 1u << AVX512;
+    bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (low & 0x60000) == 0x60000;
+    if (tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0) found |= 1u << AMX;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 4;
+#endif
+    return found;
+}
+
+// Of this interface: native.py refuses a library of another one.
+API int adalog_abi(void) { return 1; }
+
+// Threads and kernels; null where this level does not run here.
+API Context* adalog_open(int threads, int level) {
+    if (threads < 1 || threads > 1024 || level < SCALAR || level > AMX || !(adalog_features() >> level & 1)) return nullptr;
+    const Kernels* found = kernels_of(level);
+    if (!found) return nullptr;
+    try {
+        auto context = std::make_unique<Context>(threads, level);
+        context->kernels = found;
+        return context.release();
+    } catch (...) {
+        return nullptr;
+    }
+}
+API void adalog_close(Context* context) { delete context; }
+
+// codes: (columns, terms); zero: (columns); left_zero: the zero point of what it is multiplied by.
+API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t columns, int64_t terms, int bits,
+                            int left_zero) {
+    if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > 1 << 24 || terms > 1 << 24)
+        return nullptr;
+    try {
+        auto made = std::make_unique<Weights>();
+        Weights& w = *made;
+        w.columns = columns, w.terms = terms, w.bits = bits, w.left_zero = left_zero, w.halves = bits <= 4;
+        w.lines = rounded_up(terms, STEP) / GROUP, w.panels = rounded_up(columns, PANEL) / PANEL;
+        w.data.resize(w.panels * w.panel_bytes());
+        w.middles.resize(w.panels * LINE);
+        w.base.resize(w.panels * PANEL + QUAD * PANEL);
+        w.moved.resize(w.panels * PANEL + QUAD * PANEL);
+        for (int64_t p = 0; p < w.panels; p++) {
+            for (int c = 0; c < PANEL; c++) {
+                int64_t column = p * PANEL + c;
+                if (column >= columns) break;
+                int m = middle(bits, zero[column]), left_over = zero[column] - m;
+                std::memset(w.middles.data + p * LINE + GROUP * c, m, GROUP);
+                int64_t sum = 0;
+                for (int64_t t = 0; t < terms; t++) {
+                    uint8_t code = codes[column * terms + t];
+                    sum += code - m;
+                    int64_t line = t / GROUP, at = GROUP * c + t % GROUP;
+                    uint8_t* panel = w.data.data + p * w.panel_bytes();
+                    if (w.halves) {
+                        int64_t step = line / 16, half = line % 16;
+                        panel[(step * 8 + half % 8) * LINE + at] |= (code & 15) << (half >= 8 ? 4 : 0);
+                    } else {
+                        panel[line * LINE + at] = uint8_t(code - m);
+                    }
+                }
+                // Padded terms are the code m, which is zero: halves hold it as code.
+                for (int64_t t = terms; w.halves && t < w.lines * GROUP; t++) {
+                    int64_t line = t / GROUP, at = GROUP * c + t % GROUP, step = line / 16, half = line % 16;
+                    w.data.data[p * w.panel_bytes() + (step * 8 + half % 8) * LINE + at] |= (m & 15) << (half >= 8 ? 4 : 0);
+                }
+                // sum (x - zx)(w - zw), with w = (w - m) + m
+                w.base.data[column] = int32_t(uint32_t(-int64_t(left_zero) * sum + terms * left_zero * int64_t(left_over)));
+                w.moved.data[column] = -left_over;
+                w.moves |= left_over != 0;
+            }
+        }
+        return made.release();
+    } catch (...) {
+        return nullptr;
+    }
+}
+API void adalog_weights_free(Weights* weights) { delete weights; }
+API int64_t adalog_weights_bytes(const Weights* weights) { return weights->data.bytes; }
+
+API int adalog_linear(Context* context, const Linear* of) {
+    const Weights* w = of->weights;
+    if (!context || !w || !of->data || !fits(of->rows, of->row, w->terms, 1, of->bytes)) return 1;
+    if (!good(of->out, w->columns, of->rows, w->columns)) return 1;
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(context->one);
+        int64_t parts = rounded_up(of->rows, rows_of(*of)) / rows_of(*of);
+        int64_t quads = rounded_up(w->panels, QUAD) / QUAD;
+        context->run(context->kernels->linear, of, parts * quads, size_of<LinearRoom>(*of));
+        return 0;
+    });
+}
+
+API int adalog_product(Context* context, const Product* of) {
+    if (!context || !fits(of->left, of->batches, of->heads, of->rows, of->terms)) return 1;
+    bool across = of->right.transposed;
+    if (!fits(of->right, of->batches, of->heads, across ? of->columns : of->terms, across ? of->terms : of->columns))
+        return 1;
+    if (of->right.more || of->terms < 1 || of->columns < 1) return 1;
+    if (!good(of->out, of->heads * of->columns, of->batches, of->out_batch, of->heads, of->out_head, of->rows, of->columns))
+        return 1;
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(context->one);
+        context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductRoom>(*of));
+        return 0;
+    });
+}
+
+API int adalog_attention(Context* context, const Attention* of) {
+    const Product& scores = of->scores;
+    if (!context || scores.columns < 1 || scores.terms < 1 || of->columns < 1 || !of->factor || !good(of->steps)) return 1;
+    if (!fits(scores.left, scores.batches, scores.heads, scores.rows, scores.terms) || scores.left.more) return 1;
+    if (!fits(scores.right, scores.batches, scores.heads, scores.columns, scores.terms) || scores.right.more) return 1;
+    if (!scores.right.transposed || of->values.transposed || of->values.more) return 1;
+    if (!fits(of->values, scores.batches, scores.heads, scores.columns, of->columns)) return 1;
+    if (of->bias) {
+        if (of->bias_batches < 1 || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
+        __int128 count = __int128(of->bias_batches) * of->bias_heads * scores.rows * scores.columns;
+        if (count * 4 > of->bias_bytes) return 1;
+    }
+    if (!good(of->out, scores.heads * of->columns, scores.batches, of->out_batch, scores.heads, of->out_head, scores.rows,
+              of->columns))
+        return 1;
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(context->one);
+        context->run(context->kernels->attention, of, scores.batches * scores.heads, size_of<AttentionRoom>(*of));
+        return 0;
+    });
+}
+
+API int adalog_norm(Context* context, const Norm* of) {
+    if (!context || !of->data || of->columns < 1 || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
+    if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(context->one);
+        context->run(context->kernels->norm, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
+        return 0;
+    });
+}
+
+API int adalog_encode(Context* context, const Encode* of) {
+    if (!context || !of->data || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
+    if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(context->one);
+        context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
+        return 0;
+    });
+}
+
+API int adalog_patches(Context* context, const Patches* of) {
+    if (!context || !of->data || !of->out) return 1;
+    int64_t size[2], images = of->images, channels = of->channels;
+    for (int64_t value : {images, channels, of->height, of->width})
+        if (value < 0 || value > 1 << 24) return 1;
+    for (int i = 0; i < 2; i++) {
+        int64_t full = i ? of->width : of->height;
+        for (int64_t value : {of->kernel[i], of->stride[i], of->dilation[i]})
+            if (value < 1 || value > 1 << 16) return 1;
+        if (of->padding[i] < 0 || of->padding[i] > 1 << 16) return 1;
+        int64_t reach = of->dilation[i] * (of->kernel[i] - 1) + 1;
+        if (full + 2 * of->padding[i] < reach) return 1;
+        size[i] = (full + 2 * of->padding[i] - reach) / of->stride[i] + 1;
+    }
+    if (__int128(images) * channels * of->height * of->width > of->bytes) return 1;
+    __int128 columns = __int128(channels) * of->kernel[0] * of->kernel[1];
+    if (columns > MOST || __int128(images) * size[0] * size[1] > MOST) return 1;
+    if (!fits(images * size[0] * size[1], of->row, int64_t(columns), 1, of->out_bytes)) return 1;
+    for (int64_t b = 0; b < images; b++)
+        for (int64_t y = 0; y < size[0]; y++)
+            for (int64_t x = 0; x < size[1]; x++) {
+                uint8_t* out = of->out + ((b * size[0] + y) * size[1] + x) * of->row;
+                int64_t first = x * of->stride[1] - of->padding[1], across = of->dilation[1];
+                bool inside = across == 1 && first >= 0 && first + of->kernel[1] <= of->width;
+                for (int64_t c = 0; c < channels; c++)
+                    for (int64_t i = 0; i < of->kernel[0]; i++, out += of->kernel[1]) {
+                        int64_t down = y * of->stride[0] - of->padding[0] + i * of->dilation[0];
+                        if (down < 0 || down >= of->height) {
+                            std::memset(out, of->fill, of->kernel[1]);
+                            continue;
+                        }
+                        const uint8_t* line = of->data + ((b * channels + c) * of->height + down) * of->width;
+                        if (inside) {
+                            std::memcpy(out, line + first, of->kernel[1]);
+                            continue;
+                        }
+                        for (int64_t j = 0; j < of->kernel[1]; j++) {
+                            int64_t at = first + j * across;
+                            out[j] = at >= 0 && at < of->width ? line[at] : uint8_t(of->fill);
+                        }
+                    }
+            }
+    return 0;
+}
+
+#else  // ADALOG_LEVEL: the kernels ============================================================================================
+
+namespace {
+
+// --- vectors: W floats or integers, all of them or some at the start ---------------------------------------------------
+
+#if ADALOG_LEVEL >= 2
+
+constexpr int W = 16;
+using F = __m512;
+using I = __m512i;
+struct All {};
+struct Some {
+    __mmask16 mask;
+    explicit Some(int count) : mask(__mmask16((1u << count) - 1)) {}
+};
+INLINE F load(const float* at, All) { return _mm512_loadu_ps(at); }
+INLINE F load(const float* at, Some some) { return _mm512_maskz_loadu_ps(some.mask, at); }
+INLINE I load(const int32_t* at, All) { return _mm512_loadu_si512(at); }
+INLINE I load(const int32_t* at, Some some) { return _mm512_maskz_loadu_epi32(some.mask, at); }
+INLINE void store(float* at, F x, All) { _mm512_storeu_ps(at, x); }
+INLINE void store(float* at, F x, Some some) { _mm512_mask_storeu_ps(at, some.mask, x); }
+INLINE void store(int32_t* at, I x, All) { _mm512_storeu_si512(at, x); }
+INLINE void store(int32_t* at, I x, Some some) { _mm512_mask_storeu_epi32(at, some.mask, x); }
+INLINE void store_bytes(uint8_t* at, I x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(x)); }
+INLINE void store_bytes(uint8_t* at, I x, Some some) { _mm512_mask_cvtepi32_storeu_epi8(at, some.mask, x); }
+INLINE F set(float x) { return _mm512_set1_ps(x); }
+INLINE I set(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }  // b where a is no number
+INLINE F most(F a, F b) { return _mm512_max_ps(a, b); }
+INLINE I add(I a, I b) { return _mm512_add_epi32(a, b); }
+INLINE I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+INLINE I shift_left_8(I a) { return _mm512_slli_epi32(a, 8); }
+INLINE I shift_right_8(I a) { return _mm512_srli_epi32(a, 8); }
+INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+INLINE I to_nearest(F a) { return _mm512_cvtps_epi32(a); }
+INLINE F either(F a, F b, Some some) { return _mm512_mask_mov_ps(b, some.mask, a); }
+INLINE float total(F a) { return _mm512_reduce_add_ps(a); }
+INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
+// 2^x for x of at most about zero, to 2e-7 of itself.
+INLINE F power_of_two(F x) {
+    F whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = sub(x, whole);
+    F y = set(0.0013276466634124517f);
+    y = fma(y, rest, set(0.009675540961325169f));
+    y = fma(y, rest, set(0.05550713464617729f));
+    y = fma(y, rest, set(0.24022120237350464f));
+    y = fma(y, rest, set(0.6931469440460205f));
+    y = fma(y, rest, set(1.0000001192092896f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+#elif ADALOG_LEVEL == 1
+
+constexpr int W = 8;
+using F = __m256;
+using I = __m256i;
+struct All {};
+struct Some {
+    __m256i mask;
+    int count;
+    explicit Some(int n) : mask(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))), count(n) {}
+};
+INLINE F load(const float* at, All) { return _mm256_loadu_ps(at); }
+INLINE F load(const float* at, Some some) { return _mm256_maskload_ps(at, some.mask); }
+INLINE I load(const int32_t* at, All) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+INLINE I load(const int32_t* at, Some some) { return _mm256_maskload_epi32(at, some.mask); }
+INLINE void store(float* at, F x, All) { _mm256_storeu_ps(at, x); }
+INLINE void store(float* at, F x, Some some) { _mm256_maskstore_ps(at, some.mask, x); }
+INLINE void store(int32_t* at, I x, All) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
+INLINE void store(int32_t* at, I x, Some some) { _mm256_maskstore_epi32(at, some.mask, x); }
+INLINE int64_t bytes_of(I x) {  // the lowest byte of each
+    const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                         0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i packed = _mm256_shuffle_epi8(x, low);
+    return int64_t(uint32_t(_mm256_extract_epi32(packed, 0))) | int64_t(_mm256_extract_epi32(packed, 4)) << 32;
+}
+INLINE void store_bytes(uint8_t* at, I x, All) {
+    int64_t bytes = bytes_of(x);
+    std::memcpy(at, &bytes, 8);
+}
+INLINE void store_bytes(uint8_t* at, I x, Some some) {
+    int64_t bytes = bytes_of(x);
+    std::memcpy(at, &bytes, some.count);
+}
+INLINE F set(float x) { return _mm256_set1_ps(x); }
+INLINE I set(int32_t x) { return _mm256_set1_epi32(x); }
+INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+INLINE F least(F a, F b) { return _mm256_min_ps(a, b); }
+INLINE F most(F a, F b) { return _mm256_max_ps(a, b); }
+INLINE I add(I a, I b) { return _mm256_add_epi32(a, b); }
+INLINE I mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+INLINE I shift_left_8(I a) { return _mm256_slli_epi32(a, 8); }
+INLINE I shift_right_8(I a) { return _mm256_srli_epi32(a, 8); }
+INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+INLINE I to_nearest(F a) { return _mm256_cvtps_epi32(a); }
+INLINE F either(F a, F b, Some some) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(some.mask)); }
+INLINE float total(F a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+INLINE float largest(F a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+INLINE F power_of_two(F x) {
+    x = most(x, set(-126.0f));
+    F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = sub(x, whole);
+    F y = set(0.0013276466634124517f);
+    y = fma(y, rest, set(0.009675540961325169f));
+    y = fma(y, rest, set(0.05550713464617729f));
+    y = fma(y, rest, set(0.24022120237350464f));
+    y = fma(y, rest, set(0.6931469440460205f));
+    y = fma(y, rest, set(1.0000001192092896f));
+    return mul(y, _mm256_castsi256_ps(_mm256_slli_epi32(add(_mm256_cvtps_epi32(whole), set(127)), 23)));
+}
+
+#else
+
+constexpr int W = 1;
+using F = float;
+using I = int32_t;
+struct All {};
+struct Some {
+    explicit Some(int) {}
+};
+template <class Which>
+INLINE F load(const float* at, Which) { return *at; }
+template <class Which>
+INLINE I load(const int32_t* at, Which) { return *at; }
+template <class Which>
+INLINE void store(float* at, F x, Which) { *at = x; }
+template <class Which>
+INLINE void store(int32_t* at, I x, Which) { *at = x; }
+template <class Which>
+INLINE void store_bytes(uint8_t* at, I x, Which) { *at = uint8_t(x); }
+INLINE F set(float x) { return x; }
+INLINE I set(int32_t x) { return x; }
+INLINE F fma(F a, F b, F c) { return a * b + c; }
+INLINE F add(F a, F b) { return a + b; }
+INLINE F sub(F a, F b) { return a - b; }
+INLINE F mul(F a, F b) { return a * b; }
+INLINE F div(F a, F b) { return a / b; }
+INLINE F least(F a, F b) { return a < b ? a : b; }
+INLINE F most(F a, F b) { return a > b ? a : b; }
+INLINE I add(I a, I b) { return I(uint32_t(a) + uint32_t(b)); }
+INLINE I mul(I a, I b) { return I(uint32_t(a) * uint32_t(b)); }
+INLINE I shift_left_8(I a) { return I(uint32_t(a) << 8); }
+INLINE I shift_right_8(I a) { return I(uint32_t(a) >> 8); }
+INLINE F to_float(I a) { return F(a); }
+INLINE I to_nearest(F a) { return I(std::nearbyint(a)); }
+INLINE F either(F a, F, Some) { return a; }
+INLINE float total(F a) { return a; }
+INLINE float largest(F a) { return a; }
+INLINE F power_of_two(F x) { return std::exp2(x); }
+
+#endif
+
+// body(i, which) for the vectors of n entries.
+template <class Body>
+INLINE void over(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) body(i, All{});
+    if (W > 1 && i < n) body(i, Some(int(n - i)));
+}
+
+// --- functions of few values ---------------------------------------------------------------------------------------------
+
+// DEPTH: 4, 5, or 0 for any.
+template <int DEPTH>
+struct Search {
+#if ADALOG_LEVEL >= 2
+    const Steps& steps;
+    F first, level[4];
+    I values[2];
+    INLINE explicit Search(const Steps& s) : steps(s) {
+        first = set(s.heap[1]);
+        for (int l = 1; l < (DEPTH == 5 ? 5 : 4); l++) level[l - 1] = _mm512_loadu_ps(s.heap + (1 << l));
+        values[0] = _mm512_loadu_si512(s.values), values[1] = _mm512_loadu_si512(s.values + 16);
+    }
+    INLINE I operator()(F x) const {
+        I at = _mm512_maskz_set1_epi32(_mm512_cmp_ps_mask(x, first, _CMP_GE_OQ), 1);
+#pragma GCC unroll 4
+        for (int l = 1; l < (DEPTH == 5 ? 5 : 4); l++) {
+            __mmask16 beyond = _mm512_cmp_ps_mask(x, _mm512_permutexvar_ps(at, level[l - 1]), _CMP_GE_OQ);
+            at = _mm512_mask_or_epi32(at, beyond, at, set(1 << l));
+        }
+        if (DEPTH == 4) return _mm512_permutexvar_epi32(at, values[0]);
+        if (DEPTH == 5) return _mm512_permutex2var_epi32(values[0], at, values[1]);
+        for (int l = 4; l < steps.depth; l++) {
+            __mmask16 beyond = _mm512_cmp_ps_mask(x, _mm512_i32gather_ps(at, steps.heap + (1 << l), 4), _CMP_GE_OQ);
+            at = _mm512_mask_or_epi32(at, beyond, at, set(1 << l));
+        }
+        return _mm512_i32gather_epi32(at, steps.values, 4);
+    }
+#else
+    const Steps& steps;
+    INLINE explicit Search(const Steps& s) : steps(s) {}
+    INLINE I operator()(F x) const {
+#if ADALOG_LEVEL == 1
+        I at = _mm256_setzero_si256();
+        for (int l = 0; l < steps.depth; l++) {
+            I beyond = _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_i32gather_ps(steps.heap + (1 << l), at, 4), _CMP_GE_OQ));
+            at = _mm256_or_si256(at, _mm256_and_si256(beyond, set(1 << l)));
+        }
+        return _mm256_i32gather_epi32(steps.values, at, 4);
+#else
+        int32_t at = 0;
+        for (int l = 0; l < steps.depth; l++) at |= x >= steps.heap[(1 << l) + at] ? 1 << l : 0;
+        return steps.values[at];
+#endif
+    }
+#endif
+};
+
+// --- outputs -------------------------------------------------------------------------------------------------------------
+
+// rows x columns entries: source(row, column, which) to out, at `at` + row * out.row; parameters start at `first`.
+// DEPTH: of the steps, as above.
+template <int KIND, int DEPTH, class Source>
+INLINE void finish_as(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, Source source) {
+    static const Steps none{};
+    const Search<DEPTH> search(KIND == STEPS ? out.steps : none);
+    const float *scale = out.scale + first, *bias = out.bias + first;
+    for (int64_t row = 0; row < rows; row++, at += out.row) {
+        over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            F y = fma(source(row, i, which), load(scale + i, which), load(bias + i, which));
+            if (KIND == FLOATS) {
+                if (out.residual) y = add(y, load(out.residual + at + i, which));
+                store(static_cast<float*>(out.data) + at + i, y, which);
+            } else if (KIND == CODES) {
+                y = most(least(y, load(out.high + first + i, which)), load(out.low + first + i, which));
+                I code = add(to_nearest(y), load(out.zero + first + i, which));
+                store_bytes(static_cast<uint8_t*>(out.data) + at + i, code, which);
+            } else {
+                I value = search(y);
+                store_bytes(static_cast<uint8_t*>(out.data) + at + i, value, which);
+                if (out.steps.planes > 1)
+                    store_bytes(static_cast<uint8_t*>(out.more) + at + i, shift_right_8(value), which);
+            }
+        });
+    }
+}
+template <class Source>
+INLINE void finish(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, Source source) {
+    if (out.kind == FLOATS) return finish_as<FLOATS, 0>(out, at, first, rows, columns, source);
+    if (out.kind == CODES) return finish_as<CODES, 0>(out, at, first, rows, columns, source);
+    if (out.steps.depth == 4) return finish_as<STEPS, 4>(out, at, first, rows, columns, source);
+    if (out.steps.depth == 5) return finish_as<STEPS, 5>(out, at, first, rows, columns, source);
+    finish_as<STEPS, 0>(out, at, first, rows, columns, source);
+}
+// The same of accumulators, `width` from one row of them to the next.
+void finish_sums(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
+                 int64_t width) {
+    if (out.kind == SUMS) {
+        for (int64_t row = 0; row < rows; row++)
+            std::memcpy(static_cast<int32_t*>(out.data) + at + row * out.row, sums + row * width, columns * 4);
+        return;
+    }
+    finish(out, at, first, rows, columns, [=](int64_t row, int64_t i, auto which) INLINE_LAMBDA {
+        return to_float(load(sums + row * width + i, which));
+    });
+}
+
+// --- products ------------------------------------------------------------------------------------------------------------
+
+// sums(rows, 16 panels) = left (rows, terms) times right, plus base, or plus what is in sums where base is null. Rows
+// are `row` bytes apart, and as many bytes as the right operand has terms can be read of each; AMX reads, and writes
+// sums of, multiples of 16 rows.
+#if ADALOG_LEVEL == 3
+
+template <int PANELS>
+INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const int8_t* right, int64_t panel,
+                           int64_t steps, const int32_t* base, int32_t* sums, int64_t width) {
+    // One tile of the left operand meets up to four of the right one: 0-3 are sums, 4 left, 5-7 right.
+    asm volatile("" : : : "memory");  // the intrinsics do not say what they read
+    for (int64_t r = 0; r < rows; r += PANEL, left += PANEL * row, sums += PANEL * width) {
+        const void* start = base ? static_cast<const void*>(base) : sums;
+        const int64_t stride = base ? 0 : width * 4;
+        const int32_t* from = static_cast<const int32_t*>(start);
+        _tile_loadd(0, from, stride);
+        if (PANELS > 1) _tile_loadd(1, from + 16, stride);
+        if (PANELS > 2) _tile_loadd(2, from + 32, stride);
+        if (PANELS > 3) _tile_loadd(3, from + 48, stride);
+        for (int64_t s = 0; s < steps; s++) {
+            const int8_t* at = right + s * 16 * LINE;
+            _tile_loadd(4, left + s * STEP, row);
+            _tile_loadd(5, at, LINE);
+            _tile_dpbusd(0, 4, 5);
+            if (PANELS > 1) {
+                _tile_loadd(6, at + panel, LINE);
+                _tile_dpbusd(1, 4, 6);
+            }
+            if (PANELS > 2) {
+                _tile_loadd(7, at + 2 * panel, LINE);
+                _tile_dpbusd(2, 4, 7);
+            }
+            if (PANELS > 3) {
+                _tile_loadd(5, at + 3 * panel, LINE);
+                _tile_dpbusd(3, 4, 5);
+            }
+        }
+        _tile_stored(0, sums, width * 4);
+        if (PANELS > 1) _tile_stored(1, sums + 16, width * 4);
+        if (PANELS > 2) _tile_stored(2, sums + 32, width * 4);
+        if (PANELS > 3) _tile_stored(3, sums + 48, width * 4);
+    }
+}
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width) {
+    int64_t steps = right.lines / 16;
+    for (; panels >= 4; panels -= 4) {
+        const int8_t* data = right.data;
+        multiply_tiles<4>(left, row, rows, data, right.panel, steps, base, sums, width);
+        return;
+    }
+    if (panels == 3) multiply_tiles<3>(left, row, rows, right.data, right.panel, steps, base, sums, width);
+    if (panels == 2) multiply_tiles<2>(left, row, rows, right.data, right.panel, steps, base, sums, width);
+    if (panels == 1) multiply_tiles<1>(left, row, rows, right.data, right.panel, steps, base, sums, width);
+}
+
+#elif ADALOG_LEVEL == 2
+
+template <int N, int PANELS>
+INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                          int64_t width) {
+    I sum[N][PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+            sum[r][p] = _mm512_loadu_si512(base ? base + PANEL * p : sums + r * width + PANEL * p);
+    const int8_t* at = right.data;
+    for (int64_t g = 0; g < right.lines; g++, at += LINE, left += GROUP) {
+        I bytes[PANELS];
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) bytes[p] = _mm512_loadu_si512(at + p * right.panel);
+#pragma GCC unroll 8
+        for (int r = 0; r < N; r++) {
+            int32_t four;
+            std::memcpy(&four, left + r * row, 4);
+            I x = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) sum[r][p] = _mm512_dpbusd_epi32(sum[r][p], x, bytes[p]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) _mm512_storeu_si512(sums + r * width + PANEL * p, sum[r][p]);
+}
+template <int PANELS>
+INLINE void multiply_panels(const uint8_t* left, int64_t row, int64_t rows, const Right& right, const int32_t* base,
+                            int32_t* sums, int64_t width) {
+    for (; rows >= 6; rows -= 6, left += 6 * row, sums += 6 * width)
+        multiply_rows<6, PANELS>(left, row, right, base, sums, width);
+    for (; rows >= 2; rows -= 2, left += 2 * row, sums += 2 * width)
+        multiply_rows<2, PANELS>(left, row, right, base, sums, width);
+    if (rows) multiply_rows<1, PANELS>(left, row, right, base, sums, width);
+}
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width) {
+    if (panels == 4) multiply_panels<4>(left, row, rows, right, base, sums, width);
+    if (panels == 3) multiply_panels<3>(left, row, rows, right, base, sums, width);
+    if (panels == 2) multiply_panels<2>(left, row, rows, right, base, sums, width);
+    if (panels == 1) multiply_panels<1>(left, row, rows, right, base, sums, width);
+}
+
+#elif ADALOG_LEVEL == 1
+
+// Products of unsigned and signed bytes can saturate in 16 bits when two are added, so bytes are widened first.
+template <int N>
+INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                          int64_t width) {
+    I sum[N][2];
+    const I low_bytes = _mm256_set1_epi16(255);
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) sum[r][h] = load((base ? base : sums + r * width) + W * h, All{});
+    for (int64_t g = 0; g < right.lines; g++, left += GROUP) {
+        I even[2], odd[2];
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            I bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right.data + g * LINE + 32 * h));
+            even[h] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+            odd[h] = _mm256_srai_epi16(bytes, 8);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < N; r++) {
+            int32_t four;
+            std::memcpy(&four, left + r * row, 4);
+            I x = _mm256_set1_epi32(four), low = _mm256_and_si256(x, low_bytes), high = _mm256_srli_epi16(x, 8);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                sum[r][h] = add(sum[r][h], _mm256_madd_epi16(low, even[h]));
+                sum[r][h] = add(sum[r][h], _mm256_madd_epi16(high, odd[h]));
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) store(sums + r * width + W * h, sum[r][h], All{});
+}
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width) {
+    for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
+        int64_t r = 0;
+        for (; r + 4 <= rows; r += 4) multiply_rows<4>(left + r * row, row, right, base, sums + r * width, width);
+        for (; r < rows; r++) multiply_rows<1>(left + r * row, row, right, base, sums + r * width, width);
+    }
+}
+
+#else
+
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t p = 0; p < panels; p++)
+            for (int c = 0; c < PANEL; c++) {
+                uint32_t sum = uint32_t(base ? base[p * PANEL + c] : sums[r * width + p * PANEL + c]);
+                for (int64_t t = 0; t < right.lines * GROUP; t++)
+                    sum += uint32_t(left[r * row + t] * right.data[p * right.panel + t / GROUP * LINE + c * GROUP + t % GROUP]);
+                sums[r * width + p * PANEL + c] = int32_t(sum);
+            }
+}
+
+#endif
+
+struct Left {  // rows of bytes that can be read up to a multiple of 64 terms, and of 16 rows
+    const uint8_t *data, *more;
+    int64_t row;
+};
+
+// The accumulators of some rows and up to four panels, whose first is `panel` of the right operand.
+INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
+                     int32_t* sums, int64_t width, int32_t* row_sums) {
+    right.data += panel * right.panel;
+    const int32_t* base = right.base + panel * PANEL;
+    if (left.more) {
+        const int32_t none[QUAD * PANEL] = {};
+        multiply_bytes(left.more, left.row, rows, right, panels, none, sums, width);
+        for (int64_t r = 0; r < rows; r++)
+            over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
+                I high = load(sums + r * width + i, which);
+                store(sums + r * width + i, add(shift_left_8(high), load(base + i, which)), which);
+            });
+        base = nullptr;
+    }
+    multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width);
+    if (!right.moved) return;
+    for (int64_t r = 0; r < rows; r++) {
+        int32_t sum = 0;
+        for (int64_t t = 0; t < terms; t++) {
+            sum += left.data[r * left.row + t];
+            if (left.more) sum += 256 * left.more[r * left.row + t];
+        }
+        row_sums[r] = sum;
+    }
+    const int32_t* moved = right.moved + panel * PANEL;
+    for (int64_t r = 0; r < rows; r++)
+        over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
+            I x = mul(set(row_sums[r]), load(moved + i, which));
+            store(sums + r * width + i, add(load(sums + r * width + i, which), x), which);
+        });
+}
+
+// Rows of the left operand as a product reads them: themselves where it reads nothing else, or a copy. width: terms
+// with their padding.
+INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, uint8_t* copy,
+                               int64_t* step) {
+    if (width == terms && (ADALOG_LEVEL != AMX || rows % PANEL == 0)) {
+        *step = row;
+        return data;
+    }
+    *step = width;
+    for (int64_t r = 0; r < rows; r++) {
+        std::memcpy(copy + r * width, data + r * row, terms);
+        std::memset(copy + r * width + terms, 0, width - terms);
+    }
+    return copy;
+}
+
+// --- linear --------------------------------------------------------------------------------------------------------------
+
+// A panel's halves of bytes as signed bytes, less their middles.
+INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines, int8_t* out) {
+#if ADALOG_LEVEL >= 2
+    const I mask = _mm512_set1_epi8(15), middle = _mm512_loadu_si512(middles);
+    for (int64_t s = 0; s < lines; s += 16)
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++, halves += LINE) {
+            I two = _mm512_loadu_si512(halves);
+            I low = _mm512_and_si512(two, mask), high = _mm512_and_si512(_mm512_srli_epi16(two, 4), mask);
+            _mm512_storeu_si512(out + (s + g) * LINE, _mm512_sub_epi8(low, middle));
+            _mm512_storeu_si512(out + (s + g + 8) * LINE, _mm512_sub_epi8(high, middle));
+        }
+#else
+    for (int64_t s = 0; s < lines; s += 16)
+        for (int g = 0; g < 8; g++, halves += LINE)
+            for (int i = 0; i < LINE; i++) {
+                out[(s + g) * LINE + i] = int8_t((halves[i] & 15) - middles[i]);
+                out[(s + g + 8) * LINE + i] = int8_t((halves[i] >> 4) - middles[i]);
+            }
+#endif
+}
+
+void linear(const void* arguments, int64_t number, uint8_t* scratch) {
+    const Linear& of = *static_cast<const Linear*>(arguments);
+    const Weights& weights = *of.weights;
+    Carver carver{reinterpret_cast<uintptr_t>(scratch)};
+    const LinearRoom room(carver, of);
+    const int64_t quads = rounded_up(weights.panels, QUAD) / QUAD, panel = number % quads * QUAD;
+    const int64_t panels = std::min<int64_t>(QUAD, weights.panels - panel), width = weights.lines * GROUP;
+    const int64_t first = panel * PANEL, columns = std::min<int64_t>(panels * PANEL, weights.columns - first);
+    const uint8_t* packed = weights.data.data + panel * weights.panel_bytes();
+    if (weights.halves)
+        for (int64_t p = 0; p < panels; p++)
+            unpack(packed + p * weights.panel_bytes(), weights.middles.data + (panel + p) * LINE, weights.lines,
+                   room.right + p * weights.lines * LINE);
+    const Right right{weights.halves ? room.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
+                      weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
+    const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
+    for (int64_t row = begin; row < end; row += ROWS) {
+        const int64_t rows = std::min<int64_t>(ROWS, end - row);
+        Left left{nullptr, nullptr, 0};
+        left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
+        if (of.more) left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+        multiply(left, rows, weights.terms, right, 0, panels, room.sums, QUAD * PANEL, room.row_sums);
+        finish_sums(of.out, row * of.out.row + first, first, rows, columns, room.sums, QUAD * PANEL);
+    }
+}
+
+// --- products of two that are computed -------------------------------------------------------------------------------------
+
+// The right operand of one batch and head, less its middle, in panels, with its constants.
+Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t columns, int left_zero,
+           const PackedRoom& room) {
+    const uint8_t* data = side.data + batch * side.batch + head * side.head;
+    const int zero = side.zero[head], m = middle(side.bits, zero), left_over = zero - m;
+    const int64_t panel = room.lines * LINE;
+    std::memset(room.data, 0, room.panels * panel);
+    if (side.transposed) {
+        for (int64_t c = 0; c < columns; c++) {
+            const uint8_t* from = data + c * side.row;
+            int8_t* to = room.data + c / PANEL * panel + c % PANEL * GROUP;
+            int64_t t = 0;
+            for (; t + GROUP <= terms; t += GROUP, to += LINE)
+                for (int i = 0; i < GROUP; i++) to[i] = int8_t(from[t + i] - m);
+            for (int i = 0; t + i < terms; i++) to[i] = int8_t(from[t + i] - m);
+        }
+    } else {
+        for (int64_t t = 0; t < terms; t++) {
+            const uint8_t* from = data + t * side.row;
+            int8_t* to = room.data + t / GROUP * LINE + t % GROUP;
+            for (int64_t c = 0; c < columns; c++) to[c / PANEL * panel + c % PANEL * GROUP] = int8_t(from[c] - m);
+        }
+    }
+    Right right{room.data, panel, room.lines, room.base, nullptr};
+    std::memset(room.base, 0, room.panels * PANEL * sizeof(int32_t));
+    if (left_zero) {  // sums of columns: a row of ones times the operand
+        std::memset(room.ones, 1, PANEL * room.lines * GROUP);
+        const int32_t none[QUAD * PANEL] = {};
+        int32_t sums[PANEL * QUAD * PANEL];
+        for (int64_t p = 0; p < room.panels; p += QUAD) {
+            Right part{room.data + p * panel, panel, room.lines, none, nullptr};
+            multiply_bytes(room.ones, room.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL);
+            for (int c = 0; c < QUAD * PANEL; c++)
+                room.base[p * PANEL + c] = int32_t(uint32_t(-left_zero * sums[c]) + uint32_t(terms * left_zero * left_over));
+        }
+    }
+    if (left_over) {
+        std::fill(room.moved, room.moved + room.panels * PANEL, -left_over);
+        right.moved = room.moved;
+    }
+    return right;
+}
+
+// The accumulators of some of a left operand's rows (16 at most) with all columns, `width` a row.
+INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t terms,
+                         const Right& right, int64_t panels, uint8_t* copy, uint8_t* copy_more, int32_t* sums,
+                         int32_t* row_sums) {
+    const int64_t start = batch * side.batch + head * side.head + row * side.row, width = right.lines * GROUP;
+    Left left{nullptr, nullptr, 0};
+    left.data = readable(side.data + start, side.row, rows, terms, width, copy, &left.row);
+    if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, copy_more, &left.row);
+    for (int64_t p = 0; p < panels; p += QUAD)
+        multiply(left, rows, terms, right, p, QUAD, sums + p * PANEL, panels * PANEL, row_sums);
+}
+
+void product(const void* arguments, int64_t number, uint8_t* scratch) {
+    const Product& of = *static_cast<const Product*>(arguments);
+    Carver carver{reinterpret_cast<uintptr_t>(scratch)};
+    const ProductRoom room(carver, of);
+    const int64_t batch = number / of.heads, head = number % of.heads, panels = room.right.panels;
+    const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], room.right);
+    for (int64_t row = 0; row < of.rows; row += PANEL) {
+        const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
+        multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, room.left, room.more, room.sums, room.row_sums);
+        finish_sums(of.out, batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
+                    room.sums, panels * PANEL);
+    }
+}
+
+// --- attention -----------------------------------------------------------------------------------------------------------
+
+// One row of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its
+// byte is a function of u: no division.
+template <int DEPTH>
+INLINE void softmax_row(const Search<DEPTH>& search, int32_t* sums, int64_t columns, float factor, const float* bias,
+                        uint8_t* out, uint8_t* more) {
+    float* scores = reinterpret_cast<float*>(sums);
+    F most_of = set(-INFINITY);
+    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+        F score = mul(to_float(load(sums + i, which)), set(factor));
+        if (bias) score = add(score, load(bias + i, which));
+        store(scores + i, score, which);
+        if constexpr (std::is_same_v<decltype(which), Some>) score = either(score, set(-INFINITY), which);
+        most_of = most(score, most_of);
+    });
+    const float top = largest(most_of);
+    F powers = set(0.0f);
+    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+        F power = power_of_two(most(sub(load(scores + i, which), set(top)), set(-150.0f)));
+        if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
+        powers = add(powers, power);
+    });
+    const float shift = top + std::log2(total(powers));
+    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+        I value = search(sub(load(scores + i, which), set(shift)));
+        store_bytes(out + i, value, which);
+        if (more) store_bytes(more + i, shift_right_8(value), which);
+    });
+}
+
+template <int DEPTH>
+void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoom& room) {
+    const Product& scores = of.scores;
+    const int64_t keys = scores.columns, panels = room.scores.right.panels, width = room.values.lines * GROUP;
+    const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], room.scores.right);
+    const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, room.values);
+    const Search<DEPTH> search(of.steps);
+    const bool two = of.steps.planes > 1;
+    std::memset(room.left, 0, PANEL * width);
+    if (two) std::memset(room.more, 0, PANEL * width);
+    const float* bias = nullptr;
+    if (of.bias)
+        bias = of.bias + (batch % of.bias_batches * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
+    for (int64_t row = 0; row < scores.rows; row += PANEL) {
+        const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
+        int32_t* sums = room.scores.sums;
+        multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, room.scores.left, room.scores.more,
+                     sums, room.scores.row_sums);
+        for (int64_t r = 0; r < rows; r++)
+            softmax_row(search, sums + r * panels * PANEL, keys, of.factor[head], bias ? bias + (row + r) * keys : nullptr,
+                        room.left + r * width, two ? room.more + r * width : nullptr);
+        const Left left{room.left, two ? room.more : nullptr, width};
+        for (int64_t p = 0; p < room.values.panels; p += QUAD)
+            multiply(left, rows, keys, values, p, QUAD, room.sums + p * PANEL, room.values.panels * PANEL, room.row_sums);
+        finish_sums(of.out, batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
+                    room.sums, room.values.panels * PANEL);
+    }
+}
+
+void attention(const void* arguments, int64_t number, uint8_t* scratch) {
+    const Attention& of = *static_cast<const Attention*>(arguments);
+    Carver carver{reinterpret_cast<uintptr_t>(scratch)};
+    const AttentionRoom room(carver, of);
+    const int64_t batch = number / of.scores.heads, head = number % of.scores.heads;
+    if (of.steps.depth == 4) return attend<4>(of, batch, head, room);
+    if (of.steps.depth == 5) return attend<5>(of, batch, head, room);
+    attend<0>(of, batch, head, room);
+}
+
+// --- norms, and codes of values --------------------------------------------------------------------------------------------
+
+void norm(const void* arguments, int64_t number, uint8_t*) {
+    const Norm& of = *static_cast<const Norm*>(arguments);
+    const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS);
+    for (int64_t row = begin; row < end; row++) {
+        const float* x = of.data + row * of.row;
+        F sum = set(0.0f), squares = set(0.0f);
+        over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA { sum = add(sum, load(x + i, which)); });
+        const F mean = set(total(sum) / float(of.columns));
+        over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            F off = sub(load(x + i, which), mean);
+            if constexpr (std::is_same_v<decltype(which), Some>) off = either(off, set(0.0f), which);
+            squares = fma(off, off, squares);
+        });
+        const F factor = set(1.0f / std::sqrt(total(squares) / float(of.columns) + of.epsilon));
+        finish(of.out, row * of.out.row, 0, 1, of.columns, [&](int64_t, int64_t i, auto which) INLINE_LAMBDA {
+            return mul(sub(load(x + i, which), mean), factor);
+        });
+    }
+}
+
+void encode(const void* arguments, int64_t number, uint8_t*) {
+    const Encode& of = *static_cast<const Encode*>(arguments);
+    const int64_t begin = number * NORM_ROWS, rows = std::min(of.rows - begin, NORM_ROWS);
+    const float* data = of.data + begin * of.row;
+    if (of.out.kind != CODES) {
+        finish(of.out, begin * of.out.row, 0, rows, of.columns, [&](int64_t row, int64_t i, auto which) INLINE_LAMBDA {
+            return load(data + row * of.row + i, which);
+        });
+        return;
+    }
+    for (int64_t row = 0; row < rows; row++)
+        over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            F y = div(load(data + row * of.row + i, which), load(of.out.scale + i, which));
+            y = most(least(y, load(of.out.high + i, which)), load(of.out.low + i, which));
+            I code = add(to_nearest(y), load(of.out.zero + i, which));
+            store_bytes(static_cast<uint8_t*>(of.out.data) + (begin + row) * of.out.row + i, code, which);
+        });
+}
+
+#if ADALOG_LEVEL == 3
+void begin() {
+    struct alignas(64) Tiles {  // eight of 16 rows of 64 bytes
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    };
+    static const Tiles tiles;
+    asm volatile("" : : "r"(&tiles) : "memory");  // the intrinsics do not say what they read
+    _tile_loadconfig(&tiles);
+}
+void end() { _tile_release(); }
+#else
+void begin() {}
+void end() {}
+#endif
+
+}  // namespace
+
+const Kernels kernels{linear, product, attention, norm, encode, begin, end};
+
+#endif
