@@ -82,20 +82,15 @@ def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tens
     """(depth, heap, values) as `Steps` in native.cpp has them, of a function of few values; values: int32."""
     depth = max(4, len(thresholds).bit_length())
     count = 2**depth
-    padded = torch.full((count - 1,), math.inf)
-    padded[: len(thresholds)] = thresholds
-    last = values[-1:].expand(count - len(values))
-    numbers = torch.arange(count)
-    reverse = sum(((numbers >> bit & 1) << (depth - 1 - bit) for bit in range(depth)), start=torch.zeros_like(numbers))
-    heap = torch.full((count + 16,), math.inf)
-    for level in range(depth):
-        decisions = torch.arange(2**level)
-        first = sum(
-            ((decisions >> bit & 1) << (depth - 1 - bit) for bit in range(level)), start=torch.zeros_like(decisions)
-        )
-        heap[(1 << level) + decisions] = padded[first + (count >> (level + 1)) - 1]
-    entries = torch.cat([torch.cat([values, last])[reverse], values.new_zeros(16)]).to(torch.int32)
-    return depth, heap, entries
+    padded = torch.full((count - 1,), -math.inf)  # which nothing is below
+    padded[: len(thresholds)] = thresholds.flip(0)
+    heap = torch.full((count + 32,), -math.inf)
+    for level in range(depth):  # 2**level thresholds, from one to the next (count >> level)
+        middle = (count >> (level + 1)) - 1
+        heap[1 << level : 2 << level] = padded[middle :: count >> level]
+    entries = values.new_zeros(count + 32)
+    entries[: len(values)] = values.flip(0)
+    return depth, heap, entries.to(torch.int32)
 
 
 # --- what becomes of a value -----------------------------------------------------------------------------------------
