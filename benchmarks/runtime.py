@@ -12,8 +12,8 @@ Random weights, unless --pretrained; the search is short, since values do not ch
 tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
 listed in "absent". Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F.
 
-- onnxruntime: the exported float model; -int8: its static quantization (QDQ, a scale a channel of weights, calibrated on
-  eight images); -int8-dynamic: its dynamic quantization, activations' scales from each input.
+- onnxruntime: the exported float model; -int8: its static quantization, QDQ, a scale for each channel of weights, eight
+  images; -int8-dynamic: its dynamic quantization, activations' scales from each input.
 - openvino: the same exported model; -bf16: the precision that it may compute in; -int8: by NNCF for transformers, eight
   images, and float32 for the rest; -int8-bf16: and bfloat16 for the rest. One stream, the latency hint.
 - Attention is exported as its products and softmax: OpenVINO takes 5 to 10 % more time for the operation in one.
@@ -21,11 +21,9 @@ listed in "absent". Prints one JSON object and saves it as benchmarks/results/ru
 
 import argparse
 import json
-import logging
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -39,6 +37,7 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, artifact
 from adalog.bench import in_turn, milliseconds
+from adalog.cli import quiet
 from adalog.doctor import version_of
 from adalog.models import load_model
 from adalog.quantizers import LogQuantizer
@@ -282,12 +281,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
-    logging.disable()  # of exporters, about themselves
-    warnings.simplefilter("ignore")
     loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers}
-    result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
+    with quiet():  # exporters speak of themselves
+        result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}
     told |= {"level": native.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
