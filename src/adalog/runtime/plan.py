@@ -518,11 +518,10 @@ class Plan:
         offset = torch.zeros_like(scale) if bias is None else bias.double()
         arguments = Output(parameters=len(scale), **place(*out))
         if isinstance(finish, _Codes):
-            scale, offset = scale / finish.scale.double(), offset / finish.scale.double()
+            scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
             arguments.kind = CODES
-            arguments.low = self._keep(-finish.zero)
-            arguments.high = self._keep(finish.top - finish.zero)
-            arguments.zero = self._keep(finish.zero.to(torch.int32))
+            arguments.high = self._keep(finish.top)
+            arguments.top = self._keep(finish.top.to(torch.uint8))
         elif isinstance(finish, _Steps):
             arguments.kind, arguments.steps = STEPS, self._steps_arguments(finish)
         else:
@@ -744,7 +743,7 @@ class Plan:
         out = self._room(finish, x.shape)
         output = self._output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, _Codes):
-            output.scale = self._keep(finish.scale)
+            output.scale = self._keep(finish.scale)  # by which it divides, as the quantizer does
         arguments = native.Encode(
             data=x.data_ptr(), bytes=x.nbytes, row=columns, rows=x.numel() // columns, columns=columns, out=output
         )
