@@ -1267,6 +1267,10 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Right right{weights.halves ? room.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
+    // What the next task unpacks comes from far: it is fetched meanwhile.
+    const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + ROWS - 1) / ROWS;
+    const uint8_t* next = packed + bytes;
+    const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
     // The sums of some rows are finished while those of the next ones are made.
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         int32_t *sums = room.sums, *done = room.sums + ROWS * QUAD * PANEL;
@@ -1283,6 +1287,8 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
             if (of.more)
                 left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+            const int64_t tile = (row - begin) / ROWS;
+            for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
@@ -1414,7 +1420,7 @@ INLINE float log2_of(float x) {
 }
 
 // Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
-// is a function of u: no division. width: from one row of sums to the next; step: from one row of bytes.
+// is a function of u: no division. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
 template <int DEPTH>
 INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
                     const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
@@ -1447,12 +1453,15 @@ INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, i
         uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
         int64_t start = 0;
 #if ADALOG_LEVEL >= 2
+        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is written is 0.
         auto place = [&](int64_t i) INLINE_LAMBDA { return search.place(sub(load(row + i, All{}), shift)); };
-        for (; DEPTH && start + 64 <= columns; start += 64) {
+        for (; DEPTH && start < columns; start += 64) {
+            const __mmask64 there = columns - start < 64 ? (uint64_t(1) << (columns - start)) - 1 : ~uint64_t(0);
             I places = bytes_of(place(start), place(start + 16), place(start + 32), place(start + 48));
-            _mm512_storeu_si512(bytes + start, search.bytes(places, false));
-            if (more) _mm512_storeu_si512(more_bytes + start, search.bytes(places, true));
+            _mm512_storeu_si512(bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, false)));
+            if (more) _mm512_storeu_si512(more_bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, true)));
         }
+        start = std::min(start, columns);
 #endif
         over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
             const int64_t i = start + j;

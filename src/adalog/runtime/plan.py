@@ -828,7 +828,11 @@ class Plan:
         if not _addresses(result) or _addresses(result) <= _addresses(args):
             return result
         static = self._static(result)
-        self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
+        into = None if node.name in self._steps else _writer(node.op)
+        if into is not None and isinstance(static, Tensor) and _writes(into, args, kwargs, static, result):
+            self._calls.append(functools.partial(_call, into, args, {**kwargs, "out": static}))
+        else:
+            self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
         self.fallbacks[node.name] = node.op
         return _Bytes(static) if isinstance(function, Encoder) else static
 
@@ -840,6 +844,24 @@ class Plan:
 
 def _applied(program: Program, node: Node, *args: Any, **kwargs: Any) -> Any:
     return program.apply(node, args, kwargs)
+
+
+def _writer(op: str) -> Callable[..., Any] | None:
+    """The operation that writes its result where it is told, if there is one."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
+    return getattr(packet, "out", None)
+
+
+def _writes(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor) -> bool:
+    try:
+        found = into(*args, **kwargs, out=static)
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+        return False
+    return found is static and torch.equal(static, wanted)
+
+
+def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    into(*args, **kwargs)
 
 
 def _copy(static: Any, value: Any) -> None:
