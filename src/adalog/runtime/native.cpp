@@ -69,14 +69,14 @@ struct Steps {
 enum Kind {
     SUMS,    // x itself, int32
     FLOATS,  // y, plus `residual`: float32
-    CODES,   // the nearest whole number to y, brought between low and high, plus zero: uint8
+    CODES,   // the nearest whole number to y, from 0 to high: uint8
     STEPS    // steps(y): uint8, in one plane or two
 };
 struct Output {
     int32_t kind;
-    const float *scale, *bias, *low, *high;
-    const int32_t* zero;
-    int64_t parameters;     // entries of each of these five
+    const float *scale, *bias, *high;
+    const uint8_t* top;     // high, as bytes
+    int64_t parameters;     // entries of each of these four
     const float* residual;  // laid out as the output
     int64_t residual_bytes;
     void *data, *more;      // more: the second plane, of high bytes
@@ -126,7 +126,7 @@ struct Norm {
     float epsilon;
     Output out;
 };
-// Codes of values, as the quantizers define them: CODES divide by `scale` here.
+// Codes of values, as the quantizers define them: CODES divide by `scale` here, and add `bias` to what is rounded.
 struct Encode {
     const float* data;
     int64_t bytes, row, rows, columns;
@@ -316,7 +316,7 @@ bool good(const Steps& steps) {
 bool good(const Output& out, int64_t parameters) {
     if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
     if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
-    if (out.kind == CODES && (!out.low || !out.high || !out.zero)) return false;
+    if (out.kind == CODES && (!out.high || !out.top)) return false;
     if (out.kind == STEPS && (!good(out.steps) || (out.steps.planes > 1 && !out.more))) return false;
     return !out.residual || out.kind == FLOATS;
 }
@@ -701,7 +701,7 @@ INLINE I bytes_of(I a, I b, I c, I d) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, c));
 }
-// The same of integers from 0 to 255.
+// The same of integers, brought to 0 ... 255.
 INLINE I small_bytes_of(I a, I b, I c, I d) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d)));
@@ -946,16 +946,15 @@ struct Finisher {
         auto real = [&](int64_t i, auto which) INLINE_LAMBDA {
             return fma(source(i, which), load(scale + i, which), load(bias + i, which));
         };
-        auto code = [&](int64_t i, auto which) INLINE_LAMBDA {
-            F y = most(least(real(i, which), load(out.high + first + i, which)), load(out.low + first + i, which));
-            return add(to_nearest(y), load(out.zero + first + i, which));
-        };
         uint8_t *bytes = static_cast<uint8_t*>(out.data) + at, *more = static_cast<uint8_t*>(out.more) + at;
         int64_t start = 0;
 #if ADALOG_LEVEL >= 2
-        for (; KIND == CODES && start + 64 <= columns; start += 64)
-            _mm512_storeu_si512(bytes + start, small_bytes_of(code(start, All{}), code(start + 16, All{}),
-                                                              code(start + 32, All{}), code(start + 48, All{})));
+        // Packing brings to 0 ... 255, so what is left is the upper end, of 64 bytes at once.
+        auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(65535.0f))); };
+        for (; KIND == CODES && start + 64 <= columns; start += 64) {
+            I codes = small_bytes_of(whole(start), whole(start + 16), whole(start + 32), whole(start + 48));
+            _mm512_storeu_si512(bytes + start, _mm512_min_epu8(codes, _mm512_loadu_si512(out.top + first + start)));
+        }
         for (; KIND == STEPS && DEPTH && start + 64 <= columns; start += 64) {
             I places = bytes_of(search.place(real(start, All{})), search.place(real(start + 16, All{})),
                                 search.place(real(start + 32, All{})), search.place(real(start + 48, All{})));
@@ -970,7 +969,8 @@ struct Finisher {
                 if (out.residual) y = add(y, load(out.residual + at + i, which));
                 store(static_cast<float*>(out.data) + at + i, y, which);
             } else if (KIND == CODES) {
-                store_bytes(bytes + i, code(i, which), which);
+                F y = most(least(real(i, which), load(out.high + first + i, which)), set(0.0f));
+                store_bytes(bytes + i, to_nearest(y), which);
             } else if (KIND == STEPS) {
                 I value = search(real(i, which));
                 store_bytes(bytes + i, value, which);
@@ -1267,12 +1267,17 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Right right{weights.halves ? room.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
+    // What the next task unpacks comes from far: it is fetched meanwhile.
+    const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + ROWS - 1) / ROWS;
+    const uint8_t* next = packed + bytes;
+    const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
     // The sums of some rows are finished while those of the next ones are made.
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         int32_t *sums = room.sums, *done = room.sums + ROWS * QUAD * PANEL;
         int64_t done_row = begin, done_rows = 0;
         auto finish_part = [&](int64_t part, int64_t parts) INLINE_LAMBDA {
-            const int64_t from = done_rows * part / parts, to = done_rows * (part + 1) / parts;
+            const uint32_t each = uint32_t(done_rows), from = each * uint32_t(part) / uint32_t(parts);
+            const uint32_t to = each * uint32_t(part + 1) / uint32_t(parts);
             finisher.rows((done_row + from) * of.out.row + first, first, to - from, columns, done + from * QUAD * PANEL,
                           QUAD * PANEL);
         };
@@ -1282,6 +1287,8 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
             if (of.more)
                 left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+            const int64_t tile = (row - begin) / ROWS;
+            for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
@@ -1413,7 +1420,7 @@ INLINE float log2_of(float x) {
 }
 
 // Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
-// is a function of u: no division. width: from one row of sums to the next; step: from one row of bytes.
+// is a function of u: no division. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
 template <int DEPTH>
 INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
                     const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
@@ -1446,12 +1453,15 @@ INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, i
         uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
         int64_t start = 0;
 #if ADALOG_LEVEL >= 2
+        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is written is 0.
         auto place = [&](int64_t i) INLINE_LAMBDA { return search.place(sub(load(row + i, All{}), shift)); };
-        for (; DEPTH && start + 64 <= columns; start += 64) {
+        for (; DEPTH && start < columns; start += 64) {
+            const __mmask64 there = columns - start < 64 ? (uint64_t(1) << (columns - start)) - 1 : ~uint64_t(0);
             I places = bytes_of(place(start), place(start + 16), place(start + 32), place(start + 48));
-            _mm512_storeu_si512(bytes + start, search.bytes(places, false));
-            if (more) _mm512_storeu_si512(more_bytes + start, search.bytes(places, true));
+            _mm512_storeu_si512(bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, false)));
+            if (more) _mm512_storeu_si512(more_bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, true)));
         }
+        start = std::min(start, columns);
 #endif
         over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
             const int64_t i = start + j;
@@ -1552,8 +1562,9 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
     for (int64_t row = begin; row < end; row++)
         over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
             F y = div(load(of.data + row * of.row + i, which), load(of.out.scale + i, which));
-            y = most(least(y, load(of.out.high + i, which)), load(of.out.low + i, which));
-            I code = add(to_nearest(y), load(of.out.zero + i, which));
+            const F zero = load(of.out.bias + i, which);
+            y = most(least(y, sub(load(of.out.high + i, which), zero)), sub(set(0.0f), zero));
+            I code = add(to_nearest(y), to_nearest(zero));
             store_bytes(static_cast<uint8_t*>(of.out.data) + row * of.out.row + i, code, which);
         });
 }

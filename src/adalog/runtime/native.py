@@ -113,7 +113,7 @@ class Steps(ctypes.Structure):
 class Output(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
-        *((name, c_void_p) for name in ("scale", "bias", "low", "high", "zero")),
+        *((name, c_void_p) for name in ("scale", "bias", "high", "top")),
         ("parameters", c_int64),
         ("residual", c_void_p),
         ("residual_bytes", c_int64),

@@ -518,11 +518,10 @@ class Plan:
         offset = torch.zeros_like(scale) if bias is None else bias.double()
         arguments = Output(parameters=len(scale), **place(*out))
         if isinstance(finish, _Codes):
-            scale, offset = scale / finish.scale.double(), offset / finish.scale.double()
+            scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
             arguments.kind = CODES
-            arguments.low = self._keep(-finish.zero)
-            arguments.high = self._keep(finish.top - finish.zero)
-            arguments.zero = self._keep(finish.zero.to(torch.int32))
+            arguments.high = self._keep(finish.top)
+            arguments.top = self._keep(finish.top.to(torch.uint8))
         elif isinstance(finish, _Steps):
             arguments.kind, arguments.steps = STEPS, self._steps_arguments(finish)
         else:
@@ -744,7 +743,7 @@ class Plan:
         out = self._room(finish, x.shape)
         output = self._output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, _Codes):
-            output.scale = self._keep(finish.scale)
+            output.scale = self._keep(finish.scale)  # by which it divides, as the quantizer does
         arguments = native.Encode(
             data=x.data_ptr(), bytes=x.nbytes, row=columns, rows=x.numel() // columns, columns=columns, out=output
         )
@@ -829,7 +828,11 @@ class Plan:
         if not _addresses(result) or _addresses(result) <= _addresses(args):
             return result
         static = self._static(result)
-        self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
+        into = None if node.name in self._steps else _writer(node.op)
+        if into is not None and isinstance(static, Tensor) and _writes(into, args, kwargs, static, result):
+            self._calls.append(functools.partial(_call, into, args, {**kwargs, "out": static}))
+        else:
+            self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
         self.fallbacks[node.name] = node.op
         return _Bytes(static) if isinstance(function, Encoder) else static
 
@@ -841,6 +844,24 @@ class Plan:
 
 def _applied(program: Program, node: Node, *args: Any, **kwargs: Any) -> Any:
     return program.apply(node, args, kwargs)
+
+
+def _writer(op: str) -> Callable[..., Any] | None:
+    """The operation that writes its result where it is told, if there is one."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
+    return getattr(packet, "out", None)
+
+
+def _writes(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor) -> bool:
+    try:
+        found = into(*args, **kwargs, out=static)
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+        return False
+    return found is static and torch.equal(static, wanted)
+
+
+def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    into(*args, **kwargs)
 
 
 def _copy(static: Any, value: Any) -> None:
