@@ -16,6 +16,8 @@ listed in "absent". Prints one JSON object and saves it as benchmarks/results/ru
   images; -int8-dynamic: its dynamic quantization, activations' scales from each input.
 - openvino: the same exported model; -bf16: the precision that it may compute in; -int8: by NNCF for transformers, eight
   images, and float32 for the rest; -int8-bf16: and bfloat16 for the rest. One stream, the latency hint.
+- --level avx512vnni, avx2: as on a processor without the later instructions, our kernels and oneDNN, which torch and
+  OpenVINO use, alike (avx512vnni with bfloat16, as of AMD since Zen 4). ONNX Runtime keeps to none.
 - Attention is exported as its products and softmax: OpenVINO takes 5 to 10 % more time for the operation in one.
 """
 
@@ -47,6 +49,7 @@ from provenance import machine
 RESULTS = Path(__file__).parent / "results"
 IMAGES = 8  # that peers calibrate on
 SEED = 0
+LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # a level of ours in oneDNN's words
 
 Run = Callable[[], Any]  # the logits, as a tensor or an array
 
@@ -196,10 +199,10 @@ def widths(model: QuantizedModel) -> dict[str, int]:
     return {f"u{width}" if width else "float": found.count(width) for width in sorted(set(found))}
 
 
-def native_runs(path: Path, images: Tensor, threads: int) -> Made:
+def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
     """The artifact by our kernels."""
     start = time.perf_counter()
-    compiled = artifact.load(path).compile("native", threads=threads, batch=len(images))
+    compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
     return Made(lambda: compiled(images), time.perf_counter() - start, compiled.weight_bytes)
 
@@ -220,6 +223,7 @@ def compare(
     peers: Sequence[str],
     threads: int,
     seconds: float,
+    level: str | None = None,
 ) -> dict[str, Any]:
     """Rows, ratios, the tables' widths by bits, and who is absent. shape: of one image."""
     torch.set_num_threads(threads)
@@ -239,7 +243,7 @@ def compare(
             expected = model(given)
             here = [name for name in peers if name not in missing]
             made = {name: PEERS[name][1](model, files, given, threads) for name in here}
-            made |= {f"native/{width}": native_runs(path, given, threads) for width, path in artifacts.items()}
+            made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
             errors = {
                 name: float((torch.as_tensor(each.run()) - expected).norm() / expected.norm())
                 for name, each in made.items()
@@ -268,6 +272,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bits", nargs="+", default=["w4a4"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--level", choices=LIMITS, help="without: what is fastest here")
     parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; default: all")
     parser.add_argument("--seconds", type=float, default=20, help="for each row; five repeats are the least")
     parser.add_argument("--json", type=Path, help="in place of benchmarks/results/runtime-MODEL.json")
@@ -281,14 +286,16 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
+    if asked.level is not None:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # read when oneDNN is used first
     loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
-    choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers}
+    choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
     with quiet():  # exporters speak of themselves
         result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}
-    told |= {"level": native.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
+    told |= {"level": asked.level or native.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
     text = json.dumps(told, indent=1) + "\n"
     name = asked.model.rpartition(":")[2].replace(os.sep, "-")
     (asked.json or RESULTS / f"runtime-{name}.json").write_text(text)

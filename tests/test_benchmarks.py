@@ -350,6 +350,7 @@ def test_the_command_compares_a_model(tmp_path, monkeypatch, capsys):
         "peers": ["torch"],
         "threads": 1,
         "seconds": 20,
+        "level": None,
     }
     with pytest.raises(SystemExit, match="2"):
         runtime.main(["--peers", "torch,magic"])
