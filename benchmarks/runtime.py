@@ -4,9 +4,9 @@
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
 
 All take turns on the same random images, so that what else the machine does meets all of them. A row has medians of the
-CPU seconds of the whole process and of wall seconds, bytes of weights, seconds to load (from a file that exists, and to
-the first answer), and how far the answers are from the float model's (the relative error of the logits), which shows
-that a peer runs the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
+CPU seconds of the whole process and of wall seconds, bytes of weights, CPU seconds to load (a file that is there, to the
+first answer), and how far the answers are from the float model's (the relative error of the logits), which shows that a
+peer runs the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
 
 Random weights, unless --pretrained; the search is short, since values do not change the time but for the widths of the
 tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
@@ -59,7 +59,7 @@ class Made:
     """What runs, how long it took to be there, and the bytes of its weights."""
 
     run: Run
-    load_seconds: float | None
+    load_cpu_seconds: float | None
     weight_bytes: int
 
 
@@ -138,13 +138,13 @@ def onnxruntime_runs(kind: str, model: nn.Module, files: Files, images: Tensor, 
 
     path = files.onnx() if kind == "float" else files.onnx_int8(dynamic=kind == "dynamic")
     given = {"images": images.numpy()}
-    start = time.perf_counter()
+    start = time.process_time()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     session.run(None, given)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return Made(lambda: session.run(None, given)[0], seconds, path.stat().st_size)
 
 
@@ -152,7 +152,7 @@ def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, im
     import openvino
 
     path = files.openvino(int8=int8)
-    start = time.perf_counter()
+    start = time.process_time()
     core = openvino.Core()
     network = core.read_model(str(path))
     network.reshape({network.input(0): list(images.shape)})
@@ -162,7 +162,7 @@ def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, im
     ).create_infer_request()
     given = images.numpy()
     request.infer([given])
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
 
     def run() -> Any:
         return request.infer([given], share_inputs=True, share_outputs=True)[0]
@@ -201,10 +201,10 @@ def widths(model: QuantizedModel) -> dict[str, int]:
 
 def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
     """The artifact by our kernels."""
-    start = time.perf_counter()
+    start = time.process_time()
     compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
-    return Made(lambda: compiled(images), time.perf_counter() - start, compiled.weight_bytes)
+    return Made(lambda: compiled(images), time.process_time() - start, compiled.weight_bytes)
 
 
 def absent(peers: Sequence[str]) -> dict[str, str]:
@@ -255,7 +255,7 @@ def compare(
                     {
                         **row,
                         "weight_bytes": each.weight_bytes,
-                        "load_seconds": each.load_seconds,
+                        "load_cpu_seconds": each.load_cpu_seconds,
                         "logit_error": errors[name],
                     }
                 )
