@@ -25,11 +25,14 @@ from adalog.quantizers import (
     log_levels,
     most_headroom,
 )
-from adalog.runtime import EXECUTORS, Compiled, reference, torch_int
+from adalog.runtime import EXECUTORS as ALL
+from adalog.runtime import Compiled, native, reference, torch_int
 from adalog.runtime.vectors import vectors
 from strategies import bits, normal, q, quick, seeds
 
 ROOMS = (reference, torch_int)
+PORTABLE = ("reference", "torch")
+EXECUTORS = [name for name in ALL if name in PORTABLE or native.levels()]  # native: see test_native.py too
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -361,7 +364,7 @@ def test_a_model_runs_in_integers(compiled, quantized, images):
 
 
 def test_executors_agree_on_every_site(quantized, images):
-    first, second = (quantized.compile(name) for name in EXECUTORS)
+    first, second = (quantized.compile(name) for name in PORTABLE)
     for name in first.sites:
         one, other = first.trace(name, images), second.trace(name, images)
         same = [torch.eq(*codes) for codes in ((one.left, other.left), (one.right, other.right))]
@@ -443,7 +446,7 @@ def test_a_loaded_model_compiles_the_same(quantized, images):
 def test_models_of_other_types(quantized, images):
     double = deserialise(serialise(quantized)).double()
     fake = double(images.double())
-    for executor in EXECUTORS:
+    for executor in PORTABLE:
         found = double.compile(executor)(images.double())
         assert found.dtype == torch.float64
         assert float((found - fake).norm() / fake.norm()) < 1e-10
@@ -466,8 +469,10 @@ def test_windows_and_masks(fast):
 
 
 def test_refusals(quantized, images):
-    with pytest.raises(ValueError, match="executor = 'native' is none of reference, torch"):
-        quantized.compile("native")
+    with pytest.raises(ValueError, match="executor = 'fpga' is none of reference, torch, native"):
+        quantized.compile("fpga")
+    with pytest.raises(ValueError, match="threads, batch and level are of the executor 'native'"):
+        quantized.compile("torch", threads=2)
     with pytest.raises(ValueError, match="site = 'nothing' is none of the"):
         quantized.compile().trace("nothing", images)
     with pytest.raises(ValueError, match="the model takes"):

@@ -97,7 +97,9 @@ class Compiled(nn.Module):
         given = [*self.model.example, *self.model.program.tensors.values()]
         odd = [value for value in given if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)]
         if odd:
-            raise ArtifactError(f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}")
+            raise ArtifactError(
+                f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}"
+            )
 
     def prepare(self, batch: int) -> Plan:
         """What runs inputs of a batch size: by "native", made once for each and kept for the last few."""

@@ -392,7 +392,7 @@ def place(value: Tensor, *others: Tensor) -> dict[str, int]:
 def room_of(value: Tensor) -> int:
     """Bytes from a tensor's first entry to the end of its memory."""
     storage = value.untyped_storage()
-    return storage.nbytes() - value.storage_offset() * value.element_size()
+    return int(storage.nbytes()) - int(value.storage_offset()) * value.element_size()
 
 
 def linear(weights: Weights, rows: Planes, out: Output) -> Linear:

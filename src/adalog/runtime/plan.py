@@ -120,7 +120,7 @@ Finish = _Codes | _Steps | None  # None: floats
 def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
     """The bytes of a function's codes, as a function of float32; both in this type."""
     table, wide = native.table(quantizer), quantizer.map(lambda value: value.to(dtype))
-    thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long())
+    thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
     values = table[codes]
     return _Steps(thresholds, values, 2 if int(table.max()) > 255 else 1)
 
@@ -186,7 +186,9 @@ class Plan:
         self._lock = threading.Lock()
         self.fallbacks: dict[str, str] = {}
         self._program = program
-        self._shapes = shapes | {node.name: shapes[node.args[0].name] for node in program.nodes if node.op == ENCODE}
+        self._shapes = dict(shapes) | {
+            node.name: shapes[node.args[0].name] for node in program.nodes if node.op == ENCODE
+        }
         self._constants: dict[str, Any] = dict(program.tensors)
         self._known = {node.name: node for node in program.nodes}
         self._nodes = dict(self._known)  # and what becomes of them
@@ -288,11 +290,11 @@ class Plan:
         for quantizer, path in readers:
             seen = columns
             for move in path:
-                seen = self._apply(move, {list(move.refs())[0]: seen})
+                seen = self._apply(move, {next(move.refs()): seen})
             place_of = seen.reshape(-1).long()
             top = torch.tensor(2.0**quantizer.bits - 1)
-            for kept, value in zip(found, (quantizer.scale, quantizer.zero_point, top), strict=True):
-                value = value.float().expand(seen.shape).reshape(-1)
+            for kept, each in zip(found, (quantizer.scale, quantizer.zero_point, top), strict=True):
+                value = each.float().expand(seen.shape).reshape(-1)
                 before = kept[place_of]
                 if not bool((before.isnan() | (before == value)).all()):
                     return None
@@ -469,7 +471,9 @@ class Plan:
             refs = [arg for arg in each.args if isinstance(arg, Ref)]
             varying = [ref.name for ref in refs if not self._is_constant(ref.name)]
             fits = each.op in _SCALINGS | _RESHAPES and len(varying) == 1 and not each.kwargs
-            if not fits or (each.op == "aten.div.Tensor" and varying != [each.args[0].name if isinstance(each.args[0], Ref) else ""]):
+            if not fits or (
+                each.op == "aten.div.Tensor" and varying != [each.args[0].name if isinstance(each.args[0], Ref) else ""]
+            ):
                 return None
             chain.insert(0, each)
             each = self._known.get(varying[0])
@@ -496,7 +500,11 @@ class Plan:
         bias = None
         if bool(added.any()):
             count = len(added)
-            period = next(p for p in range(1, count + 1) if count % p == 0 and torch.equal(added, added[:p].repeat(count // p, 1, 1, 1)))
+            period = next(
+                p
+                for p in range(1, count + 1)
+                if count % p == 0 and torch.equal(added, added[:p].repeat(count // p, 1, 1, 1))
+            )
             bias = added[:period]
         return each, by_head, bias, softmax, encode, [link.name for link in chain]
 
@@ -555,7 +563,9 @@ class Plan:
         return static
 
     def _norm(self, node: Node) -> Callable[..., Any]:
-        def emit(x: Tensor, _: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *__: Any) -> Any:
+        def emit(
+            x: Tensor, _: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *__: Any
+        ) -> Any:
             x, finish = self._dense(x), self._finishes[node.name]
             out = self._room(finish, x.shape)
             scale = torch.ones(x.shape[-1]).double() if weight is None else weight.double()
@@ -611,13 +621,17 @@ class Plan:
         kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
         count = math.prod(site.sizes(images.shape))
         rows = []
-        for plane in left:
-            plane = self._dense(plane)
+        for plane in map(self._dense, left):
             out = self._arena.take((len(plane) * count, site.terms), torch.uint8)
             self._scratch.append(out)
             pairs = {
                 name: (ctypes.c_int64 * 2)(*value)
-                for name, value in (("kernel", kernel), ("stride", stride), ("padding", padding), ("dilation", dilation))
+                for name, value in (
+                    ("kernel", kernel),
+                    ("stride", stride),
+                    ("padding", padding),
+                    ("dilation", dilation),
+                )
             }
             arguments = native.Patches(
                 data=plane.data_ptr(),
@@ -733,7 +747,8 @@ class Plan:
             columns = min(columns, 1 << 12) if quantizer.scale.numel() == 1 else columns
             columns = math.gcd(columns, x.numel()) if x.numel() else 1
             scale, zero = (
-                value.float().reshape(-1).expand(columns).contiguous() for value in (quantizer.scale, quantizer.zero_point)
+                value.float().reshape(-1).expand(columns).contiguous()
+                for value in (quantizer.scale, quantizer.zero_point)
             )
             finish = _Codes(scale, zero, torch.full((columns,), 2.0**quantizer.bits - 1))
         else:
@@ -852,7 +867,9 @@ def _writer(op: str) -> Callable[..., Any] | None:
     return getattr(packet, "out", None)
 
 
-def _writes(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor) -> bool:
+def _writes(
+    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor
+) -> bool:
     try:
         found = into(*args, **kwargs, out=static)
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments
@@ -888,4 +905,4 @@ def shapes_of(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
         found[node.name] = result
 
     program.map_tensors(lambda value: value.to("meta")).run(given, watch)
-    return found | dict(zip(program.inputs, given, strict=True))
+    return {**program.tensors, **found, **dict(zip(program.inputs, given, strict=True))}
