@@ -4,9 +4,9 @@
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
 
 All take turns on the same random images, so that what else the machine does meets all of them. A row has medians of the
-CPU seconds of the whole process and of wall seconds, bytes of weights, the CPU seconds that loading takes up to the first
-answer, and how far answers are from the float model's (the relative error of the logits), which shows that a peer runs
-the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
+CPU seconds of the whole process and of wall seconds, bytes of weights, the CPU seconds that loading takes up to the
+first answer, and how far answers are from the float model's (the relative error of the logits), which shows that a peer
+runs the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
 
 Random weights, unless --pretrained; the search is short, since values do not change the time but for the widths of the
 tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
