@@ -41,6 +41,7 @@ from adalog import Calibration, Config, QuantizedModel, Search, artifact
 from adalog.bench import in_turn, milliseconds
 from adalog.cli import quiet
 from adalog.doctor import version_of
+from adalog.errors import one_line
 from adalog.models import load_model
 from adalog.quantizers import LogQuantizer
 from adalog.runtime import native
@@ -99,7 +100,7 @@ class Files:
                 return None if image is None else {"images": image[None].numpy()}
 
         def make(path: Path) -> None:
-            ready = self._file("ready.onnx", lambda to: quant_pre_process(str(self.onnx()), str(to)))
+            ready = self._file("ready.onnx", partial(self._prepare, quant_pre_process))
             signed, unsigned = quantization.QuantType.QInt8, quantization.QuantType.QUInt8
             kinds = {"weight_type": signed, "per_channel": True}
             if dynamic:
@@ -108,6 +109,9 @@ class Files:
                 quantization.quantize_static(str(ready), str(path), Reader(), activation_type=unsigned, **kinds)
 
         return self._file("dynamic.onnx" if dynamic else "static.onnx", make)
+
+    def _prepare(self, prepare: Callable[..., None], path: Path) -> None:
+        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # which not every model gets through
 
     def openvino(self, *, int8: bool) -> Path:
         import openvino
@@ -141,6 +145,7 @@ def onnxruntime_runs(kind: str, model: nn.Module, files: Files, images: Tensor, 
     start = time.process_time()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_free_dimension_override_by_name("batch", len(images))
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     session.run(None, given)
@@ -241,8 +246,14 @@ def compare(
         for batch in batches:
             given = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(SEED + 2))
             expected = model(given)
-            here = [name for name in peers if name not in missing]
-            made = {name: PEERS[name][1](model, files, given, threads) for name in here}
+            made: dict[str, Made] = {}
+            for name in peers:
+                if name not in missing:
+                    try:
+                        made[name] = PEERS[name][1](model, files, given, threads)
+                    except Exception as cause:  # whatever a peer makes of the model
+                        missing[name] = f"fails at batch {batch}: {one_line(cause)}"
+            here = list(made)
             made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
             errors = {
                 name: float((torch.as_tensor(each.run()) - expected).norm() / expected.norm())

@@ -332,6 +332,17 @@ def test_what_is_absent_is_told(tiniest, monkeypatch):
     assert result["ratios"] == result["tables"] == {}
 
 
+def test_a_peer_that_fails_is_told(tiniest, monkeypatch):
+    def refuse(model, files, images, threads):
+        raise RuntimeError(f"takes no {len(images)} images\nat all")
+
+    monkeypatch.setitem(runtime.PEERS, "torch-bf16", ((), refuse))
+    monkeypatch.setattr(runtime.native, "levels", list)
+    result = measured(tiniest)
+    assert result["absent"]["torch-bf16"].startswith("fails at batch 1: takes no 1 images")
+    assert {row["name"] for row in result["rows"]} == {"torch"}
+
+
 def test_the_command_compares_a_model(tmp_path, monkeypatch, capsys):
     seen = {}
     monkeypatch.setattr(
