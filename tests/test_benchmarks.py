@@ -339,7 +339,7 @@ def test_a_peer_that_fails_is_told(tiniest, monkeypatch):
     monkeypatch.setitem(runtime.PEERS, "torch-bf16", ((), refuse))
     monkeypatch.setattr(runtime.native, "levels", list)
     result = measured(tiniest)
-    assert result["absent"]["torch-bf16"].startswith("fails at batch 1: takes no 1 images")
+    assert result["absent"]["torch-bf16"] == "fails at batch 1: RuntimeError: takes no 1 images"
     assert {row["name"] for row in result["rows"]} == {"torch"}
 
 
