@@ -214,6 +214,24 @@ def executors_table() -> str:
     return "\n".join(lines)
 
 
+def runtime_table() -> str:
+    """Our kernels' time over each peer's, by each runtime-*.json."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("runtime-*.json"))]
+    peers = list(dict.fromkeys(row["name"] for result in results for row in result["rows"] if "/" not in row["name"]))
+    heads = ("model", "kernels", "threads", "bits", "batch", "CPU [ms]", "weights [MB]", "load [CPU s]", *peers)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for result in results:
+        name = result["model"].rpartition(":")[2]
+        for row in result["rows"]:
+            if row["name"] not in peers:
+                bits, ratios = row["name"].partition("/")[2], result["ratios"][f"{row['name']}/b{row['batch']}"]
+                cells = (name, result["level"], result["threads"], bits.upper(), row["batch"], f"{row['cpu_ms']:.1f}")
+                cells += (f"{row['weight_bytes'] / 1e6:.2f}", f"{row['load_cpu_seconds']:.1f}")
+                cells += tuple(f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 TABLES = (
     ("README.md", "demo table", demo_table),
     ("docs/cost.md", "cost table", cost_table),
@@ -224,6 +242,7 @@ TABLES = (
     ("docs/measured.md", "golden table", golden_table),
     ("docs/measured.md", "search table", search_table),
     ("docs/measured.md", "folds table", folds_table),
+    ("docs/measured.md", "runtime table", runtime_table),
 )
 
 

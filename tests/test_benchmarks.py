@@ -1,4 +1,4 @@
-"""The reference search and what `benchmarks/search.py` makes of it."""
+"""The reference search and what `benchmarks/search.py` makes of it; the kernels beside their peers."""
 
 import json
 import math
@@ -10,8 +10,9 @@ import torch
 import typer
 
 import direct
+import runtime
 import search as benchmark
-from adalog import Calibration, Config, Search, released
+from adalog import Calibration, Config, Search, library, released
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
 from adalog.demo.model import DemoViT
@@ -301,3 +302,84 @@ def test_cases_are_cut_and_their_images_apart():
 def test_a_model_without_blocks_is_not_cut():
     with pytest.raises(typer.BadParameter, match="no sequence of `blocks`"):
         benchmark.load_case("timm:levit_128s", 1, 1, None, 0)
+
+
+# --- runtime ---------------------------------------------------------------------------------------------------------
+
+
+def measured(model, **choices):
+    few = {"bits": ["w4a4", "w3a3"], "batches": [1, 2], "peers": ["torch", "torch-bf16"], "threads": 1, "seconds": 0}
+    return runtime.compare(model, (3, 32, 32), **few | choices)
+
+
+@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+def test_kernels_are_compared_with_peers(tiniest):
+    result = measured(tiniest)
+    assert json.loads(json.dumps(result)) == result
+    assert (result["absent"], result["by"]) == ({}, "cpu")
+    names = ["torch", "torch-bf16", "native/w4a4", "native/w3a3"]
+    assert [(row["batch"], row["name"]) for row in result["rows"]] == [
+        (batch, name) for batch in (1, 2) for name in names
+    ]
+    rows = {(row["name"], row["batch"]): row for row in result["rows"]}
+    for row in result["rows"]:
+        assert row["images_per_second"] == pytest.approx(1e3 * row["batch"] / row["wall_ms"])
+        assert row["repeats"] >= 5
+    for bits in ("w4a4", "w3a3"):
+        assert sum(result["tables"][bits].values()) == 2  # after softmax and after GELU
+        for batch in (1, 2):
+            ours, ratios = rows[f"native/{bits}", batch]["cpu_ms"], result["ratios"][f"native/{bits}/b{batch}"]
+            assert ratios == pytest.approx({name: ours / rows[name, batch]["cpu_ms"] for name in names[:2]})
+    errors = {name: rows[name, 2]["logit_error"] for name in names}
+    assert errors["torch"] == 0 < errors["torch-bf16"] < 0.1
+    assert errors["torch-bf16"] < errors["native/w4a4"] < 1
+    parameters = sum(value.numel() for value in tiniest.parameters())
+    assert [rows[name, 1]["weight_bytes"] for name in names[:2]] == [4 * parameters, 2 * parameters]
+
+
+def test_what_is_absent_is_told(tiniest, monkeypatch):
+    monkeypatch.setattr(runtime, "find_spec", lambda package: None)
+    monkeypatch.setattr(runtime.native, "levels", list)
+    monkeypatch.setattr(runtime.native, "why", lambda: "no compiler")
+    result = measured(tiniest, peers=list(runtime.PEERS), batches=[1])
+    assert {row["name"] for row in result["rows"]} == {"torch", "torch-bf16"}
+    assert result["absent"].pop("native") == "no compiler"
+    assert set(result["absent"]) == set(runtime.PEERS) - {"torch", "torch-bf16"}
+    assert result["absent"]["openvino-int8"] == "not installed: openvino, nncf"
+    assert result["ratios"] == result["tables"] == {}
+
+
+def test_a_peer_that_fails_is_told(tiniest, monkeypatch):
+    def refuse(model, files, images, threads):
+        raise RuntimeError(f"takes no {len(images)} images\nat all")
+
+    monkeypatch.setitem(runtime.PEERS, "torch-bf16", ((), refuse))
+    monkeypatch.setattr(runtime.native, "levels", list)
+    result = measured(tiniest)
+    assert result["absent"]["torch-bf16"] == "fails at batch 1: RuntimeError: takes no 1 images"
+    assert {row["name"] for row in result["rows"]} == {"torch"}
+
+
+def test_the_command_compares_a_model(tmp_path, monkeypatch, capsys):
+    seen = {}
+    monkeypatch.setattr(
+        runtime, "compare", lambda model, shape, **choices: seen.update(choices, shape=shape) or {"rows": []}
+    )
+    runtime.main(
+        ["--model", "demo", "--batch", "1", "8", "--bits", "w3a3", "--peers", "torch", "--json", str(tmp_path / "f")]
+    )
+    told = json.loads((tmp_path / "f").read_text())
+    assert told == json.loads(capsys.readouterr().out)
+    assert (told["model"], told["threads"], told["rows"]) == ("demo", 1, [])
+    assert seen == {
+        "shape": (3, 32, 32),
+        "batches": [1, 8],
+        "bits": ["w3a3"],
+        "peers": ["torch"],
+        "threads": 1,
+        "seconds": 20,
+        "level": None,
+    }
+    with pytest.raises(SystemExit, match="2"):
+        runtime.main(["--peers", "torch,magic"])
+    assert "--peers 'magic' is none of torch, torch-bf16, onnxruntime" in capsys.readouterr().err

@@ -16,9 +16,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
-from adalog import METHODS, Config, Search, artifact, models
+from adalog import METHODS, Config, QuantizedModel, Search, artifact, library, models
 from adalog.cli import main
 from adalog.data import ImageSet, find_images
+from adalog.evaluate import predict
+from adalog.runtime import EXECUTORS
 
 
 def run(*arguments, cwd=None, code=0):
@@ -47,7 +49,7 @@ def call(monkeypatch, capsys, *arguments):
 )
 def test_help(start):
     result = subprocess.run([*start, "--help"], capture_output=True, text=True, check=True)
-    for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost"):
+    for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost", "bench", "doctor"):
         assert word in result.stdout
 
 
@@ -339,8 +341,10 @@ def test_evaluate_a_folder(folder, monkeypatch, capsys):
     assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
 
 
-@pytest.mark.parametrize("executor", ["reference", "torch"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
+    if executor == "native" and not library.levels():
+        pytest.skip("installed without a compiler")
     folder, labels, logits, _ = folder
     file = folder / "out.safetensors"
     arguments = ["evaluate", file, "--data", folder / "images", "--executor", executor]
@@ -349,10 +353,32 @@ def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
     assert abs(told["top1"]["value"] - (logits.argmax(1) == labels).double().mean().item()) <= 2 / len(labels)
 
 
+def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
+    """Batches one after the other, each by all threads; the full-precision model's side by side."""
+    made, run = [], []
+    before = QuantizedModel.compile
+
+    def compile_torch(model, executor, **choices):
+        made.append((executor, choices))
+        return before(model, "torch")
+
+    def record(network, *arguments, **named):
+        run.append((type(network).__name__, named["jobs"]))
+        return predict(network, *arguments, **named)
+
+    monkeypatch.setattr(QuantizedModel, "compile", compile_torch)
+    monkeypatch.setattr("adalog.cli.predict", record)
+    folder = folder[0]
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "native"]
+    say(monkeypatch, capsys, *arguments, "--threads", 3, "--model", f"{folder / 'own.py'}:model")
+    assert made == [("native", {"threads": 3})]
+    assert set(run) == {("Compiled", 1), ("Sequential", 3)}
+
+
 def test_an_executor_that_is_none(folder, monkeypatch, capsys):
     folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
-    told = "error: executor = 'quick' is none of reference, torch\n"
+    told = f"error: executor = 'quick' is none of {', '.join(EXECUTORS)}\n"
     assert call(monkeypatch, capsys, *arguments) == (2, told)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search
+from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
 from adalog.calibrate import Format, Operand, output_power, search_product, with_table
 from adalog.config import ReleasedSearch, ScaleSearch
@@ -26,13 +26,16 @@ from adalog.quantizers import (
     log_levels,
     most_headroom,
 )
-from adalog.runtime import EXECUTORS, Compiled, reference, regions, torch_int
+from adalog.runtime import EXECUTORS as ALL
+from adalog.runtime import Compiled, reference, regions, torch_int
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from strategies import bits, normal, q, quick, seeds
 
 ROOMS = (reference, torch_int)
+PORTABLE = ("reference", "torch")
+EXECUTORS = [name for name in ALL if name in PORTABLE or library.levels()]  # native: see test_native.py too
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ def test_a_model_runs_in_integers(compiled, quantized, images):
 
 
 def test_executors_agree_on_every_site(quantized, images):
-    first, second = (quantized.compile(name) for name in EXECUTORS)
+    first, second = (quantized.compile(name) for name in PORTABLE)
     for name in first.sites:
         one, other = first.trace(name, images), second.trace(name, images)
         same = [torch.eq(*codes) for codes in ((one.left, other.left), (one.right, other.right))]
@@ -540,7 +543,7 @@ def test_a_loaded_model_compiles_the_same(quantized, images):
 def test_models_of_other_types(quantized, images):
     double = deserialise(serialise(quantized)).double()
     fake = double(images.double())
-    for executor in EXECUTORS:
+    for executor in PORTABLE:
         found = double.compile(executor)(images.double())
         assert found.dtype == torch.float64
         assert float((found - fake).norm() / fake.norm()) < 1e-10
@@ -564,8 +567,10 @@ def test_windows_and_masks(fast):
 
 
 def test_refusals(quantized, images):
-    with pytest.raises(ValueError, match="executor = 'native' is none of reference, torch"):
-        quantized.compile("native")
+    with pytest.raises(ValueError, match="executor = 'fpga' is none of reference, torch, native"):
+        quantized.compile("fpga")
+    with pytest.raises(ValueError, match="threads, batch and level are of the executor 'native'"):
+        quantized.compile("torch", threads=2)
     with pytest.raises(ValueError, match="site = 'nothing' is none of the"):
         quantized.compile().trace("nothing", images)
     with pytest.raises(ValueError, match="the model takes"):

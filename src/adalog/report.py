@@ -135,7 +135,7 @@ def health(told: Mapping[str, Any]) -> list[str | Table]:
 
 def times(told: Mapping[str, Any]) -> list[str | Table]:
     """What `adalog bench` measured, one row a batch and executor, and what could not be."""
-    table = Table(title=f"{escape(told['file'])}, {told['threads']} threads, medians")
+    table = Table(title=f"{escape(told['file'])}, threads: {told['threads']}; medians")
     table.add_column("executor")
     columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
     for column in columns:

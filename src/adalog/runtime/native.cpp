@@ -48,15 +48,16 @@ constexpr int QUAD = 4;         // panels that a product makes at once
 constexpr int GROUP = 4;        // terms of one column that lie together: what one lane of a dot product takes
 constexpr int LINE = 64;        // bytes: one group of a panel
 constexpr int STEP = 64;        // terms are padded to a multiple of this: one AMX tile
-constexpr int ROWS = 32;        // rows of accumulators at once
+constexpr int ROWS = 16;        // rows of accumulators at once
 constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of two of them do not overflow unnoticed
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // --- what native.py fills in (the structures of the same names there) --------------------------------------------------
 
-// A function of a float that takes few values: values[i], where i counts the thresholds that are at most x, its bits
-// reversed; heap[2^l + (decisions so far)] is the threshold of the l-th decision. length: entries of either array.
+// A function of a float that takes few values: values[i], where i of the 2^depth - 1 thresholds are above x. They are a
+// heap, the first at 1: a place k has those of larger thresholds at 2 k, of smaller ones at 2 k + 1, and one goes there
+// where x is less than the threshold at k; so 2^depth + i is where one ends. length: entries of either array.
 struct Steps {
     const float* heap;
     const int32_t* values;  // bytes of up to two planes: low + 256 high
@@ -68,14 +69,14 @@ struct Steps {
 enum Kind {
     SUMS,    // x itself, int32
     FLOATS,  // y, plus `residual`: float32
-    CODES,   // the nearest whole number to y, brought between low and high, plus zero: uint8
+    CODES,   // the nearest whole number to y, from 0 to high: uint8
     STEPS    // steps(y): uint8, in one plane or two
 };
 struct Output {
     int32_t kind;
-    const float *scale, *bias, *low, *high;
-    const int32_t* zero;
-    int64_t parameters;     // entries of each of these five
+    const float *scale, *bias, *high;
+    const uint8_t* top;     // high, as bytes
+    int64_t parameters;     // entries of each of these four
     const float* residual;  // laid out as the output
     int64_t residual_bytes;
     void *data, *more;      // more: the second plane, of high bytes
@@ -125,7 +126,7 @@ struct Norm {
     float epsilon;
     Output out;
 };
-// Codes of values, as the quantizers define them: CODES divide by `scale` here.
+// Codes of values, as the quantizers define them: CODES divide by `scale` here, and add `bias` to what is rounded.
 struct Encode {
     const float* data;
     int64_t bytes, row, rows, columns;
@@ -308,14 +309,14 @@ bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_
 
 bool good(const Steps& steps) {
     return steps.heap && steps.values && steps.depth >= 4 && steps.depth <= 16 && steps.planes >= 1 &&
-           steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 16;
+           steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 32;
 }
 
 // All but the place of the data.
 bool good(const Output& out, int64_t parameters) {
     if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
     if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
-    if (out.kind == CODES && (!out.low || !out.high || !out.zero)) return false;
+    if (out.kind == CODES && (!out.high || !out.top)) return false;
     if (out.kind == STEPS && (!good(out.steps) || (out.steps.planes > 1 && !out.more))) return false;
     return !out.residual || out.kind == FLOATS;
 }
@@ -339,13 +340,13 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
 
 struct LinearRoom {
     int8_t* right;          // (4 panels, lines, 64), if weights are halves
-    int32_t* sums;          // (32, 64)
-    uint8_t *left, *more;   // (32, terms padded)
-    int32_t* row_sums;      // (32)
+    int32_t* sums;          // (2, 16, 64)
+    uint8_t *left, *more;   // (16, terms padded)
+    int32_t* row_sums;      // (16)
     LinearRoom(Carver& carver, const Linear& of) {
         int64_t terms = of.weights->lines * GROUP;
         right = carver.take<int8_t>(of.weights->halves ? QUAD * PANEL * terms : 0);
-        sums = carver.take<int32_t>(ROWS * QUAD * PANEL);
+        sums = carver.take<int32_t>(2 * ROWS * QUAD * PANEL);
         left = carver.take<uint8_t>(ROWS * terms);
         more = carver.take<uint8_t>(of.more ? ROWS * terms : 0);
         row_sums = carver.take<int32_t>(ROWS);
@@ -424,7 +425,7 @@ namespace avx512 {
 #undef ADALOG_LEVEL
 #define ADALOG_LEVEL 3
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,amx-tile,amx-int8")
+#pragma GCC target("avx2,fma,avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2,amx-tile,amx-int8")
 namespace amx {
 #include "native.cpp"
 }
@@ -474,6 +475,7 @@ API unsigned adalog_features(void) {
     if (!wide || !(c >> 11 & 1) || (low & 0xe6) != 0xe6) return found;
     found |= 1u << AVX512;
     bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (low & 0x60000) == 0x60000;
+    tiles = tiles && (c >> 1 & 1) && (c >> 6 & 1);  // VBMI and VBMI2, which no processor with tiles lacks
     if (tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0) found |= 1u << AMX;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 4;
 #endif
@@ -691,6 +693,19 @@ INLINE void store(int32_t* at, I x, All) { _mm512_storeu_si512(at, x); }
 INLINE void store(int32_t* at, I x, Some some) { _mm512_mask_storeu_epi32(at, some.mask, x); }
 INLINE void store_bytes(uint8_t* at, I x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(x)); }
 INLINE void store_bytes(uint8_t* at, I x, Some some) { _mm512_mask_cvtepi32_storeu_epi8(at, some.mask, x); }
+// The lowest bytes of 64 integers.
+INLINE I bytes_of(I a, I b, I c, I d) {
+    const I low = _mm512_set1_epi32(255);
+    a = _mm512_packus_epi32(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+    c = _mm512_packus_epi32(_mm512_and_si512(c, low), _mm512_and_si512(d, low));
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, c));
+}
+// The same of integers, brought to 0 ... 255.
+INLINE I small_bytes_of(I a, I b, I c, I d) {
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d)));
+}
 INLINE F set(float x) { return _mm512_set1_ps(x); }
 INLINE I set(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -846,45 +861,64 @@ INLINE void over(int64_t n, Body body) {
 // DEPTH: 4, 5, or 0 for any.
 template <int DEPTH>
 struct Search {
-#if ADALOG_LEVEL >= 2
     const Steps& steps;
-    F first, level[4];
-    I values[2];
+#if ADALOG_LEVEL >= 2
+    F first, upper, lower;  // the heap at 1, up to 15, and up to 31
+    I low, high;            // the values as bytes: of 64 places, if they are so few
     INLINE explicit Search(const Steps& s) : steps(s) {
-        first = set(s.heap[1]);
-        for (int l = 1; l < (DEPTH == 5 ? 5 : 4); l++) level[l - 1] = _mm512_loadu_ps(s.heap + (1 << l));
-        values[0] = _mm512_loadu_si512(s.values), values[1] = _mm512_loadu_si512(s.values + 16);
+        first = set(s.heap[1]), upper = _mm512_loadu_ps(s.heap);
+        lower = DEPTH == 4 ? upper : _mm512_loadu_ps(s.heap + 16);
+        const I one = _mm512_loadu_si512(s.values), two = DEPTH == 4 ? one : _mm512_loadu_si512(s.values + 16);
+        low = bytes_of(one, two, one, two), high = bytes_of(shift_right_8(one), shift_right_8(two), shift_right_8(one), shift_right_8(two));
+    }
+    // 2 at, and one more where x is less: the sign of a difference is that of the comparison.
+    INLINE static I next(I at, F x, F threshold) {
+        I less = _mm512_castps_si512(sub(x, threshold));
+#if ADALOG_LEVEL == 3
+        return _mm512_shldi_epi32(at, less, 1);
+#else
+        return _mm512_sub_epi32(add(at, at), _mm512_srai_epi32(less, 31));
+#endif
+    }
+    INLINE I place(F x) const {
+        I at = next(set(1), x, first);
+#pragma GCC unroll 3
+        for (int l = 1; l < 4; l++) at = next(at, x, _mm512_permutexvar_ps(at, upper));
+        if (DEPTH != 4) at = next(at, x, _mm512_permutexvar_ps(at, lower));
+        for (int l = 5; DEPTH == 0 && l < steps.depth; l++) at = next(at, x, _mm512_i32gather_ps(at, steps.heap, 4));
+        return at;
     }
     INLINE I operator()(F x) const {
-        I at = _mm512_maskz_set1_epi32(_mm512_cmp_ps_mask(x, first, _CMP_GE_OQ), 1);
-#pragma GCC unroll 4
-        for (int l = 1; l < (DEPTH == 5 ? 5 : 4); l++) {
-            __mmask16 beyond = _mm512_cmp_ps_mask(x, _mm512_permutexvar_ps(at, level[l - 1]), _CMP_GE_OQ);
-            at = _mm512_mask_or_epi32(at, beyond, at, set(1 << l));
-        }
-        if (DEPTH == 4) return _mm512_permutexvar_epi32(at, values[0]);
-        if (DEPTH == 5) return _mm512_permutex2var_epi32(values[0], at, values[1]);
-        for (int l = 4; l < steps.depth; l++) {
-            __mmask16 beyond = _mm512_cmp_ps_mask(x, _mm512_i32gather_ps(at, steps.heap + (1 << l), 4), _CMP_GE_OQ);
-            at = _mm512_mask_or_epi32(at, beyond, at, set(1 << l));
-        }
-        return _mm512_i32gather_epi32(at, steps.values, 4);
+        return _mm512_i32gather_epi32(_mm512_sub_epi32(place(x), set(1 << steps.depth)), steps.values, 4);
+    }
+    // The bytes of 64 places, of either plane.
+    INLINE I bytes(I places, bool more) const {
+#if ADALOG_LEVEL == 3
+        return _mm512_permutexvar_epi8(places, more ? high : low);
+#else
+        // Of 16 entries, or 32, a lane of 16 bytes has all, or those of even lanes the first half.
+        const I from = more ? high : low;
+        const I fifteen = _mm512_and_si512(places, _mm512_set1_epi8(15));
+        const I first_half = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(from, from, 0x00), fifteen);
+        if (DEPTH == 4) return first_half;
+        const I second_half = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(from, from, 0x55), fifteen);
+        return _mm512_mask_mov_epi8(first_half, _mm512_test_epi8_mask(places, _mm512_set1_epi8(16)), second_half);
+#endif
     }
 #else
-    const Steps& steps;
     INLINE explicit Search(const Steps& s) : steps(s) {}
     INLINE I operator()(F x) const {
 #if ADALOG_LEVEL == 1
-        I at = _mm256_setzero_si256();
+        I at = set(1);
         for (int l = 0; l < steps.depth; l++) {
-            I beyond = _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_i32gather_ps(steps.heap + (1 << l), at, 4), _CMP_GE_OQ));
-            at = _mm256_or_si256(at, _mm256_and_si256(beyond, set(1 << l)));
+            I less = _mm256_castps_si256(sub(x, _mm256_i32gather_ps(steps.heap, at, 4)));
+            at = _mm256_sub_epi32(add(at, at), _mm256_srai_epi32(less, 31));
         }
-        return _mm256_i32gather_epi32(steps.values, at, 4);
+        return _mm256_i32gather_epi32(steps.values, _mm256_sub_epi32(at, set(1 << steps.depth)), 4);
 #else
-        int32_t at = 0;
-        for (int l = 0; l < steps.depth; l++) at |= x >= steps.heap[(1 << l) + at] ? 1 << l : 0;
-        return steps.values[at];
+        int32_t at = 1;
+        for (int l = 0; l < steps.depth; l++) at = 2 * at + (x < steps.heap[at]);
+        return steps.values[at - (1 << steps.depth)];
 #endif
     }
 #endif
@@ -892,63 +926,90 @@ struct Search {
 
 // --- outputs -------------------------------------------------------------------------------------------------------------
 
-// rows x columns entries: source(row, column, which) to out, at `at` + row * out.row; parameters start at `first`.
-// DEPTH: of the steps, as above.
-template <int KIND, int DEPTH, class Source>
-INLINE void finish_as(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, Source source) {
-    static const Steps none{};
-    const Search<DEPTH> search(KIND == STEPS ? out.steps : none);
-    const float *scale = out.scale + first, *bias = out.bias + first;
-    for (int64_t row = 0; row < rows; row++, at += out.row) {
-        over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-            F y = fma(source(row, i, which), load(scale + i, which), load(bias + i, which));
+// What becomes of rows of values, made once for many of them. DEPTH: of the steps, as above.
+template <int KIND, int DEPTH>
+struct Finisher {
+    const Output& out;
+    const Search<DEPTH> search;
+    INLINE explicit Finisher(const Output& output) : out(output), search(KIND == STEPS ? output.steps : none()) {}
+    static const Steps& none() {
+        static const float heap[32] = {};
+        static const int32_t values[32] = {};
+        static const Steps steps{heap, values, 32, 4, 1};
+        return steps;
+    }
+
+    // source(i, which): entries i ... of a row that goes to `at`, whose parameters start at `first`.
+    template <class Source>
+    INLINE void row(int64_t at, int64_t first, int64_t columns, Source source) const {
+        const float *scale = out.scale + first, *bias = out.bias + first;
+        auto real = [&](int64_t i, auto which) INLINE_LAMBDA {
+            return fma(source(i, which), load(scale + i, which), load(bias + i, which));
+        };
+        uint8_t *bytes = static_cast<uint8_t*>(out.data) + at, *more = static_cast<uint8_t*>(out.more) + at;
+        int64_t start = 0;
+#if ADALOG_LEVEL >= 2
+        // Packing brings to 0 ... 255, so what is left is the upper end, of 64 bytes at once.
+        auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(65535.0f))); };
+        for (; KIND == CODES && start + 64 <= columns; start += 64) {
+            I codes = small_bytes_of(whole(start), whole(start + 16), whole(start + 32), whole(start + 48));
+            _mm512_storeu_si512(bytes + start, _mm512_min_epu8(codes, _mm512_loadu_si512(out.top + first + start)));
+        }
+        for (; KIND == STEPS && DEPTH && start + 64 <= columns; start += 64) {
+            I places = bytes_of(search.place(real(start, All{})), search.place(real(start + 16, All{})),
+                                search.place(real(start + 32, All{})), search.place(real(start + 48, All{})));
+            _mm512_storeu_si512(bytes + start, search.bytes(places, false));
+            if (out.steps.planes > 1) _mm512_storeu_si512(more + start, search.bytes(places, true));
+        }
+#endif
+        over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
+            const int64_t i = start + j;
             if (KIND == FLOATS) {
+                F y = real(i, which);
                 if (out.residual) y = add(y, load(out.residual + at + i, which));
                 store(static_cast<float*>(out.data) + at + i, y, which);
             } else if (KIND == CODES) {
-                y = most(least(y, load(out.high + first + i, which)), load(out.low + first + i, which));
-                I code = add(to_nearest(y), load(out.zero + first + i, which));
-                store_bytes(static_cast<uint8_t*>(out.data) + at + i, code, which);
-            } else {
-                I value = search(y);
-                store_bytes(static_cast<uint8_t*>(out.data) + at + i, value, which);
-                if (out.steps.planes > 1)
-                    store_bytes(static_cast<uint8_t*>(out.more) + at + i, shift_right_8(value), which);
+                F y = most(least(real(i, which), load(out.high + first + i, which)), set(0.0f));
+                store_bytes(bytes + i, to_nearest(y), which);
+            } else if (KIND == STEPS) {
+                I value = search(real(i, which));
+                store_bytes(bytes + i, value, which);
+                if (out.steps.planes > 1) store_bytes(more + i, shift_right_8(value), which);
             }
         });
     }
-}
-template <class Source>
-INLINE void finish(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, Source source) {
-    if (out.kind == FLOATS) return finish_as<FLOATS, 0>(out, at, first, rows, columns, source);
-    if (out.kind == CODES) return finish_as<CODES, 0>(out, at, first, rows, columns, source);
-    if (out.steps.depth == 4) return finish_as<STEPS, 4>(out, at, first, rows, columns, source);
-    if (out.steps.depth == 5) return finish_as<STEPS, 5>(out, at, first, rows, columns, source);
-    finish_as<STEPS, 0>(out, at, first, rows, columns, source);
-}
-// The same of accumulators, `width` from one row of them to the next.
-void finish_sums(const Output& out, int64_t at, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
-                 int64_t width) {
-    if (out.kind == SUMS) {
-        for (int64_t row = 0; row < rows; row++)
-            std::memcpy(static_cast<int32_t*>(out.data) + at + row * out.row, sums + row * width, columns * 4);
-        return;
+    // Some rows of accumulators, `width` from one to the next.
+    INLINE void rows(int64_t at, int64_t first, int64_t rows, int64_t columns, const int32_t* sums, int64_t width) const {
+        for (int64_t r = 0; r < rows; r++, at += out.row, sums += width) {
+            if (KIND == SUMS) {
+                std::memcpy(static_cast<int32_t*>(out.data) + at, sums, columns * 4);
+                continue;
+            }
+            row(at, first, columns, [=](int64_t i, auto which) INLINE_LAMBDA { return to_float(load(sums + i, which)); });
+        }
     }
-    finish(out, at, first, rows, columns, [=](int64_t row, int64_t i, auto which) INLINE_LAMBDA {
-        return to_float(load(sums + row * width + i, which));
-    });
+};
+// body(the finisher of this output)
+template <class Body>
+INLINE void finishing(const Output& out, Body body) {
+    if (out.kind == SUMS) return body(Finisher<SUMS, 4>(out));
+    if (out.kind == FLOATS) return body(Finisher<FLOATS, 4>(out));
+    if (out.kind == CODES) return body(Finisher<CODES, 4>(out));
+    if (out.steps.depth == 4) return body(Finisher<STEPS, 4>(out));
+    if (out.steps.depth == 5) return body(Finisher<STEPS, 5>(out));
+    body(Finisher<STEPS, 0>(out));
 }
 
 // --- products ------------------------------------------------------------------------------------------------------------
 
 // sums(rows, 16 panels) = left (rows, terms) times right, plus base, or plus what is in sums where base is null. Rows
 // are `row` bytes apart, and as many bytes as the right operand has terms can be read of each; AMX reads, and writes
-// sums of, multiples of 16 rows.
+// sums of, multiples of 16 rows. meanwhile(i, n) does the i-th part of something else, for which there is time.
 #if ADALOG_LEVEL == 3
 
-template <int PANELS>
+template <int PANELS, class Meanwhile>
 INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const int8_t* right, int64_t panel,
-                           int64_t steps, const int32_t* base, int32_t* sums, int64_t width) {
+                           int64_t steps, const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
     // One tile of the left operand meets up to four of the right one: 0-3 are sums, 4 left, 5-7 right.
     asm volatile("" : : : "memory");  // the intrinsics do not say what they read
     for (int64_t r = 0; r < rows; r += PANEL, left += PANEL * row, sums += PANEL * width) {
@@ -976,6 +1037,7 @@ INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const
                 _tile_loadd(5, at + 3 * panel, LINE);
                 _tile_dpbusd(3, 4, 5);
             }
+            if (r == 0) meanwhile(s, steps);
         }
         _tile_stored(0, sums, width * 4);
         if (PANELS > 1) _tile_stored(1, sums + 16, width * 4);
@@ -983,17 +1045,14 @@ INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const
         if (PANELS > 3) _tile_stored(3, sums + 48, width * 4);
     }
 }
+template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
-                           const int32_t* base, int32_t* sums, int64_t width) {
-    int64_t steps = right.lines / 16;
-    for (; panels >= 4; panels -= 4) {
-        const int8_t* data = right.data;
-        multiply_tiles<4>(left, row, rows, data, right.panel, steps, base, sums, width);
-        return;
-    }
-    if (panels == 3) multiply_tiles<3>(left, row, rows, right.data, right.panel, steps, base, sums, width);
-    if (panels == 2) multiply_tiles<2>(left, row, rows, right.data, right.panel, steps, base, sums, width);
-    if (panels == 1) multiply_tiles<1>(left, row, rows, right.data, right.panel, steps, base, sums, width);
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    const int64_t steps = right.lines / 16;
+    if (panels == 4) multiply_tiles<4>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
+    if (panels == 3) multiply_tiles<3>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
+    if (panels == 2) multiply_tiles<2>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
+    if (panels == 1) multiply_tiles<1>(left, row, rows, right.data, right.panel, steps, base, sums, width, meanwhile);
 }
 
 #elif ADALOG_LEVEL == 2
@@ -1035,8 +1094,10 @@ INLINE void multiply_panels(const uint8_t* left, int64_t row, int64_t rows, cons
         multiply_rows<2, PANELS>(left, row, right, base, sums, width);
     if (rows) multiply_rows<1, PANELS>(left, row, right, base, sums, width);
 }
+template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
-                           const int32_t* base, int32_t* sums, int64_t width) {
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
     if (panels == 4) multiply_panels<4>(left, row, rows, right, base, sums, width);
     if (panels == 3) multiply_panels<3>(left, row, rows, right, base, sums, width);
     if (panels == 2) multiply_panels<2>(left, row, rows, right, base, sums, width);
@@ -1080,8 +1141,10 @@ INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, 
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) store(sums + r * width + W * h, sum[r][h], All{});
 }
+template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
-                           const int32_t* base, int32_t* sums, int64_t width) {
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
     for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) multiply_rows<4>(left + r * row, row, right, base, sums + r * width, width);
@@ -1091,8 +1154,10 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right
 
 #else
 
+template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const Right& right, int64_t panels,
-                           const int32_t* base, int32_t* sums, int64_t width) {
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t p = 0; p < panels; p++)
             for (int c = 0; c < PANEL; c++) {
@@ -1110,14 +1175,19 @@ struct Left {  // rows of bytes that can be read up to a multiple of 64 terms, a
     int64_t row;
 };
 
+struct Nothing {
+    void operator()(int64_t, int64_t) const {}
+};
+
 // The accumulators of some rows and up to four panels, whose first is `panel` of the right operand.
+template <class Meanwhile = Nothing>
 INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
-                     int32_t* sums, int64_t width, int32_t* row_sums) {
+                     int32_t* sums, int64_t width, int32_t* row_sums, Meanwhile meanwhile = {}) {
     right.data += panel * right.panel;
     const int32_t* base = right.base + panel * PANEL;
     if (left.more) {
         const int32_t none[QUAD * PANEL] = {};
-        multiply_bytes(left.more, left.row, rows, right, panels, none, sums, width);
+        multiply_bytes(left.more, left.row, rows, right, panels, none, sums, width, Nothing{});
         for (int64_t r = 0; r < rows; r++)
             over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
                 I high = load(sums + r * width + i, which);
@@ -1125,15 +1195,13 @@ INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right,
             });
         base = nullptr;
     }
-    multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width);
+    multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width, meanwhile);
     if (!right.moved) return;
     for (int64_t r = 0; r < rows; r++) {
-        int32_t sum = 0;
-        for (int64_t t = 0; t < terms; t++) {
-            sum += left.data[r * left.row + t];
-            if (left.more) sum += 256 * left.more[r * left.row + t];
-        }
-        row_sums[r] = sum;
+        int32_t low = 0, high = 0;
+        for (int64_t t = 0; t < terms; t++) low += left.data[r * left.row + t];
+        for (int64_t t = 0; left.more && t < terms; t++) high += left.more[r * left.row + t];
+        row_sums[r] = low + 256 * high;
     }
     const int32_t* moved = right.moved + panel * PANEL;
     for (int64_t r = 0; r < rows; r++)
@@ -1199,14 +1267,33 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Right right{weights.halves ? room.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
-    for (int64_t row = begin; row < end; row += ROWS) {
-        const int64_t rows = std::min<int64_t>(ROWS, end - row);
-        Left left{nullptr, nullptr, 0};
-        left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
-        if (of.more) left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
-        multiply(left, rows, weights.terms, right, 0, panels, room.sums, QUAD * PANEL, room.row_sums);
-        finish_sums(of.out, row * of.out.row + first, first, rows, columns, room.sums, QUAD * PANEL);
-    }
+    // What the next task unpacks comes from far: it is fetched meanwhile.
+    const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + ROWS - 1) / ROWS;
+    const uint8_t* next = packed + bytes;
+    const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
+    // The sums of some rows are finished while those of the next ones are made.
+    finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        int32_t *sums = room.sums, *done = room.sums + ROWS * QUAD * PANEL;
+        int64_t done_row = begin, done_rows = 0;
+        auto finish_part = [&](int64_t part, int64_t parts) INLINE_LAMBDA {
+            const uint32_t each = uint32_t(done_rows), from = each * uint32_t(part) / uint32_t(parts);
+            const uint32_t to = each * uint32_t(part + 1) / uint32_t(parts);
+            finisher.rows((done_row + from) * of.out.row + first, first, to - from, columns, done + from * QUAD * PANEL,
+                          QUAD * PANEL);
+        };
+        for (int64_t row = begin; row < end; row += ROWS) {
+            const int64_t rows = std::min<int64_t>(ROWS, end - row);
+            Left left{nullptr, nullptr, 0};
+            left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
+            if (of.more)
+                left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+            const int64_t tile = (row - begin) / ROWS;
+            for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
+            multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
+            std::swap(sums, done), done_row = row, done_rows = rows;
+        }
+        finish_part(0, 1);
+    });
 }
 
 // --- products of two that are computed -------------------------------------------------------------------------------------
@@ -1219,19 +1306,52 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     const int64_t panel = room.lines * LINE;
     std::memset(room.data, 0, room.panels * panel);
     if (side.transposed) {
-        for (int64_t c = 0; c < columns; c++) {
+        int64_t c = 0;
+#if ADALOG_LEVEL >= 2
+        // Four terms of 16 columns at once.
+        const I places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                            set(int32_t(side.row)));
+        for (; side.row < 1 << 26 && terms % GROUP == 0 && c < columns; c += PANEL) {
+            const __mmask16 there = columns - c < PANEL ? __mmask16((1u << (columns - c)) - 1) : __mmask16(-1);
+            for (int64_t g = 0; g < terms / GROUP; g++) {
+                I four = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, data + c * side.row + g * GROUP, 1);
+                four = _mm512_maskz_mov_epi32(there, _mm512_sub_epi8(four, _mm512_set1_epi8(char(m))));
+                _mm512_storeu_si512(room.data + c / PANEL * panel + g * LINE, four);
+            }
+        }
+#endif
+        for (; c < columns; c++) {
             const uint8_t* from = data + c * side.row;
             int8_t* to = room.data + c / PANEL * panel + c % PANEL * GROUP;
-            int64_t t = 0;
-            for (; t + GROUP <= terms; t += GROUP, to += LINE)
-                for (int i = 0; i < GROUP; i++) to[i] = int8_t(from[t + i] - m);
-            for (int i = 0; t + i < terms; i++) to[i] = int8_t(from[t + i] - m);
+            for (int64_t t = 0; t < terms; t++) to[t / GROUP * LINE + t % GROUP] = int8_t(from[t] - m);
         }
     } else {
+        int64_t done = 0;
+#if ADALOG_LEVEL >= 1
+        // Four terms of 16 columns at once: rows of bytes become columns.
+        const __m128i middles = _mm_set1_epi8(char(m));
+        for (; done + PANEL <= columns; done += PANEL)
+            for (int64_t t = 0; t < terms; t += GROUP) {
+                __m128i row[GROUP];
+                for (int i = 0; i < GROUP; i++) {
+                    row[i] = middles;
+                    if (t + i < terms)
+                        row[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + (t + i) * side.row + done));
+                    row[i] = _mm_sub_epi8(row[i], middles);
+                }
+                const __m128i low = _mm_unpacklo_epi8(row[0], row[1]), high = _mm_unpackhi_epi8(row[0], row[1]);
+                const __m128i more_low = _mm_unpacklo_epi8(row[2], row[3]), more_high = _mm_unpackhi_epi8(row[2], row[3]);
+                __m128i* to = reinterpret_cast<__m128i*>(room.data + done / PANEL * panel + t / GROUP * LINE);
+                _mm_storeu_si128(to, _mm_unpacklo_epi16(low, more_low));
+                _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(low, more_low));
+                _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(high, more_high));
+                _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(high, more_high));
+            }
+#endif
         for (int64_t t = 0; t < terms; t++) {
             const uint8_t* from = data + t * side.row;
             int8_t* to = room.data + t / GROUP * LINE + t % GROUP;
-            for (int64_t c = 0; c < columns; c++) to[c / PANEL * panel + c % PANEL * GROUP] = int8_t(from[c] - m);
+            for (int64_t c = done; c < columns; c++) to[c / PANEL * panel + c % PANEL * GROUP] = int8_t(from[c] - m);
         }
     }
     Right right{room.data, panel, room.lines, room.base, nullptr};
@@ -1242,7 +1362,8 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
         int32_t sums[PANEL * QUAD * PANEL];
         for (int64_t p = 0; p < room.panels; p += QUAD) {
             Right part{room.data + p * panel, panel, room.lines, none, nullptr};
-            multiply_bytes(room.ones, room.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL);
+            multiply_bytes(room.ones, room.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL,
+                           Nothing{});
             for (int c = 0; c < QUAD * PANEL; c++)
                 room.base[p * PANEL + c] = int32_t(uint32_t(-left_zero * sums[c]) + uint32_t(terms * left_zero * left_over));
         }
@@ -1272,43 +1393,83 @@ void product(const void* arguments, int64_t number, uint8_t* scratch) {
     const ProductRoom room(carver, of);
     const int64_t batch = number / of.heads, head = number % of.heads, panels = room.right.panels;
     const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], room.right);
-    for (int64_t row = 0; row < of.rows; row += PANEL) {
-        const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
-        multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, room.left, room.more, room.sums, room.row_sums);
-        finish_sums(of.out, batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
-                    room.sums, panels * PANEL);
-    }
+    finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        for (int64_t row = 0; row < of.rows; row += PANEL) {
+            const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
+            multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, room.left, room.more, room.sums,
+                         room.row_sums);
+            finisher.rows(batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
+                          room.sums, panels * PANEL);
+        }
+    });
 }
 
 // --- attention -----------------------------------------------------------------------------------------------------------
 
-// One row of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its
-// byte is a function of u: no division.
+// log2 of a positive float, to 2e-7 of one.
+INLINE float log2_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const int32_t whole = (bits - 0x3f3504f3) >> 23;  // the rest is from sqrt(1/2) to sqrt(2)
+    bits -= whole * (1 << 23);
+    float rest;
+    std::memcpy(&rest, &bits, 4);
+    const float s = (rest - 1.0f) / (rest + 1.0f), square = s * s;
+    const float sum = 2.885390082f + square * (0.961796694f + square * (0.577078016f + square * (0.412198583f + square * 0.320598898f)));
+    return float(whole) + s * sum;
+}
+
+// Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
+// is a function of u: no division. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
 template <int DEPTH>
-INLINE void softmax_row(const Search<DEPTH>& search, int32_t* sums, int64_t columns, float factor, const float* bias,
-                        uint8_t* out, uint8_t* more) {
+INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
+                    const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
     float* scores = reinterpret_cast<float*>(sums);
-    F most_of = set(-INFINITY);
-    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-        F score = mul(to_float(load(sums + i, which)), set(factor));
-        if (bias) score = add(score, load(bias + i, which));
-        store(scores + i, score, which);
-        if constexpr (std::is_same_v<decltype(which), Some>) score = either(score, set(-INFINITY), which);
-        most_of = most(score, most_of);
-    });
-    const float top = largest(most_of);
-    F powers = set(0.0f);
-    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-        F power = power_of_two(most(sub(load(scores + i, which), set(top)), set(-150.0f)));
-        if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
-        powers = add(powers, power);
-    });
-    const float shift = top + std::log2(total(powers));
-    over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-        I value = search(sub(load(scores + i, which), set(shift)));
-        store_bytes(out + i, value, which);
-        if (more) store_bytes(more + i, shift_right_8(value), which);
-    });
+    float tops[PANEL] = {}, totals[PANEL], shifts[PANEL];
+    std::fill(totals, totals + PANEL, 1.0f);
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = scores + r * width;
+        F top = set(-INFINITY);
+        over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            F score = mul(to_float(load(sums + r * width + i, which)), set(factor));
+            if (bias) score = add(score, load(bias + r * columns + i, which));
+            store(row + i, score, which);
+            if constexpr (std::is_same_v<decltype(which), Some>) score = either(score, set(-INFINITY), which);
+            top = most(score, top);
+        });
+        tops[r] = largest(top);
+        F powers = set(0.0f);
+        over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            F power = power_of_two(most(sub(load(row + i, which), set(tops[r])), set(-150.0f)));
+            if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
+            powers = add(powers, power);
+        });
+        totals[r] = total(powers);
+    }
+    for (int r = 0; r < PANEL; r++) shifts[r] = tops[r] + log2_of(totals[r]);
+    for (int64_t r = 0; r < rows; r++) {
+        const float* row = scores + r * width;
+        const F shift = set(shifts[r]);
+        uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
+        int64_t start = 0;
+#if ADALOG_LEVEL >= 2
+        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is written is 0.
+        auto place = [&](int64_t i) INLINE_LAMBDA { return search.place(sub(load(row + i, All{}), shift)); };
+        for (; DEPTH && start < columns; start += 64) {
+            const __mmask64 there = columns - start < 64 ? (uint64_t(1) << (columns - start)) - 1 : ~uint64_t(0);
+            I places = bytes_of(place(start), place(start + 16), place(start + 32), place(start + 48));
+            _mm512_storeu_si512(bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, false)));
+            if (more) _mm512_storeu_si512(more_bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, true)));
+        }
+        start = std::min(start, columns);
+#endif
+        over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
+            const int64_t i = start + j;
+            I value = search(sub(load(row + i, which), shift));
+            store_bytes(bytes + i, value, which);
+            if (more) store_bytes(more_bytes + i, shift_right_8(value), which);
+        });
+    }
 }
 
 template <int DEPTH>
@@ -1324,20 +1485,22 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoo
     const float* bias = nullptr;
     if (of.bias)
         bias = of.bias + (batch % of.bias_batches * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
-    for (int64_t row = 0; row < scores.rows; row += PANEL) {
-        const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
-        int32_t* sums = room.scores.sums;
-        multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, room.scores.left, room.scores.more,
-                     sums, room.scores.row_sums);
-        for (int64_t r = 0; r < rows; r++)
-            softmax_row(search, sums + r * panels * PANEL, keys, of.factor[head], bias ? bias + (row + r) * keys : nullptr,
-                        room.left + r * width, two ? room.more + r * width : nullptr);
-        const Left left{room.left, two ? room.more : nullptr, width};
-        for (int64_t p = 0; p < room.values.panels; p += QUAD)
-            multiply(left, rows, keys, values, p, QUAD, room.sums + p * PANEL, room.values.panels * PANEL, room.row_sums);
-        finish_sums(of.out, batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
-                    room.sums, room.values.panels * PANEL);
-    }
+    finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        for (int64_t row = 0; row < scores.rows; row += PANEL) {
+            const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
+            int32_t* sums = room.scores.sums;
+            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, room.scores.left,
+                         room.scores.more, sums, room.scores.row_sums);
+            softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, room.left,
+                    two ? room.more : nullptr, width);
+            const Left left{room.left, two ? room.more : nullptr, width};
+            for (int64_t p = 0; p < room.values.panels; p += QUAD)
+                multiply(left, rows, keys, values, p, QUAD, room.sums + p * PANEL, room.values.panels * PANEL,
+                         room.row_sums);
+            finisher.rows(batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
+                          room.sums, room.values.panels * PANEL);
+        }
+    });
 }
 
 void attention(const void* arguments, int64_t number, uint8_t* scratch) {
@@ -1354,40 +1517,55 @@ void attention(const void* arguments, int64_t number, uint8_t* scratch) {
 
 void norm(const void* arguments, int64_t number, uint8_t*) {
     const Norm& of = *static_cast<const Norm*>(arguments);
-    const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS);
-    for (int64_t row = begin; row < end; row++) {
-        const float* x = of.data + row * of.row;
-        F sum = set(0.0f), squares = set(0.0f);
-        over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA { sum = add(sum, load(x + i, which)); });
-        const F mean = set(total(sum) / float(of.columns));
-        over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-            F off = sub(load(x + i, which), mean);
-            if constexpr (std::is_same_v<decltype(which), Some>) off = either(off, set(0.0f), which);
-            squares = fma(off, off, squares);
-        });
-        const F factor = set(1.0f / std::sqrt(total(squares) / float(of.columns) + of.epsilon));
-        finish(of.out, row * of.out.row, 0, 1, of.columns, [&](int64_t, int64_t i, auto which) INLINE_LAMBDA {
-            return mul(sub(load(x + i, which), mean), factor);
-        });
-    }
+    const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS), quick = of.columns / (4 * W) * (4 * W);
+    finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        for (int64_t row = begin; row < end; row++) {
+            const float* x = of.data + row * of.row;
+            F sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)}, squares[4] = {sum[0], sum[0], sum[0], sum[0]};
+            for (int64_t i = 0; i < quick; i += 4 * W)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sum[j] = add(sum[j], load(x + i + j * W, All{}));
+            over(of.columns - quick, [&](int64_t i, auto which) INLINE_LAMBDA { sum[0] = add(sum[0], load(x + quick + i, which)); });
+            const F mean = set(total(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / float(of.columns));
+            for (int64_t i = 0; i < quick; i += 4 * W)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    F off = sub(load(x + i + j * W, All{}), mean);
+                    squares[j] = fma(off, off, squares[j]);
+                }
+            over(of.columns - quick, [&](int64_t i, auto which) INLINE_LAMBDA {
+                F off = sub(load(x + quick + i, which), mean);
+                if constexpr (std::is_same_v<decltype(which), Some>) off = either(off, set(0.0f), which);
+                squares[0] = fma(off, off, squares[0]);
+            });
+            const float variance = total(add(add(squares[0], squares[1]), add(squares[2], squares[3]))) / float(of.columns);
+            const F factor = set(1.0f / std::sqrt(variance + of.epsilon));
+            finisher.row(row * of.out.row, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+                return mul(sub(load(x + i, which), mean), factor);
+            });
+        }
+    });
 }
 
 void encode(const void* arguments, int64_t number, uint8_t*) {
     const Encode& of = *static_cast<const Encode*>(arguments);
-    const int64_t begin = number * NORM_ROWS, rows = std::min(of.rows - begin, NORM_ROWS);
-    const float* data = of.data + begin * of.row;
+    const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS);
     if (of.out.kind != CODES) {
-        finish(of.out, begin * of.out.row, 0, rows, of.columns, [&](int64_t row, int64_t i, auto which) INLINE_LAMBDA {
-            return load(data + row * of.row + i, which);
+        finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+            for (int64_t row = begin; row < end; row++)
+                finisher.row(row * of.out.row, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+                    return load(of.data + row * of.row + i, which);
+                });
         });
         return;
     }
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = begin; row < end; row++)
         over(of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-            F y = div(load(data + row * of.row + i, which), load(of.out.scale + i, which));
-            y = most(least(y, load(of.out.high + i, which)), load(of.out.low + i, which));
-            I code = add(to_nearest(y), load(of.out.zero + i, which));
-            store_bytes(static_cast<uint8_t*>(of.out.data) + (begin + row) * of.out.row + i, code, which);
+            F y = div(load(of.data + row * of.row + i, which), load(of.out.scale + i, which));
+            const F zero = load(of.out.bias + i, which);
+            y = most(least(y, sub(load(of.out.high + i, which), zero)), sub(set(0.0f), zero));
+            I code = add(to_nearest(y), to_nearest(zero));
+            store_bytes(static_cast<uint8_t*>(of.out.data) + row * of.out.row + i, code, which);
         });
 }
 

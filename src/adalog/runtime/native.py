@@ -57,7 +57,7 @@ class Steps(ctypes.Structure):
 class Output(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
-        *((name, c_void_p) for name in ("scale", "bias", "low", "high", "zero")),
+        *((name, c_void_p) for name in ("scale", "bias", "high", "top")),
         ("parameters", c_int64),
         ("residual", c_void_p),
         ("residual_bytes", c_int64),
@@ -336,7 +336,7 @@ def place(value: Tensor, *others: Tensor) -> dict[str, int]:
 def room_of(value: Tensor) -> int:
     """Bytes from a tensor's first entry to the end of its memory."""
     storage = value.untyped_storage()
-    return storage.nbytes() - value.storage_offset() * value.element_size()
+    return int(storage.nbytes()) - int(value.storage_offset()) * value.element_size()
 
 
 def linear(weights: Weights, rows: Planes, out: Output) -> Linear:

@@ -82,20 +82,15 @@ def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tens
     """(depth, heap, values) as `Steps` in native.cpp has them, of a function of few values; values: int32."""
     depth = max(4, len(thresholds).bit_length())
     count = 2**depth
-    padded = torch.full((count - 1,), math.inf)
-    padded[: len(thresholds)] = thresholds
-    last = values[-1:].expand(count - len(values))
-    numbers = torch.arange(count)
-    reverse = sum(((numbers >> bit & 1) << (depth - 1 - bit) for bit in range(depth)), start=torch.zeros_like(numbers))
-    heap = torch.full((count + 16,), math.inf)
-    for level in range(depth):
-        decisions = torch.arange(2**level)
-        first = sum(
-            ((decisions >> bit & 1) << (depth - 1 - bit) for bit in range(level)), start=torch.zeros_like(decisions)
-        )
-        heap[(1 << level) + decisions] = padded[first + (count >> (level + 1)) - 1]
-    entries = torch.cat([torch.cat([values, last])[reverse], values.new_zeros(16)]).to(torch.int32)
-    return depth, heap, entries
+    padded = torch.full((count - 1,), -math.inf)  # which nothing is below
+    padded[: len(thresholds)] = thresholds.flip(0)
+    heap = torch.full((count + 32,), -math.inf)
+    for level in range(depth):  # 2**level thresholds, from one to the next (count >> level)
+        middle = (count >> (level + 1)) - 1
+        heap[1 << level : 2 << level] = padded[middle :: count >> level]
+    entries = values.new_zeros(count + 32)
+    entries[: len(values)] = values.flip(0)
+    return depth, heap, entries.to(torch.int32)
 
 
 # --- what becomes of a value -----------------------------------------------------------------------------------------
@@ -125,7 +120,7 @@ Finish = _Codes | _Steps | None  # None: floats
 def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
     """The bytes of a function's codes, as a function of float32; both in this type."""
     table, wide = native.table(quantizer), quantizer.map(lambda value: value.to(dtype))
-    thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long())
+    thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
     values = table[codes]
     return _Steps(thresholds, values, 2 if int(table.max()) > 255 else 1)
 
@@ -191,7 +186,9 @@ class Plan:
         self._lock = threading.Lock()
         self.fallbacks: dict[str, str] = {}
         self._program = program
-        self._shapes = shapes | {node.name: shapes[node.args[0].name] for node in program.nodes if node.op == ENCODE}
+        self._shapes = dict(shapes) | {
+            node.name: shapes[node.args[0].name] for node in program.nodes if node.op == ENCODE
+        }
         self._constants: dict[str, Any] = dict(program.tensors)
         self._known = {node.name: node for node in program.nodes}
         self._nodes = dict(self._known)  # and what becomes of them
@@ -293,11 +290,11 @@ class Plan:
         for quantizer, path in readers:
             seen = columns
             for move in path:
-                seen = self._apply(move, {list(move.refs())[0]: seen})
+                seen = self._apply(move, {next(move.refs()): seen})
             place_of = seen.reshape(-1).long()
             top = torch.tensor(2.0**quantizer.bits - 1)
-            for kept, value in zip(found, (quantizer.scale, quantizer.zero_point, top), strict=True):
-                value = value.float().expand(seen.shape).reshape(-1)
+            for kept, each in zip(found, (quantizer.scale, quantizer.zero_point, top), strict=True):
+                value = each.float().expand(seen.shape).reshape(-1)
                 before = kept[place_of]
                 if not bool((before.isnan() | (before == value)).all()):
                     return None
@@ -529,11 +526,10 @@ class Plan:
         offset = torch.zeros_like(scale) if bias is None else bias.double()
         arguments = Output(parameters=len(scale), **place(*out))
         if isinstance(finish, _Codes):
-            scale, offset = scale / finish.scale.double(), offset / finish.scale.double()
+            scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
             arguments.kind = CODES
-            arguments.low = self._keep(-finish.zero)
-            arguments.high = self._keep(finish.top - finish.zero)
-            arguments.zero = self._keep(finish.zero.to(torch.int32))
+            arguments.high = self._keep(finish.top)
+            arguments.top = self._keep(finish.top.to(torch.uint8))
         elif isinstance(finish, _Steps):
             arguments.kind, arguments.steps = STEPS, self._steps_arguments(finish)
         else:
@@ -625,8 +621,7 @@ class Plan:
         kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
         count = math.prod(site.sizes(images.shape))
         rows = []
-        for plane in left:
-            plane = self._dense(plane)
+        for plane in map(self._dense, left):
             out = self._arena.take((len(plane) * count, site.terms), torch.uint8)
             self._scratch.append(out)
             pairs = {
@@ -763,7 +758,7 @@ class Plan:
         out = self._room(finish, x.shape)
         output = self._output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, _Codes):
-            output.scale = self._keep(finish.scale)
+            output.scale = self._keep(finish.scale)  # by which it divides, as the quantizer does
         arguments = native.Encode(
             data=x.data_ptr(), bytes=x.nbytes, row=columns, rows=x.numel() // columns, columns=columns, out=output
         )
@@ -848,7 +843,11 @@ class Plan:
         if not _addresses(result) or _addresses(result) <= _addresses(args):
             return result
         static = self._static(result)
-        self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
+        into = None if node.name in self._steps else _writer(node.op)
+        if into is not None and isinstance(static, Tensor) and _writes(into, args, kwargs, static, result):
+            self._calls.append(functools.partial(_call, into, args, {**kwargs, "out": static}))
+        else:
+            self._calls.append(lambda: _copy(static, function(*args, **kwargs)))
         self.fallbacks[node.name] = node.op
         return _Bytes(static) if isinstance(function, Encoder) else static
 
@@ -860,6 +859,26 @@ class Plan:
 
 def _applied(program: Program, node: Node, *args: Any, **kwargs: Any) -> Any:
     return program.apply(node, args, kwargs)
+
+
+def _writer(op: str) -> Callable[..., Any] | None:
+    """The operation that writes its result where it is told, if there is one."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
+    return getattr(packet, "out", None)
+
+
+def _writes(
+    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor
+) -> bool:
+    try:
+        found = into(*args, **kwargs, out=static)
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+        return False
+    return found is static and torch.equal(static, wanted)
+
+
+def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    into(*args, **kwargs)
 
 
 def _copy(static: Any, value: Any) -> None:
@@ -886,4 +905,4 @@ def shapes_of(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
         found[node.name] = result
 
     program.map_tensors(lambda value: value.to("meta")).run(given, watch)
-    return found | dict(zip(program.inputs, given, strict=True))
+    return {**program.tensors, **found, **dict(zip(program.inputs, given, strict=True))}

@@ -1,0 +1,316 @@
+"""The native kernels beside the engines that people use, on the CPU, in one run.
+
+    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 \
+        --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
+
+All take turns on the same random images, so that what else the machine does meets all of them. A row has medians of the
+CPU seconds of the whole process and of wall seconds, bytes of weights, the CPU seconds that loading takes up to the
+first answer, and how far answers are from the float model's (the relative error of the logits), which shows that a peer
+runs the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
+
+Random weights, unless --pretrained; the search is short, since values do not change the time but for the widths of the
+tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
+listed in "absent". Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F.
+
+- onnxruntime: the exported float model; -int8: its static quantization, QDQ, a scale for each channel of weights, eight
+  images; -int8-dynamic: its dynamic quantization, activations' scales from each input.
+- openvino: the same exported model; -bf16: the precision that it may compute in; -int8: by NNCF for transformers, eight
+  images, and float32 for the rest; -int8-bf16: and bfloat16 for the rest. One stream, the latency hint.
+- --level avx512vnni, avx2: as on a processor without the later instructions, our kernels and oneDNN, which torch and
+  OpenVINO use, alike (avx512vnni with bfloat16, as of AMD since Zen 4). ONNX Runtime keeps to none.
+- Attention is exported as its products and softmax: OpenVINO takes 5 to 10 % more time for the operation in one.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
+from adalog.bench import in_turn, milliseconds
+from adalog.cli import quiet
+from adalog.doctor import version_of
+from adalog.errors import one_line
+from adalog.models import load_model
+from adalog.quantizers import LogQuantizer
+from provenance import machine
+
+RESULTS = Path(__file__).parent / "results"
+IMAGES = 8  # that peers calibrate on
+SEED = 0
+LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # a level of ours in oneDNN's words
+
+Run = Callable[[], Any]  # the logits, as a tensor or an array
+
+
+@dataclass(frozen=True)
+class Made:
+    """What runs, how long it took to be there, and the bytes of its weights."""
+
+    run: Run
+    load_cpu_seconds: float | None
+    weight_bytes: int
+
+
+class Files:
+    """The model as peers read it, each file made when it is asked for first."""
+
+    def __init__(self, model: nn.Module, images: Tensor, folder: Path):
+        self.images, self._folder = images, folder
+        self._model = deepcopy(model)
+        for module in self._model.modules():
+            if hasattr(module, "fused_attn"):  # of timm
+                module.fused_attn = False
+
+    def _file(self, name: str, make: Callable[[Path], None]) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            make(path)
+        return path
+
+    def onnx(self) -> Path:
+        def make(path: Path) -> None:
+            axes = {"images": {0: "batch"}, "logits": {0: "batch"}}
+            names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_axes": axes}
+            torch.onnx.export(self._model, (self.images[:2],), str(path), dynamo=False, opset_version=17, **names)
+
+        return self._file("float.onnx", make)
+
+    def onnx_int8(self, *, dynamic: bool) -> Path:
+        from onnxruntime import quantization
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        images = iter(self.images)
+
+        class Reader(quantization.CalibrationDataReader):  # type: ignore[misc]
+            def get_next(self) -> Any:
+                image = next(images, None)
+                return None if image is None else {"images": image[None].numpy()}
+
+        def make(path: Path) -> None:
+            ready = self._file("ready.onnx", partial(self._prepare, quant_pre_process))
+            signed, unsigned = quantization.QuantType.QInt8, quantization.QuantType.QUInt8
+            kinds = {"weight_type": signed, "per_channel": True}
+            if dynamic:
+                quantization.quantize_dynamic(str(ready), str(path), **kinds)
+            else:
+                quantization.quantize_static(str(ready), str(path), Reader(), activation_type=unsigned, **kinds)
+
+        return self._file("dynamic.onnx" if dynamic else "static.onnx", make)
+
+    def _prepare(self, prepare: Callable[..., None], path: Path) -> None:
+        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # which not every model gets through
+
+    def openvino(self, *, int8: bool) -> Path:
+        import openvino
+
+        def make(path: Path) -> None:
+            model = openvino.convert_model(
+                self._model, example_input=self.images[:2], input=[(-1, *self.images.shape[1:])]
+            )
+            if int8:
+                import nncf
+
+                data = nncf.Dataset(list(self.images), lambda image: image[None].numpy())
+                kind = nncf.ModelType.TRANSFORMER
+                model = nncf.quantize(model, data, model_type=kind, subset_size=len(self.images))
+            openvino.save_model(model, str(path), compress_to_fp16=False)
+
+        return self._file("int8.xml" if int8 else "float.xml", make)
+
+
+def torch_runs(dtype: torch.dtype, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
+    network, given = deepcopy(model).to(dtype), images.to(dtype)
+    count = sum(value.nbytes for value in network.parameters())
+    return Made(lambda: network(given).float(), None, count)
+
+
+def onnxruntime_runs(kind: str, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
+    import onnxruntime
+
+    path = files.onnx() if kind == "float" else files.onnx_int8(dynamic=kind == "dynamic")
+    given = {"images": images.numpy()}
+    start = time.process_time()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_free_dimension_override_by_name("batch", len(images))
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session.run(None, given)
+    seconds = time.process_time() - start
+    return Made(lambda: session.run(None, given)[0], seconds, path.stat().st_size)
+
+
+def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
+    import openvino
+
+    path = files.openvino(int8=int8)
+    start = time.process_time()
+    core = openvino.Core()
+    network = core.read_model(str(path))
+    network.reshape({network.input(0): list(images.shape)})
+    hints = {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1, "INFERENCE_NUM_THREADS": threads}
+    request = core.compile_model(
+        network, "CPU", {**hints, "INFERENCE_PRECISION_HINT": precision}
+    ).create_infer_request()
+    given = images.numpy()
+    request.infer([given])
+    seconds = time.process_time() - start
+
+    def run() -> Any:
+        return request.infer([given], share_inputs=True, share_outputs=True)[0]
+
+    return Made(run, seconds, path.with_suffix(".bin").stat().st_size)
+
+
+# By name: what has to be installed, and what makes it.
+PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
+    "torch": ((), partial(torch_runs, torch.float32)),
+    "torch-bf16": ((), partial(torch_runs, torch.bfloat16)),
+    "onnxruntime": (("onnx", "onnxruntime"), partial(onnxruntime_runs, "float")),
+    "onnxruntime-int8": (("onnx", "onnxruntime"), partial(onnxruntime_runs, "static")),
+    "onnxruntime-int8-dynamic": (("onnx", "onnxruntime"), partial(onnxruntime_runs, "dynamic")),
+    "openvino": (("openvino",), partial(openvino_runs, False, "f32")),
+    "openvino-bf16": (("openvino",), partial(openvino_runs, False, "bf16")),
+    "openvino-int8": (("openvino", "nncf"), partial(openvino_runs, True, "f32")),
+    "openvino-int8-bf16": (("openvino", "nncf"), partial(openvino_runs, True, "bf16")),
+}
+
+
+def quantized(model: nn.Module, shape: Sequence[int], bits: str, path: Path) -> dict[str, int]:
+    """Write the model's artifact, and tell the widths of its tables."""
+    short = Search(init=(4, 2), keep=1, steps=0, rough_rows=0)
+    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(SEED))
+    made = Calibration(model, noise, seed=SEED).quantize(replace(Config.preset(bits), images=2, search=short))
+    made.save(path)
+    return widths(made)
+
+
+def widths(model: QuantizedModel) -> dict[str, int]:
+    """How many tables a model has of each width."""
+    found = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
+    return {f"u{width}" if width else "float": found.count(width) for width in sorted(set(found))}
+
+
+def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
+    """The artifact by our kernels."""
+    start = time.process_time()
+    compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
+    compiled(images)
+    return Made(lambda: compiled(images), time.process_time() - start, compiled.weight_bytes)
+
+
+def absent(peers: Sequence[str]) -> dict[str, str]:
+    """Which of the peers cannot run here, and why."""
+    found = {name: [package for package in PEERS[name][0] if find_spec(package) is None] for name in peers}
+    return {name: f"not installed: {', '.join(missing)}" for name, missing in found.items() if missing}
+
+
+@torch.no_grad()
+def compare(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    bits: Sequence[str],
+    batches: Sequence[int],
+    peers: Sequence[str],
+    threads: int,
+    seconds: float,
+    level: str | None = None,
+) -> dict[str, Any]:
+    """Rows, ratios, the tables' widths by bits, and who is absent. shape: of one image."""
+    torch.set_num_threads(threads)
+    missing = absent(peers)
+    if not library.levels():
+        missing["native"] = library.why()
+    images = torch.randn(IMAGES, *shape, generator=torch.Generator().manual_seed(SEED + 1))
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, dict[str, float]] = {}
+    by = "cpu" if threads == 1 else "wall"
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(model, images, Path(folder))
+        artifacts = {width: Path(folder) / f"{width}.safetensors" for width in bits if "native" not in missing}
+        tables = {width: quantized(model, shape, width, path) for width, path in artifacts.items()}
+        for batch in batches:
+            given = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(SEED + 2))
+            expected = model(given)
+            made: dict[str, Made] = {}
+            for name in peers:
+                if name not in missing:
+                    try:
+                        made[name] = PEERS[name][1](model, files, given, threads)
+                    except Exception as cause:  # whatever a peer makes of the model
+                        missing[name] = f"fails at batch {batch}: {one_line(cause)}"
+            here = list(made)
+            made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
+            errors = {
+                name: float((torch.as_tensor(each.run()) - expected).norm() / expected.norm())
+                for name, each in made.items()
+            }
+            times = in_turn({name: each.run for name, each in made.items()}, seconds)
+            for name, each in made.items():
+                row = {"name": name, "batch": batch, **milliseconds(times[name], batch)}
+                rows.append(
+                    {
+                        **row,
+                        "weight_bytes": each.weight_bytes,
+                        "load_cpu_seconds": each.load_cpu_seconds,
+                        "logit_error": errors[name],
+                    }
+                )
+            for width in artifacts:
+                ours = getattr(times[f"native/{width}"], by)
+                ratios[f"native/{width}/b{batch}"] = {name: ours / getattr(times[name], by) for name in here}
+    return {"rows": rows, "ratios": ratios, "by": by, "tables": tables, "absent": missing}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="timm:deit_small_patch16_224", help="as `adalog quantize` takes it")
+    parser.add_argument("--pretrained", action="store_true", help="with the weights that belong to the name")
+    parser.add_argument("--bits", nargs="+", default=["w4a4"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--level", choices=LIMITS, help="without: what is fastest here")
+    parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; default: all")
+    parser.add_argument("--seconds", type=float, default=20, help="for each row; five repeats are the least")
+    parser.add_argument("--json", type=Path, help="in place of benchmarks/results/runtime-MODEL.json")
+    found = parser.parse_args(given)
+    found.peers = [name for name in found.peers.split(",") if name]
+    odd = [name for name in found.peers if name not in PEERS]
+    if odd:
+        parser.error(f"--peers {odd[0]!r} is none of {', '.join(PEERS)}")
+    return found
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    asked = arguments(given)
+    if asked.level is not None:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # read when oneDNN is used first
+    loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
+    size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
+    choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
+    with quiet():  # exporters speak of themselves
+        result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
+    versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
+    told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}
+    told |= {"level": asked.level or library.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
+    text = json.dumps(told, indent=1) + "\n"
+    name = asked.model.rpartition(":")[2].replace(os.sep, "-")
+    (asked.json or RESULTS / f"runtime-{name}.json").write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
