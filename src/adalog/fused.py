@@ -68,7 +68,7 @@ def uniform_errors(
         scale, zero_point = (_shaped(part, values.shape, keep) for part in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
-    result = torch.empty(len(scale), *values.shape, dtype=dtype)
+    result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)
     parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
     function(values.data_ptr(), *sizes, *parameters, result.data_ptr())
     return result
@@ -79,7 +79,7 @@ def table_errors(values: Tensor, bins: Tensor, tables: Sequence[Tensor], dtype: 
     function = _function("table_errors", dtype, values, *tables)
     result = torch.empty(len(tables), *values.shape, dtype=dtype, device=values.device)
     values, bins = values.contiguous(), bins.contiguous()
-    for table, put in zip(tables, result, strict=True):
+    for table, put in zip([table.contiguous() for table in tables], result, strict=True):
         if function is None:
             put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
         else:
@@ -99,7 +99,8 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, keep: Sequence[int
         summed = [dim + 1 for dim in range(base.ndim) if dim not in keep]
         return product.sum(summed) if summed else product
     product, base, error = product.contiguous(), base.contiguous(), None if error is None else error.contiguous()
-    result = torch.empty(len(product), *(base.shape[dim] for dim in keep), dtype=torch.float64)
+    shape = len(product), *(base.shape[dim] for dim in keep)
+    result = torch.zeros(shape, dtype=torch.float64, device=base.device)
     pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
     function(*pointers, *sizes, len(product), result.data_ptr())
     return result.to(base.dtype)
