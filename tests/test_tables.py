@@ -250,6 +250,17 @@ def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
     assert found != without_seconds(first)
 
 
+def test_other_code_is_another_model(bench, tmp_path, monkeypatch):
+    """A change that no weight shows, as of the number of heads."""
+    monkeypatch.chdir(tmp_path)
+    named = replace(bench, model=replace(bench.model, name="models.py:small"))
+    keys = []
+    for text in ("heads = 2", "heads = 4", "heads = 2"):
+        (tmp_path / "models.py").write_text(text)
+        keys.append(named.fingerprint())
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_kept_rows_are_whole(tmp_path):
     path = tmp_path / "row.json"
     assert kept(path, {"a": 1}, lambda: [1]) == [1]

@@ -270,8 +270,11 @@ class Bench:
         return self.model.preprocessing
 
     def fingerprint(self) -> dict[str, Any]:
-        """Of the model and its images; of files by their names."""
+        """Of the model, with the file of code that it is from, and its images; of those in files by their names."""
         weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
+        code = Path(self.model.name.rpartition(":")[0])
+        if code.suffix == ".py" and code.is_file():
+            weights.update(code.read_bytes())
         for name, value in self.model.module.state_dict().items():
             weights.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             weights.update(raw_bytes(value))
