@@ -112,6 +112,29 @@ def test_a_default_device_is_not_where_results_are(way):
     torch.testing.assert_close(found, (uniform + values).square().sum((1, 2)))
 
 
+def test_what_does_not_fit_is_an_error(way):
+    """And not memory that is another's."""
+    values, ones = normal(3, 4), torch.ones
+    with pytest.raises(RuntimeError):
+        fused.uniform_errors(values, ones(2), ones(2), 4, (0,), torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.uniform_errors(values, ones(2, 3), ones(2, 2), 4, (0,), torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.table_errors(values, ones(11, dtype=torch.int32), [ones(2)], torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.sums(normal(2, 3, 3), values, None, ())
+    with pytest.raises(RuntimeError):
+        fused.sums(normal(2, 3, 4), values, normal(2, 3, 3), ())
+
+
+def test_types_may_differ(way):
+    values, bins, table = normal(6), torch.arange(6), normal(6, seed=1)
+    assert torch.equal(fused.table_errors(values, bins, [table], torch.float32)[0], table - values)
+    product, error = normal(2, 6), normal(2, 6, seed=2).bfloat16()
+    found = fused.sums(product.clone(), values, error, ())
+    torch.testing.assert_close(found, ((product + 2 * values) * error).sum(1))
+
+
 def test_tables_that_are_strided(way):
     values, bins, table = normal(6), torch.arange(6, dtype=torch.int32), normal(12, seed=1)
     (found,) = fused.table_errors(values, bins, [table[::2]], torch.float32)
