@@ -136,7 +136,7 @@ def _landscape(
         names = ("largest value",)
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
-    shown = loss_of(true if sample is error else true.sample(search.rough_rows))
+    shown = rough if sample is error else loss_of(true.sample(search.rough_rows))
     views = view(shown, low, high, size, jobs), view(shown, *near, size, jobs)
     return Landscape(title, names, *views, path)
 
