@@ -14,6 +14,7 @@ from PIL import Image
 from adalog import Calibration, Config, DataError, Search, tables
 from adalog.cli import main
 from adalog.config import RangeSearch
+from adalog.cost import cost
 from adalog.data import Preprocessing
 from adalog.evaluate import mcnemar
 from adalog.models import LoadedModel
@@ -185,6 +186,16 @@ def test_rows_are_measured_as_evaluate_does(bench, two_tables):
     first, again = (row for row in result["rows"] if row["names"] == ["minmax"])
     assert (first["table"], again["table"]) == ("1", "B")
     assert first["top1"] == again["top1"]
+
+
+def test_fixops_are_counted_as_the_papers_are(bench):
+    """Not by the tables of integers, whose wider products stand in no published figure."""
+    calibration = Calibration(bench.model.module, bench.sample(4, 0, 1))
+    model = calibration.quantize(quick("adalog", search=Search(init=(4, 2), keep=1, steps=0, rounds=1), images=4))
+    assert any(getattr(each, "width", 0) for each in model.program.quantizers.values())
+    printed, runs = (cost(model.program, [bench.shape], as_printed=way) for way in (True, False))
+    ways = sum(printed.by_role()[role].fixops for role in ("quantize", "dequantize"))
+    assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
