@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -80,6 +81,8 @@ def test_the_bars_count_every_value():
 
 def test_levels_over_a_histogram():
     values = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).abs() - 0.1
+    values[0, :100] = thresholds_of(UNIFORM)[0]  # from a threshold on it is the next level
+    values[1, :50] = -1.0
     figure = level_figure([Panel("gelu", {"one": UNIFORM, "two": LOG}, 0.17, values), Panel("none", {}, 0, values)])
     first, second, bars, lifted = figure.axes[:4]
     for axis in (bars, lifted, *figure.axes[6:]):
@@ -90,7 +93,9 @@ def test_levels_over_a_histogram():
     assert one.tolist() == [pytest.approx(level + 0.17) for level in (0, 0.25, 0.5, 0.75, 1)]
     assert two.tolist() == pytest.approx((levels_of(LOG)[1:] + 0.17).tolist())
     assert len(ticks(second, "<")) == 2
-    shares = [float((values < thresholds_of(each)[0]).double().mean()) for each in (UNIFORM, LOG)]
+    read = (UNIFORM, replace(LOG, keeps_offset=False))  # in the domain of its levels
+    lowest = [each.fake_quantize(values) == levels_of(each)[0] for each in read]
+    shares = [float(got.double().mean()) for got in lowest]
     assert [label.get_text() for label in second.get_yticklabels()] == [f"{100 * share:.0f} %" for share in shares]
     assert [label.get_text() for label in first.get_yticklabels()] == ["one", "two"]
 
@@ -173,7 +178,7 @@ def test_a_landscape_is_the_loss(searched, drawn):
     row = int(right.title.split("row ")[1].split()[0]) - 1
     power = searched.right.values.square().sum(1)
     assert int((power < power[row]).sum()) == len(power) // 2
-    one = landscape.replace(searched.right, values=searched.right.values[row : row + 1])
+    one = replace(searched.right, values=searched.right.values[row : row + 1])
     expected = errors_of(one, searched.left.values, hats[0], right.whole)
     assert torch.allclose(right.whole.losses.double(), expected, rtol=1e-2)
     error = ProductError.of(one.values, searched.left.values.T, hats[0].T, (0,))
@@ -226,6 +231,20 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
     assert (losses.diff() <= 0).all()
     assert losses[-1] < losses[0]
     assert float(losses[-1]) == pytest.approx(left.path.least, rel=1e-4)
+
+
+def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatch):
+    """Also where the search takes the Gram matrix, since the product has more columns than the operand."""
+    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+    (wide,) = calibration.search(Config(3, 3, 3, images=4, search=Search(steps=1)), ["blocks.0.mlp.fc1"])
+    left, _ = landscape.landscapes(wide, Search(steps=1, rough_rows=64), size=3)
+    hat = fake_quantize(wide.right, wide.found.right)
+    error = ProductError.of(wide.left.values, wide.right.values.T, hat.T)
+    rows = error.sample(64).left
+    assert error.gram
+    assert len(rows) < len(wide.left.values)
+    expected = errors_of(replace(wide.left, values=rows), wide.right.values, hat, left.whole)
+    assert torch.allclose(left.whole.losses.double(), expected, rtol=1e-4)
 
 
 def test_paths_without_a_sample_or_steps(searched):

@@ -18,6 +18,7 @@ SHAPES = [
     ((4, 6, 9), (0, 1)),
     ((3, 5, 70), (2,)),
     ((2, 0), ()),
+    ((0, 3, 4), (1,)),
 ]
 compiled = pytest.mark.skipif(library.load()[0] is None, reason=library.load()[1])
 
@@ -97,6 +98,47 @@ def test_sums_are_those_of_float64(way, shape, keep, dtype, gram):
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
     assert float(((found - expected).abs() / size).max() if found.numel() else 0) < 1e-6
+
+
+def test_a_default_device_is_not_where_results_are(way):
+    values, scale = normal(3, 4), torch.ones(2)
+    bins, tables = torch.zeros(12, dtype=torch.int32), [torch.ones(1)]
+    with torch.device("meta"):  # memory that is not there: writing to it would end the process
+        uniform = fused.uniform_errors(values, scale, scale, 4, (), torch.float32)
+        looked_up = fused.table_errors(values, bins, tables, torch.float32)
+        found = fused.sums(uniform.clone(), values, None, ())
+    assert {each.device.type for each in (uniform, looked_up, found)} == {"cpu"}
+    assert torch.equal(looked_up[0], 1 - values)
+    torch.testing.assert_close(found, (uniform + values).square().sum((1, 2)))
+
+
+def test_what_does_not_fit_is_an_error(way):
+    """And not memory that is another's."""
+    values, ones = normal(3, 4), torch.ones
+    with pytest.raises(RuntimeError):
+        fused.uniform_errors(values, ones(2), ones(2), 4, (0,), torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.uniform_errors(values, ones(2, 3), ones(2, 2), 4, (0,), torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.table_errors(values, ones(11, dtype=torch.int32), [ones(2)], torch.float32)
+    with pytest.raises(RuntimeError):
+        fused.sums(normal(2, 3, 3), values, None, ())
+    with pytest.raises(RuntimeError):
+        fused.sums(normal(2, 3, 4), values, normal(2, 3, 3), ())
+
+
+def test_types_may_differ(way):
+    values, bins, table = normal(6), torch.arange(6), normal(6, seed=1)
+    assert torch.equal(fused.table_errors(values, bins, [table], torch.float32)[0], table - values)
+    product, error = normal(2, 6), normal(2, 6, seed=2).bfloat16()
+    found = fused.sums(product.clone(), values, error, ())
+    torch.testing.assert_close(found, ((product + 2 * values) * error).sum(1))
+
+
+def test_tables_that_are_strided(way):
+    values, bins, table = normal(6), torch.arange(6, dtype=torch.int32), normal(12, seed=1)
+    (found,) = fused.table_errors(values, bins, [table[::2]], torch.float32)
+    assert torch.equal(found, table[::2] - values)
 
 
 def test_sums_do_not_drift(way):

@@ -14,6 +14,7 @@ from PIL import Image
 from adalog import Calibration, Config, DataError, Search, tables
 from adalog.cli import main
 from adalog.config import RangeSearch
+from adalog.cost import cost
 from adalog.data import Preprocessing
 from adalog.evaluate import mcnemar
 from adalog.models import LoadedModel
@@ -187,6 +188,16 @@ def test_rows_are_measured_as_evaluate_does(bench, two_tables):
     assert first["top1"] == again["top1"]
 
 
+def test_fixops_are_counted_as_the_papers_are(bench):
+    """Not by the tables of integers, whose wider products stand in no published figure."""
+    calibration = Calibration(bench.model.module, bench.sample(4, 0, 1))
+    model = calibration.quantize(quick("adalog", search=Search(init=(4, 2), keep=1, steps=0, rounds=1), images=4))
+    assert any(getattr(each, "width", 0) for each in model.program.quantizers.values())
+    printed, runs = (cost(model.program, [bench.shape], as_printed=way) for way in (True, False))
+    ways = sum(printed.by_role()[role].fixops for role in ("quantize", "dequantize"))
+    assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
+
+
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
     assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
     assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
@@ -248,6 +259,17 @@ def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
     found = without_seconds(tables.run(["1"], [scaled], work=tmp_path))
     assert found == without_seconds(tables.run(["1"], [scaled]))
     assert found != without_seconds(first)
+
+
+def test_other_code_is_another_model(bench, tmp_path, monkeypatch):
+    """A change that no weight shows, as of the number of heads."""
+    monkeypatch.chdir(tmp_path)
+    named = replace(bench, model=replace(bench.model, name="models.py:small"))
+    keys = []
+    for text in ("heads = 2", "heads = 4", "heads = 2"):
+        (tmp_path / "models.py").write_text(text)
+        keys.append(named.fingerprint())
+    assert keys[0] == keys[2] != keys[1]
 
 
 def test_kept_rows_are_whole(tmp_path):

@@ -400,12 +400,12 @@ CAPTIONS = {
     "histograms": (
         "Grey: how many values the products behind a softmax and a GELU are given; the axes of the right column, and "
         "all counts, are logarithmic. Above: the levels of each quantizer, a tick each; an arrowhead stands for "
-        "levels, and the first bar for values, that lie further to the left, zero among them. The percentages are "
-        "the values that get the lowest level."
+        "levels, and the first bar for values, that lie further to the left, down to that axis's zero. The percentages "
+        "are the values that get the lowest level."
     ),
     "levels": (
         "The levels and thresholds of each site behind a softmax, a GELU or the like, in order of execution, on a "
-        "linear and on a logarithmic axis, where an arrowhead stands for levels further to the left, zero among them."
+        "linear and on a logarithmic axis, where an arrowhead stands for levels further to the left, down to its zero."
     ),
     "landscape": (
         "Shades: the squared error of the product's output over the hyperparameters of one operand, the other being "

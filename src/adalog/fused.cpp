@@ -12,7 +12,8 @@
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+// Other C libraries, as musl, cannot choose between clones of a function when they load it.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define DISPATCHED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define DISPATCHED

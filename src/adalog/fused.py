@@ -1,7 +1,7 @@
 """What a search does with every element of a candidate, in one pass where the compiled library is there (`fused.cpp`).
 
 Elsewhere, and for other types and devices, PyTorch does it in several. Errors are the same to the bit; the sums are in
-another order.
+another order. The library reads and writes by size alone, so that shapes which do not fit are left to PyTorch too.
 """
 
 import ctypes
@@ -64,11 +64,12 @@ def uniform_errors(
     scale, zero_point: (k, *groups), the groups being the sizes of the values' dimensions `keep`.
     """
     function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, keep)
-    if function is None or sizes is None:
+    fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
+    if function is None or sizes is None or not fit:
         scale, zero_point = (_shaped(part, values.shape, keep) for part in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
-    result = torch.empty(len(scale), *values.shape, dtype=dtype)
+    result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)
     parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
     function(values.data_ptr(), *sizes, *parameters, result.data_ptr())
     return result
@@ -76,10 +77,11 @@ def uniform_errors(
 
 def table_errors(values: Tensor, bins: Tensor, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """table[bins] - values of k tables: (k, *values.shape), rounded to the type. bins: int32, one a value."""
-    function = _function("table_errors", dtype, values, *tables)
+    fit = bins.dtype == torch.int32 and bins.numel() == values.numel()
+    function = _function("table_errors", dtype, values, *tables) if fit else None
     result = torch.empty(len(tables), *values.shape, dtype=dtype, device=values.device)
     values, bins = values.contiguous(), bins.contiguous()
-    for table, put in zip(tables, result, strict=True):
+    for table, put in zip([table.contiguous() for table in tables], result, strict=True):
         if function is None:
             put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
         else:
@@ -93,13 +95,15 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, keep: Sequence[int
     product, error: (k, ...). base: one for all k. keep: dimensions of the base that are not summed over.
     """
     function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, keep)
-    if function is None or sizes is None:
+    fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
+    if function is None or sizes is None or not fit or (error is not None and error.dtype != product.dtype):
         product = product.to(base.dtype)
         product = product.add_(base).square_() if error is None else product.add_(base, alpha=2).mul_(error)
         summed = [dim + 1 for dim in range(base.ndim) if dim not in keep]
         return product.sum(summed) if summed else product
     product, base, error = product.contiguous(), base.contiguous(), None if error is None else error.contiguous()
-    result = torch.empty(len(product), *(base.shape[dim] for dim in keep), dtype=torch.float64)
+    shape = len(product), *(base.shape[dim] for dim in keep)
+    result = torch.zeros(shape, dtype=torch.float64, device=base.device)
     pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
     function(*pointers, *sizes, len(product), result.data_ptr())
     return result.to(base.dtype)

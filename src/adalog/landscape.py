@@ -82,9 +82,11 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
                 other_values, hat = other_values.narrow(dim, index, 1), hat.narrow(dim, index, 1)
         one = replace(operand, values=values, mask=mask)
         transposed = other_values.transpose(-1, -2), hat.transpose(-1, -2)
-        error = ProductError.of(values, *transposed, one.format.keep, mask, one.alike)
+        given = (values, *transposed, one.format.keep, mask, one.alike)
+        error = ProductError.of(*given)
+        true = ProductError.of(*given, gram=False) if error.gram else error  # whose samples' losses are no constant off
         title = f"{side} operand, {_format_words(one)}{which}"
-        result.append(_landscape(title, one, error, search, size, jobs))
+        result.append(_landscape(title, one, error, true, search, size, jobs))
     return result
 
 
@@ -114,7 +116,9 @@ def _format_words(operand: Operand) -> str:
     return f"{form.bits}-bit {kind}"
 
 
-def _landscape(title: str, operand: Operand, error: ProductError, search: Search, size: int, jobs: int) -> Landscape:
+def _landscape(
+    title: str, operand: Operand, error: ProductError, true: ProductError, search: Search, size: int, jobs: int
+) -> Landscape:
     def loss_of(part: ProductError) -> Loss:
         errors = operand.errors(part.left)
         return lambda points: part.loss_of(errors, points)
@@ -132,7 +136,8 @@ def _landscape(title: str, operand: Operand, error: ProductError, search: Search
         names = ("largest value",)
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
-    views = view(rough, low, high, size, jobs), view(rough, *near, size, jobs)
+    shown = rough if sample is error else loss_of(true.sample(search.rough_rows))
+    views = view(shown, low, high, size, jobs), view(shown, *near, size, jobs)
     return Landscape(title, names, *views, path)
 
 

@@ -60,10 +60,12 @@ class ProductError:
         keep: Sequence[int] = (),
         mask: Tensor | None = None,
         alike: bool = True,
+        gram: bool | None = None,
     ) -> "ProductError":
         """mask: 1 where an element of `left` is quantized, 0 where it is a convolution's padding; as `left`. alike:
-        whether its rows are tokens, of which some can stand for all."""
-        gram = right.shape[-1] > left.shape[-1]
+        whether its rows are tokens, of which some can stand for all. gram: whether by the Gram matrix, as it is
+        where that is cheaper (None); the losses of a sample are then all too large by one constant."""
+        gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         kept = tuple(keep)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
         base = left @ (right_hat - right)

@@ -122,6 +122,8 @@ TABLES = {
         ("method",),
         tuple(Row((name,), _config(bits, name), name) for bits in _BITS[:2] for name in ("adalog", "repq-vit")),
         cost=True,
+        note="FixOPs of the products, of quantizing and of dequantizing. Logarithmic codes count as the paper's Eq. 10 "
+        "is printed, mantissas that are shifted, and not as the table of integers that runs.",
     ),
     "4": Table(
         "AdaLog off and on, by search alone (no reconstruction)",
@@ -264,8 +266,11 @@ class Bench:
         return self.model.preprocessing
 
     def fingerprint(self) -> dict[str, Any]:
-        """Of the model and its images; of files by their names."""
+        """Of the model, with the file of code that it is from, and its images; of those in files by their names."""
         weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
+        code = Path(self.model.name.rpartition(":")[0])
+        if code.suffix == ".py" and code.is_file():
+            weights.update(code.read_bytes())
         for name, value in self.model.module.state_dict().items():
             weights.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             weights.update(raw_bytes(value))
@@ -450,8 +455,8 @@ def _measure(
 
 
 def _costs(program: Program, bench: Bench) -> dict[str, Any]:
-    """FixOPs of the products and, of what is quantized, of the ways to codes and back; bytes of the tensors."""
-    found = cost(program, [bench.shape])
+    """FixOPs of the products, as the paper counts them, and of the ways to codes and back; bytes of the tensors."""
+    found = cost(program, [bench.shape], as_printed=True)
     ways = [total.fixops for role, total in found.by_role().items() if role in ("quantize", "dequantize")]
     return {"fixops": found.fixops + sum(ways), "bytes": sum(found.size_bytes.values())}
 
