@@ -483,7 +483,7 @@ API unsigned adalog_features(void) {
 }
 
 // Of this interface: native.py refuses a library of another one.
-API int adalog_abi(void) { return 1; }
+API int adalog_abi(void) { return 2; }
 
 // Threads and kernels; null where this level does not run here.
 API Context* adalog_open(int threads, int level) {
