@@ -407,7 +407,7 @@ def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def variants(bits: str) -> dict[str, Config]:
-    """The default and what it is without one part of it, or with more of it, and two other readings."""
+    """The default and what it is without one part of it, or with more of it, and the paper's reading."""
     usual = Config.preset(bits)
     search = usual.search
     assert isinstance(search, Search)
@@ -418,8 +418,8 @@ def variants(bits: str) -> dict[str, Config]:
         "all rows in every step": replace(search, rough_rows=0),
         "6 steps and 3 rounds": SEARCHES["equal"],
     }
-    readings = {name: Config.preset(bits, name) for name in ("adalog-paper", "adalog-released")}
-    return {**{name: replace(usual, search=part) for name, part in changed.items()}, **readings}
+    configs = {name: replace(usual, search=part) for name, part in changed.items()}
+    return {**configs, "adalog-paper": Config.preset(bits, "adalog-paper")}
 
 
 @torch.no_grad()
