@@ -127,6 +127,8 @@ def damaged(folder):
         (["evaluate", "x.safetensors", "--support", "."], "--support goes with the images of --data: give both"),
         (["evaluate", "x.safetensors", "--data", "nowhere"], "nowhere cannot be read: No such file or directory"),
         (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
+        (["bench", damaged], "damaged.safetensors is not an adalog artifact"),
+        (["bench", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
         (["inspect", "."], "cannot be read: Is a directory"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
         (["demo", "--bits", "w4a4,w1a4"], "weight_bits = 1"),

@@ -283,8 +283,9 @@ def test_what_is_done_in_one_step(level, fast):
     assert close(compiled(x), model.compile("torch")(x)) < 1e-5
 
 
-@every_level
-def test_windows_and_masks(level, fast):
+@pytest.fixture(scope="module")
+def windowed(fast):
+    """A Swin transformer with windows, masks and a merging, and images."""
     from timm.models import SwinTransformer
 
     torch.manual_seed(0)
@@ -292,7 +293,12 @@ def test_windows_and_masks(level, fast):
         img_size=8, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=2, num_classes=3
     )
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    model = Calibration(net.eval(), x).quantize(fast)
+    return Calibration(net.eval(), x).quantize(fast), x
+
+
+@every_level
+def test_windows_and_masks(level, windowed):
+    model, x = windowed
     compiled = model.compile("native", level=level)
     assert close(compiled(x), model(x)) < 1e-4
     assert not {"aten.softmax.int", "adalog.product", "aten.gelu.default"} & set(compiled.prepare(4).fallbacks.values())
@@ -485,16 +491,16 @@ def test_kernels_stay_within_their_memory(tmp_path):
         "PYTHONPATH": str(Path(native.__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
     }
-    for seed in range(3):
+    for seed in range(2):
         found = subprocess.run(
-            [sys.executable, str(script), str(seed), "400"],
+            [sys.executable, str(script), str(seed), "60"],
             env=environment,
             capture_output=True,
             text=True,
             check=False,
         )
         assert found.returncode == 0, found.stderr[-3000:]
-        assert int(found.stdout) > 50  # not all were refused
+        assert int(found.stdout) > 10  # not all were refused
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ constexpr int QUAD = 4;         // panels that a product makes at once
 constexpr int GROUP = 4;        // terms of one column that lie together: what one lane of a dot product takes
 constexpr int LINE = 64;        // bytes: one group of a panel
 constexpr int STEP = 64;        // terms are padded to a multiple of this: one AMX tile
-constexpr int ROWS = 16;        // rows of accumulators at once
+constexpr int ROWS = 16;        // rows of accumulators at once, at most
 constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of two of them do not overflow unnoticed
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -1251,6 +1251,8 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
 #endif
 }
 
+constexpr int64_t AT_ONCE = ADALOG_LEVEL == 2 ? 12 : ROWS;  // AVX-512 keeps the sums of six rows in registers
+
 void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Linear& of = *static_cast<const Linear*>(arguments);
     const Weights& weights = *of.weights;
@@ -1268,7 +1270,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
     // What the next task unpacks comes from far: it is fetched meanwhile.
-    const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + ROWS - 1) / ROWS;
+    const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + AT_ONCE - 1) / AT_ONCE;
     const uint8_t* next = packed + bytes;
     const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
     // The sums of some rows are finished while those of the next ones are made.
@@ -1281,13 +1283,13 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             finisher.rows((done_row + from) * of.out.row + first, first, to - from, columns, done + from * QUAD * PANEL,
                           QUAD * PANEL);
         };
-        for (int64_t row = begin; row < end; row += ROWS) {
-            const int64_t rows = std::min<int64_t>(ROWS, end - row);
+        for (int64_t row = begin; row < end; row += AT_ONCE) {
+            const int64_t rows = std::min<int64_t>(AT_ONCE, end - row);
             Left left{nullptr, nullptr, 0};
             left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
             if (of.more)
                 left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
-            const int64_t tile = (row - begin) / ROWS;
+            const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
