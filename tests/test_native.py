@@ -410,6 +410,8 @@ def fill(structure, size):
             if name in ("more", "residual", "bias") and random.random() < 0.5:
                 continue
             setattr(structure, name, memory(size))
+            if name == "zero" and random.random() < 0.9:
+                ctypes.memset(structure.zero, 0, size)
         elif isinstance(getattr(structure, name), ctypes.Structure):
             fill(getattr(structure, name), size)
         elif isinstance(getattr(structure, name), ctypes.Array):
@@ -463,7 +465,10 @@ print(done)
 @pytest.mark.slow
 @needs_kernels
 def test_kernels_stay_within_their_memory(tmp_path):
-    """Structures of random sizes, under the address and undefined-behaviour sanitizers: refused, or done in bounds."""
+    """Structures of random sizes, under the address and undefined-behaviour sanitizers: refused, or done in bounds.
+
+    Compiling all levels with both takes minutes.
+    """
     compiler = shutil.which("g++")
     runtime = compiler and subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
@@ -500,7 +505,7 @@ def test_kernels_stay_within_their_memory(tmp_path):
             check=False,
         )
         assert found.returncode == 0, found.stderr[-3000:]
-        assert int(found.stdout) > 10  # not all were refused
+        assert int(found.stdout) > 3  # not all were refused
 
 
 @pytest.mark.slow

@@ -296,6 +296,8 @@ bool fits(int64_t rows, int64_t row, int64_t columns, int64_t size, int64_t byte
     return last <= bytes;
 }
 
+bool is_byte(int32_t zero) { return zero >= 0 && zero <= 255; }
+
 // The last entry of (batches, heads, rows, columns) with these distances lies within the memory.
 bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
     if (!side.data || side.batch < 0 || side.head < 0 || side.row < 0 || batches < 0 || heads < 0) return false;
@@ -304,7 +306,8 @@ bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_
     if (!batches || !heads || !rows || !columns) return true;
     __int128 last = __int128(batches - 1) * side.batch + __int128(heads - 1) * side.head +
                     __int128(rows - 1) * side.row + columns;
-    return last <= side.bytes && side.zero && side.bits >= 2 && side.bits <= 8;
+    if (last > side.bytes || !side.zero || side.bits < 2 || side.bits > 8) return false;
+    return std::all_of(side.zero, side.zero + heads, is_byte);
 }
 
 bool good(const Steps& steps) {
@@ -505,6 +508,7 @@ API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t c
                             int left_zero) {
     if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > 1 << 24 || terms > 1 << 24)
         return nullptr;
+    if (!is_byte(left_zero) || !std::all_of(zero, zero + columns, is_byte)) return nullptr;
     try {
         auto made = std::make_unique<Weights>();
         Weights& w = *made;
@@ -585,7 +589,7 @@ API int adalog_attention(Context* context, const Attention* of) {
     if (!context || scores.columns < 1 || scores.terms < 1 || of->columns < 1 || !of->factor || !good(of->steps)) return 1;
     if (!fits(scores.left, scores.batches, scores.heads, scores.rows, scores.terms) || scores.left.more) return 1;
     if (!fits(scores.right, scores.batches, scores.heads, scores.columns, scores.terms) || scores.right.more) return 1;
-    if (!scores.right.transposed || of->values.transposed || of->values.more) return 1;
+    if (!scores.right.transposed || of->values.transposed || of->values.more || !is_byte(of->zero)) return 1;
     if (!fits(of->values, scores.batches, scores.heads, scores.columns, of->columns)) return 1;
     if (of->bias) {
         if (of->bias_batches < 1 || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
@@ -1367,7 +1371,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
             multiply_bytes(room.ones, room.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL,
                            Nothing{});
             for (int c = 0; c < QUAD * PANEL; c++)
-                room.base[p * PANEL + c] = int32_t(uint32_t(-left_zero * sums[c]) + uint32_t(terms * left_zero * left_over));
+                room.base[p * PANEL + c] = int32_t(uint32_t(-int64_t(left_zero) * sums[c] + terms * left_zero * left_over));
         }
     }
     if (left_over) {
