@@ -8,7 +8,7 @@
 #include <cstring>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("no-math-errno", "no-trapping-math", "fp-contract=off")
+#pragma GCC optimize("O3", "no-math-errno", "no-trapping-math", "fp-contract=off")
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif

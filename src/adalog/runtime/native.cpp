@@ -1,6 +1,6 @@
 // Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependency.
 //
-//     g++ -O3 -std=c++17 -shared -fPIC -pthread native.cpp -o _native.so
+//     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../fused.cpp -o _native.so
 //
 // Which instructions are used is found out at run time. `native.py` is the only caller; docs/native.md tells the story.
 //
