@@ -232,8 +232,34 @@ def runtime_table() -> str:
     return "\n".join(lines)
 
 
+def speed_table() -> str:
+    """DeiT-S at W4A4 by our kernels and by those of the peers that are fastest or most used."""
+    peers = {
+        "openvino-int8-bf16": "OpenVINO int8, bf16 around it",
+        "onnxruntime-int8-dynamic": "ONNX Runtime int8",
+        "torch-bf16": "PyTorch bf16",
+        "torch": "PyTorch fp32",
+    }
+    lines, processors = ["| instructions | images at once | adalog W4A4 | " + " | ".join(peers.values()) + " |"], set()
+    lines.append("|---" * (3 + len(peers)) + "|")
+    for level in ("-avx512vnni", ""):
+        result = json.loads((RESULTS / f"runtime-deit_small_patch16_224{level}.json").read_text())
+        told = {(row["name"], row["batch"]): f"{row['cpu_ms']:.1f} ms" for row in result["rows"]}
+        kernels = {"avx512vnni": "AVX-512-VNNI", "amx": "AMX"}[result["level"]]
+        for batch in dict.fromkeys(batch for _, batch in told):
+            cells = [told[name, batch] for name in ("native/w4a4", *peers)]
+            lines.append(f"| {kernels} | {batch} | **{cells[0]}** | {' | '.join(cells[1:])} |")
+        processors.add(result["machine"]["processor"])
+    text = (
+        "DeiT-S on 224 x 224, random weights: CPU milliseconds on one thread, medians of calls in turn. Measured on "
+        f"{', '.join(processors)}, shared with other work; all peers and figures: [measured](docs/measured.md)."
+    )
+    return "\n".join([*lines, "", text])
+
+
 TABLES = (
     ("README.md", "demo table", demo_table),
+    ("README.md", "speed table", speed_table),
     ("docs/cost.md", "cost table", cost_table),
     ("docs/measured.md", "executors table", executors_table),
     ("docs/measured.md", "realbench table", realbench_table),
