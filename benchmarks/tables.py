@@ -150,8 +150,10 @@ def folds_table() -> str:
 
 def search_table() -> str:
     """Our search beside the direct one, by each search-*.json, and a whole model's calibration."""
-    lines = ["| model | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"]
-    lines.append("|---" * 7 + "|")
+    lines = [
+        "| model | images | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"
+    ]
+    lines.append("|---" * 8 + "|")
     whole, parts = [], []
     for path in sorted(RESULTS.glob("search-*.json")):
         result = json.loads(path.read_text())
@@ -170,8 +172,8 @@ def search_table() -> str:
         elif "speedup" in result:
             for kind, row in (("as released", result), ("as it comes", result["default"])):
                 loss = row["loss_ratio"]
-                cells = (name, kind, f"{row['speedup']:.1f}", f"{loss['max']:.4f}", f"{loss['geomean']:.4f}")
-                cells += (f"{loss['held_out_geomean']:.4f}", f"{row['float_forwards']:.0f}")
+                cells = (name, str(result["images"]), kind, f"{row['speedup']:.1f}", f"{loss['max']:.4f}")
+                cells += (f"{loss['geomean']:.4f}", f"{loss['held_out_geomean']:.4f}", f"{row['float_forwards']:.0f}")
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n\n".join(["\n".join(lines), *whole, *(["\n".join(parts)] if parts else [])])
 
