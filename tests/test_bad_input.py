@@ -277,15 +277,16 @@ def test_ctrl_c(place, tmp_path):
         "adalog",
         *map(str, quantize(f"{place / 'own.py'}:endless", data=place / "images")),
     ]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        for _ in range(1200):
-            if (tmp_path / "started").exists():
-                break
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+        try:
+            for _ in range(4800):  # minutes, on a busy machine
+                if (tmp_path / "started").exists() or process.poll() is not None:
+                    break
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
     assert (process.returncode, out, err) == (1, "", "interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["started"]

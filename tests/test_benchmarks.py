@@ -339,8 +339,8 @@ def test_kernels_are_compared_with_peers(tiniest):
 
 def test_what_is_absent_is_told(tiniest, monkeypatch):
     monkeypatch.setattr(runtime, "find_spec", lambda package: None)
-    monkeypatch.setattr(runtime.native, "levels", list)
-    monkeypatch.setattr(runtime.native, "why", lambda: "no compiler")
+    monkeypatch.setattr(runtime.library, "levels", list)
+    monkeypatch.setattr(runtime.library, "why", lambda: "no compiler")
     result = measured(tiniest, peers=list(runtime.PEERS), batches=[1])
     assert {row["name"] for row in result["rows"]} == {"torch", "torch-bf16"}
     assert result["absent"].pop("native") == "no compiler"
@@ -354,7 +354,7 @@ def test_a_peer_that_fails_is_told(tiniest, monkeypatch):
         raise RuntimeError(f"takes no {len(images)} images\nat all")
 
     monkeypatch.setitem(runtime.PEERS, "torch-bf16", ((), refuse))
-    monkeypatch.setattr(runtime.native, "levels", list)
+    monkeypatch.setattr(runtime.library, "levels", list)
     result = measured(tiniest)
     assert result["absent"]["torch-bf16"] == "fails at batch 1: RuntimeError: takes no 1 images"
     assert {row["name"] for row in result["rows"]} == {"torch"}

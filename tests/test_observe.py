@@ -142,7 +142,7 @@ def test_no_more_is_held_than_the_memory(name, share):
 def computed(monkeypatch):
     """How many images each value was computed of, by its name, where its first dimension counts them."""
     counts = {}
-    apply = Program._apply
+    apply = Program.apply
 
     def counting(self, node, args, kwargs):
         result = apply(self, node, args, kwargs)
@@ -150,7 +150,7 @@ def computed(monkeypatch):
             counts[node.name] = counts.get(node.name, 0) + len(result)
         return result
 
-    monkeypatch.setattr(Program, "_apply", counting)
+    monkeypatch.setattr(Program, "apply", counting)
     return counts
 
 
