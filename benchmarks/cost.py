@@ -16,8 +16,8 @@ import typer
 
 from adalog import Calibration, Config, Search, artifact
 from adalog.cost import Cost, cost
+from adalog.doctor import machine
 from adalog.quantizers import LogQuantizer
-from provenance import machine
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "deit_tiny_patch16_224"

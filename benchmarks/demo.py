@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from provenance import machine
+from adalog.doctor import machine
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, demo
 from adalog.artifact import deserialise, serialise
+from adalog.doctor import machine
 from adalog.program import FAKE_QUANTIZE
 from adalog.quantizers import LogQuantizer
-from provenance import machine
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 20

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any
 from unittest import mock
 
@@ -21,8 +22,8 @@ import typer
 
 from adalog import Calibration, Config, demo
 from adalog.calibrate import search_channels
+from adalog.doctor import machine
 from adalog.quantize import Searched, sample_images
-from provenance import geometric_mean, machine
 
 RESULTS = Path(__file__).parent / "results"
 

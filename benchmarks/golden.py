@@ -19,6 +19,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any
 
 import torch
@@ -28,9 +29,9 @@ from torch import nn
 
 from adalog import Calibration, Config
 from adalog.config import RangeSearch, ReleasedSearch, ScaleSearch
+from adalog.doctor import machine
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from provenance import geometric_mean, machine
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}

@@ -24,8 +24,9 @@ from torch import nn
 import adalog
 from adalog import METHODS, Calibration, Config
 from adalog.data import Preprocessing, find_images
+from adalog.doctor import machine
 from adalog.evaluate import classify_by_nearest, predict, score
-from provenance import kept, machine
+from adalog.tables import kept
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = 32

@@ -40,11 +40,10 @@ from torch import Tensor, nn
 from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
 from adalog.bench import in_turn, milliseconds
 from adalog.cli import quiet
-from adalog.doctor import version_of
+from adalog.doctor import machine, version_of
 from adalog.errors import one_line
 from adalog.models import load_model
 from adalog.quantizers import LogQuantizer
-from provenance import machine
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = 8  # that peers calibrate on

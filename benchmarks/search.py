@@ -42,6 +42,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any, TypeVar
 from unittest import mock
 
@@ -59,10 +60,11 @@ from adalog.calibrate import Found, Operand, search_product
 from adalog.cli import progress_bar
 from adalog.config import ReleasedSearch
 from adalog.data import Preprocessing, find_images
+from adalog.doctor import machine
 from adalog.models import load_model
 from adalog.quantize import sample_images
+from adalog.tables import kept
 from direct import Direct
-from provenance import geometric_mean, kept, machine
 
 RESULTS = Path(__file__).parent / "results"
 SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6

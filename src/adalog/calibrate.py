@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PostSoftmax, Search, Tables
-from adalog.fused import table_errors, uniform_errors
+from adalog.fused import spread, table_errors, uniform_errors
 from adalog.objective import Errors, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -110,8 +110,7 @@ class Operand:
 
     def spread(self, parameters: Tensor) -> Tensor:
         """(k, *groups) -> (k, ...), shaped to broadcast against k candidates of the values."""
-        shape = [size if dim in self.format.keep else 1 for dim, size in enumerate(self.values.shape)]
-        return parameters.reshape(-1, *shape)
+        return spread(parameters, self.values.shape, self.format.keep)
 
     @property
     def has_own_rows(self) -> bool:

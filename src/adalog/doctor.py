@@ -33,6 +33,17 @@ def examine() -> dict[str, Any]:
     }
 
 
+def machine() -> dict[str, Any]:
+    """What a measurement was made on, as JSON: processor, cores, versions, and whether there is a compiled library."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in NEEDED},
+        "compiled library": library.load()[0] is not None,
+    }
+
+
 def version_of(package: str) -> str | None:
     try:
         return version(package)

@@ -51,7 +51,7 @@ def _sizes(shape: Sequence[int], keep: Sequence[int]) -> tuple[int, int, int] | 
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
-def _shaped(parameters: Tensor, shape: Sequence[int], keep: Sequence[int]) -> Tensor:
+def spread(parameters: Tensor, shape: Sequence[int], keep: Sequence[int]) -> Tensor:
     """(k, *groups) -> (k, ...), to broadcast against k candidates of values of this shape."""
     return parameters.reshape(-1, *(size if dim in keep else 1 for dim, size in enumerate(shape)))
 
@@ -66,7 +66,7 @@ def uniform_errors(
     function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, keep)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     if function is None or sizes is None or not fit:
-        scale, zero_point = (_shaped(part, values.shape, keep) for part in (scale, zero_point))
+        scale, zero_point = (spread(part, values.shape, keep) for part in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
     result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)

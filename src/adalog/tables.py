@@ -7,14 +7,11 @@ returns. Every published figure, with its source and the number of images it was
 
 import hashlib
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -24,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import demo, library
+from adalog import demo
 from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
 from adalog.data import ImageSet, Preprocessing, find_images
-from adalog.doctor import processor
+from adalog.doctor import machine
 from adalog.errors import DataError
 from adalog.evaluate import check_classes, mcnemar, predict, score
 from adalog.models import LoadedModel
@@ -186,18 +183,6 @@ def find_published(table: str, model: str, bits: str, method: str, images: int) 
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, the versions that matter, and whether there is a compiled library."""
-    packages = {name: version(name) for name in ("adalog", "torch", "numpy", "safetensors")}
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **packages,
-        "compiled library": library.load()[0] is not None,
-    }
 
 
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:

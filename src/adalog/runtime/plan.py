@@ -398,7 +398,7 @@ class Plan:
         """A multiplication by constants of the columns, and an addition, behind a product."""
         gone, last, factor = [node.name], node, None
         reader = self._sole_reader(node.name)
-        if reader is not None and reader.op == "aten.mul.Tensor" and factor is None:
+        if reader is not None and reader.op == "aten.mul.Tensor":
             others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != last.name]
             if len(others) == 1 and self._is_constant(others[0].name):
                 value = self._constant(others[0].name)
