@@ -188,7 +188,6 @@ struct Kernels {
 struct Context {
     int level;
     const Kernels* kernels;
-    std::mutex one;  // operation at a time
 
     Context(int threads, int which) : level(which), scratch(threads) {
         for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
@@ -202,26 +201,33 @@ struct Context {
         wake.notify_all();
         for (auto& worker : workers) worker.join();
     }
-    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which.
-    void run(Task task, const void* arguments, int64_t count, size_t bytes) {
-        for (auto& each : scratch) each.resize(bytes);
-        todo = {task, arguments, count};
-        next = 0;
-        if (workers.empty() || count < 2) {
+    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing.
+    int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
+        try {
+            std::lock_guard<std::mutex> one_at_a_time(one);
+            for (auto& each : scratch) each.resize(bytes);
+            todo = {task, arguments, count};
+            next = 0;
+            if (workers.empty() || count < 2) {
+                share(0);
+                return 0;
+            }
+            busy = int(workers.size());
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                round.fetch_add(1);
+            }
+            wake.notify_all();
             share(0);
-            return;
+            while (busy.load(std::memory_order_acquire)) pause();
+            return 0;
+        } catch (...) {
+            return 2;
         }
-        busy = int(workers.size());
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            round.fetch_add(1);
-        }
-        wake.notify_all();
-        share(0);
-        while (busy.load(std::memory_order_acquire)) pause();
     }
 
 private:
+    std::mutex one;  // operation at a time
     struct {
         Task task;
         const void* arguments;
@@ -447,15 +453,6 @@ const Kernels* kernels_of(int level) {
 #endif
 }
 
-template <class Function>
-int guarded(Function function) noexcept {
-    try {
-        return function();
-    } catch (...) {  // memory, threads
-        return 2;
-    }
-}
-
 }  // namespace
 
 // --- the interface -------------------------------------------------------------------------------------------------------
@@ -560,13 +557,9 @@ API int adalog_linear(Context* context, const Linear* of) {
     const Weights* w = of->weights;
     if (!context || !w || !of->data || !fits(of->rows, of->row, w->terms, 1, of->bytes)) return 1;
     if (!good(of->out, w->columns, of->rows, w->columns)) return 1;
-    return guarded([&] {
-        std::lock_guard<std::mutex> lock(context->one);
-        int64_t parts = rounded_up(of->rows, rows_of(*of)) / rows_of(*of);
-        int64_t quads = rounded_up(w->panels, QUAD) / QUAD;
-        context->run(context->kernels->linear, of, parts * quads, size_of<LinearRoom>(*of));
-        return 0;
-    });
+    int64_t parts = rounded_up(of->rows, rows_of(*of)) / rows_of(*of);
+    int64_t quads = rounded_up(w->panels, QUAD) / QUAD;
+    return context->run(context->kernels->linear, of, parts * quads, size_of<LinearRoom>(*of));
 }
 
 API int adalog_product(Context* context, const Product* of) {
@@ -577,11 +570,7 @@ API int adalog_product(Context* context, const Product* of) {
     if (of->right.more || of->terms < 1 || of->columns < 1) return 1;
     if (!good(of->out, of->heads * of->columns, of->batches, of->out_batch, of->heads, of->out_head, of->rows, of->columns))
         return 1;
-    return guarded([&] {
-        std::lock_guard<std::mutex> lock(context->one);
-        context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductRoom>(*of));
-        return 0;
-    });
+    return context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductRoom>(*of));
 }
 
 API int adalog_attention(Context* context, const Attention* of) {
@@ -599,31 +588,19 @@ API int adalog_attention(Context* context, const Attention* of) {
     if (!good(of->out, scores.heads * of->columns, scores.batches, of->out_batch, scores.heads, of->out_head, scores.rows,
               of->columns))
         return 1;
-    return guarded([&] {
-        std::lock_guard<std::mutex> lock(context->one);
-        context->run(context->kernels->attention, of, scores.batches * scores.heads, size_of<AttentionRoom>(*of));
-        return 0;
-    });
+    return context->run(context->kernels->attention, of, scores.batches * scores.heads, size_of<AttentionRoom>(*of));
 }
 
 API int adalog_norm(Context* context, const Norm* of) {
     if (!context || !of->data || of->columns < 1 || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
     if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
-    return guarded([&] {
-        std::lock_guard<std::mutex> lock(context->one);
-        context->run(context->kernels->norm, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
-        return 0;
-    });
+    return context->run(context->kernels->norm, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
 API int adalog_encode(Context* context, const Encode* of) {
     if (!context || !of->data || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
     if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
-    return guarded([&] {
-        std::lock_guard<std::mutex> lock(context->one);
-        context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
-        return 0;
-    });
+    return context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
 API int adalog_patches(Context* context, const Patches* of) {
