@@ -26,6 +26,7 @@ from adalog import METHODS, Calibration, Config
 from adalog.data import Preprocessing, find_images
 from adalog.doctor import machine
 from adalog.evaluate import classify_by_nearest, predict, score
+from adalog.runtime import quickest
 from adalog.tables import kept
 
 RESULTS = Path(__file__).parent / "results"
@@ -60,15 +61,15 @@ def main() -> None:
     labels = torch.tensor(images.labels)
     support = torch.tensor([path.parent.name == "support" for path in images.paths])
 
-    def classes(network: nn.Module) -> torch.Tensor:
-        features = predict(network, images.batches(preprocessing, jobs=given.jobs), jobs=given.jobs)
+    def classes(network: nn.Module, at_once: int) -> torch.Tensor:
+        features = predict(network, images.batches(preprocessing, jobs=given.jobs), jobs=at_once)
         return classify_by_nearest(features[support], labels[support], features[~support])
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(None if given.work is None else given.work / f"{name}.json", key, make)
 
     data = {"images": len(images), "folder": folder.resolve().name, "adalog": adalog.__version__}
-    reference = torch.tensor(finished("fp32", data, lambda: classes(model).tolist()))
+    reference = torch.tensor(finished("fp32", data, lambda: classes(model, given.jobs).tolist()))
     truth = labels[~support]
     calibration: Calibration | None = None
     rows: list[dict[str, Any]] = []
@@ -85,11 +86,13 @@ def main() -> None:
                 start = time.process_time()
                 quantized = calibration.quantize(config, jobs=given.jobs)
                 seconds = time.process_time() - start
-                result = score(classes(quantized), truth, reference)
+                runs, executor, at_once = quickest(quantized, given.jobs)
+                result = score(classes(runs, at_once), truth, reference)
                 print(f"{bits} {method}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
                 return {
                     "bits": bits,
                     "method": method,
+                    "executor": executor or "fake quantization",
                     "top1": result.top1.value,
                     "agreement": result.agreement,
                     "mcnemar_p": result.p_value,

@@ -205,13 +205,13 @@ def assert_points(quantizer, points):
 def scored(monkeypatch):
     """The candidates of every evaluation on the output's error, as they come."""
     seen = []
-    loss = ProductError.loss
+    loss = ProductError.loss_of
 
-    def recorded(self, candidates, points):
+    def recorded(self, errors, points):
         seen.append(points.clone())
-        return loss(self, candidates, points)
+        return loss(self, errors, points)
 
-    monkeypatch.setattr(ProductError, "loss", recorded)
+    monkeypatch.setattr(ProductError, "loss_of", recorded)
     return seen
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
+from adalog.fused import uniform_errors
 from adalog.objective import CHUNK_ELEMENTS, ProductError
 from adalog.quantizers import (
     LogQuantizer,
@@ -155,7 +156,12 @@ class _UniformSpace:
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """By the product's error. current: not looked at."""
-        return self._found(lambda points: error.loss(partial(self._hat, error.left), points))
+        form = self.operand.format
+
+        def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
+            return uniform_errors(error.left, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
+
+        return self._found(partial(error.loss_of, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
         scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))

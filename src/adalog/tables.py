@@ -32,6 +32,7 @@ from adalog.evaluate import check_classes, mcnemar, predict, score
 from adalog.models import LoadedModel
 from adalog.program import Program
 from adalog.quantize import Calibration, raw_bytes, sample_images
+from adalog.runtime import quickest
 
 IMAGES = 32  # that calibrate (Sec. 4.1)
 _BITS = ("w4a4", "w3a3", "w6a6")
@@ -345,6 +346,7 @@ def run(
         "tables": {name: _described(name) for name in sorted(set(names))},
         "models": {},
         "calibration_images": images,
+        "executors": [],
         "rows": [],
         "finished": 0,
         "of": len(runs) * len(benches),
@@ -372,6 +374,7 @@ def run(
             make = partial(_measure, bench, calibrated, config, seed, whole, jobs, place)
             record = finished(short, {"config": text, "seed": seed}, make)
             records.setdefault(config, {})[seed] = record
+            result["executors"] = sorted({record["executor"], *result["executors"]})
             result["rows"] = before + list(_rows(names, name, whole, records, images))
             result["finished"] += 1
             if progress is not None:
@@ -422,15 +425,17 @@ def _measure(
     jobs: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """One configuration: seconds are those of its searches and of what comes after them."""
+    """One configuration, judged in integers where those run: seconds are of its searches and of what comes after."""
     calibration = calibrated(seed)
     calibration.quantize(replace(config, refine=None), jobs=jobs if device.type == "cpu" else 1)
     start = time.process_time()
     quantized = calibration.quantize(config)
     seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))
-    classes = bench.classes(quantized, jobs, device)
+    runs, executor, at_once = quickest(quantized, jobs)
+    classes = bench.classes(runs, at_once, device)
     right = classes == bench.labels
     return {
+        "executor": executor or "fake quantization",
         "top1": float(right.double().mean()),
         "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
         "right": _packed(right),
@@ -519,8 +524,8 @@ def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
     parts.append(
         f"{draws} of {result['calibration_images']} calibration images; {judged}. p: McNemar's exact test beside the "
         "full-precision model, and beside adalog at the same bits; of several draws the median. CPU s: of the search, "
-        f"also where it was shared with another row. adalog {machine['adalog']}, torch {machine['torch']}, "
-        f"{machine['processor']}."
+        f"also where it was shared with another row. Run by {' and '.join(result['executors'])}. adalog "
+        f"{machine['adalog']}, torch {machine['torch']}, {machine['processor']}."
     )
     if result["finished"] < result["of"]:
         parts.append(f"Unfinished: {result['finished']} of {result['of']} measurements.")

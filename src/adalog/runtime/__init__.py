@@ -1,5 +1,6 @@
 """Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from adalog import library
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.model import QuantizedModel
 from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
@@ -188,6 +190,17 @@ class Compiled(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._made()
         return self
+
+
+def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor | None, int]:
+    """What answers for this model soonest here, its executor, and how many calls to make at once on so many threads.
+
+    The executor "native", which has threads of its own; or the model itself, by none, where that does not take it.
+    """
+    if library.levels():
+        with contextlib.suppress(ArtifactError):
+            return Compiled(model, "native", threads=threads), "native", 1
+    return model, None, threads
 
 
 def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Program, dict[str, Any]]:
