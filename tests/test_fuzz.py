@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zoo
-from adalog import AdalogError, ArtifactError, Calibration, Config, Search
+from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
 from adalog.artifact import KEY, deserialise, serialise
 from adalog.demo.model import DemoViT
 from adalog.program import OPERATIONS
@@ -52,8 +52,12 @@ BASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def bases():
+@pytest.fixture(scope="module", name="bases")
+def _bases():
+    return make_bases()
+
+
+def make_bases():
     """For each model the bytes of its artifact, and images that it takes."""
     made = {}
     for name, (maker, shape) in BASES.items():
@@ -199,11 +203,16 @@ def outcome(content, images):
         check_told(f"some.file {error}")
         return "fails"
     assert all(line.isprintable() for line in model.summary().splitlines())
+    for executor in ("torch", *["native"] * bool(library.levels())):
+        runs_or_tells(model, executor, images)
+    return "runs"
+
+
+def runs_or_tells(model, executor, images):
     try:
-        model.compile("torch")(images)
+        model.compile(executor)(images)
     except (AdalogError, ValueError) as error:
         check_told(f"some.file {error}")
-    return "runs"
 
 
 def check_told(told):

@@ -1,5 +1,6 @@
 """The compiled kernels, at every level that runs here: the accumulators of the reference, and its models."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -462,18 +463,29 @@ print(done)
 """
 
 
-@pytest.mark.slow
-@needs_kernels
-def test_kernels_stay_within_their_memory(tmp_path):
-    """Structures of random sizes, under the address and undefined-behaviour sanitizers: refused, or done in bounds.
+MUTANTS = """
+import sys
+import torch
+import test_fuzz
+
+torch.set_num_threads(1)
+print(test_fuzz.hunt(test_fuzz.make_bases(), range(int(sys.argv[1])))["runs"])
+"""
+
+
+@pytest.fixture(scope="module")
+def under_sanitizers(tmp_path_factory):
+    """Runs a script, in a process whose library has the address and undefined-behaviour sanitizers: what it prints.
 
     Compiling all levels with both takes minutes.
     """
+    tmp_path = tmp_path_factory.mktemp("sanitizers")
     compiler = shutil.which("g++")
-    runtime = compiler and subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
-    if not runtime or "/" not in runtime.stdout:
+    preloaded = []
+    for name in ("libasan.so", "libstdc++.so"):  # the second so that the first finds what throws exceptions
+        asked = [compiler, f"-print-file-name={name}"]
+        preloaded.append(compiler and subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    if not all(path and "/" in path for path in preloaded):
         pytest.skip("needs g++ and its sanitizers")
     built = tmp_path / "_native.so"
     flags = [
@@ -487,25 +499,38 @@ def test_kernels_stay_within_their_memory(tmp_path):
         "-fno-sanitize-recover",
     ]
     subprocess.run([compiler, *flags, *map(str, SOURCES), "-o", str(built)], check=True)
-    script = tmp_path / "fuzz.py"
-    script.write_text(FUZZ)
     environment = {
         "ADALOG_NATIVE": str(built),
-        "LD_PRELOAD": runtime.stdout.strip(),
+        "LD_PRELOAD": " ".join(preloaded),
         "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": str(Path(native.__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join([str(Path(native.__file__).parents[2]), str(Path(__file__).parent)]),
         "OMP_NUM_THREADS": "1",
     }
-    for seed in range(2):
-        found = subprocess.run(
-            [sys.executable, str(script), str(seed), "60"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+
+    def run(script, *arguments):
+        file = tmp_path / "script.py"
+        file.write_text(script)
+        command = [sys.executable, "-W", "error", str(file), *map(str, arguments)]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr[-3000:]
-        assert int(found.stdout) > 3  # not all were refused
+        return found.stdout
+
+    return run
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_stay_within_their_memory(under_sanitizers, seed):
+    """Structures of random sizes: refused, or done in bounds."""
+    assert int(under_sanitizers(FUZZ, seed, 60)) > 3  # not all were refused
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
+    """Whatever bytes an artifact has, kernels do not leave what is theirs."""
+    assert int(under_sanitizers(MUTANTS, 1000)) > 50
 
 
 @pytest.mark.slow

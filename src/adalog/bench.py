@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import library
+from adalog import doctor, library
 from adalog.model import QuantizedModel
-from adalog.runtime import EXECUTORS
 
 FAKE = "fake"  # not an executor: the quantized model in float, which computes what its integers stand for
 FP32 = "fp32"  # the full-precision model beside it
@@ -64,8 +63,9 @@ def random_inputs(model: QuantizedModel, batch: int, seed: int = 0) -> list[Tens
 
 def executors_here() -> tuple[list[str], dict[str, str]]:
     """What can be timed here, slowest first but for the reference, which is for checking; what cannot, and why."""
-    missing = {} if library.levels() else {"native": library.why()}
-    return [name for name in (FAKE, *EXECUTORS) if name != "reference" and name not in missing], missing
+    here = doctor.executors()
+    missing = {} if "native" in here else {"native": library.why()}
+    return [FAKE, *(name for name in here if name != "reference")], missing
 
 
 @torch.no_grad()

@@ -330,17 +330,6 @@ def find_calibration(target: str, data: Path | None, count: int) -> Tensor | Ima
     return given
 
 
-def load_prepared(name: str, no_pretrained: bool, checkpoint: Path | None) -> tuple[models.LoadedModel, Preprocessing]:
-    """A model, and what its images go through, which must be known."""
-    loaded = load_model(name, no_pretrained, checkpoint)
-    if loaded.preprocessing is None:
-        raise DataError(
-            f"{name} does not say how its images are prepared: return (module, adalog.data.Preprocessing(...)) from "
-            "the function"
-        )
-    return loaded, loaded.preprocessing
-
-
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help=f"The model: {models.KINDS}.")],
@@ -379,7 +368,8 @@ def quantize(
         raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
     given = find_calibration(model, data, images)
-    loaded, preprocessing = load_prepared(model, no_pretrained, checkpoint)
+    loaded = load_model(model, no_pretrained, checkpoint)
+    preprocessing = loaded.prepared
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     jobs = cores(threads)
@@ -491,8 +481,14 @@ def evaluate(
 
 def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
     """The model in integers; what has none is refused by the file's name. threads: of "native"."""
-    try:
+    with integers_of(file):
         return quantized.compile(executor, **({"threads": threads} if executor == "native" else {}))
+
+
+@contextmanager
+def integers_of(file: Path) -> Iterator[None]:
+    try:
+        yield
     except AdalogError as cause:
         raise type(cause)(f"{file} does not run in integers: {cause}") from cause
 
@@ -664,7 +660,8 @@ def figures_command(
         for name in names:  # before the long part
             Config.preset(width, name)
         given = find_calibration(target, data, images)
-        loaded, preprocessing = load_prepared(target, no_pretrained, checkpoint)
+        loaded = load_model(target, no_pretrained, checkpoint)
+        preprocessing = loaded.prepared
         with progress_bar() as progress, quiet():
             part = progress.add_task("capture", total=1)
             if isinstance(given, ImageSet):
@@ -748,14 +745,11 @@ def bench_command(
     odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
     if odd:
         raise ValueError(f"executor = {odd[0]!r} is none of {', '.join((FAKE, *EXECUTORS))}")
-    quantized = adalog.load(file)
-    for name in wanted:
-        if name != FAKE:
-            compiled(file, quantized, name)
+    adalog.load(file)
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = cores(threads)
     torch.set_num_threads(count)
-    with waiting(f"time {file}"):
+    with waiting(f"time {file}"), integers_of(file):
         rows = bench(
             lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
         )

@@ -28,9 +28,14 @@ def examine() -> dict[str, Any]:
         "features": features(),
         "cores": available_cores(),
         "torch_threads": torch.get_num_threads(),
-        "executors": [name for name in EXECUTORS if name != "native" or kernels["level"]],
+        "executors": executors(),
         "native": kernels,
     }
+
+
+def executors() -> list[str]:
+    """Those that run here, slowest first: "native" does with a library."""
+    return [name for name in EXECUTORS if name != "native" or library.levels()]
 
 
 def machine() -> dict[str, Any]:

@@ -51,6 +51,16 @@ class LoadedModel:
     preprocessing: Preprocessing | None
     name: str
 
+    @property
+    def prepared(self) -> Preprocessing:
+        """What its images go through. Raises DataError where nothing says."""
+        if self.preprocessing is None:
+            raise DataError(
+                f"{self.name} does not say how its images are prepared: return (module, "
+                "adalog.data.Preprocessing(...)) from the function"
+            )
+        return self.preprocessing
+
 
 def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = None, seed: int = 0) -> LoadedModel:
     """The model that `spec` names (the forms are in this module's first lines).

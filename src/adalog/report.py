@@ -164,8 +164,14 @@ def cost_table(title: str, result: Cost) -> Table:
 
 def cost_lines(result: Cost) -> str:
     """The sums."""
-    return (
-        f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs\n"
-        f"the rest: {result.elementwise_fixops:,.0f} FixOPs\n"
-        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in all"
-    )
+    lines = [
+        f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs",
+        f"in integers: {result.integer_macs:,} MACs ({percent(result.integer_macs / max(result.macs, 1))})",
+        f"the rest: {result.elementwise_fixops:,.0f} FixOPs",
+        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in all",
+    ]
+    if result.table_bytes:
+        lines.append(f"tables, made of these when loaded: {result.table_bytes:,} bytes")
+    if result.float_operations:
+        lines.append(f"in float: {', '.join(f'{name} x {count}' for name, count in result.float_operations.items())}")
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ from adalog import demo
 from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
 from adalog.cost import cost
-from adalog.data import ImageSet, Preprocessing, find_images
+from adalog.data import ImageSet, find_images
 from adalog.doctor import machine
 from adalog.errors import DataError
 from adalog.evaluate import check_classes, mcnemar, predict, score
@@ -241,16 +241,6 @@ class Bench:
             )
         return bench
 
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """What is done to each image. Raises DataError where nothing says."""
-        if self.model.preprocessing is None:
-            raise DataError(
-                f"{self.model.name} does not say how its images are prepared: return (module, "
-                "adalog.data.Preprocessing(...)) from the function"
-            )
-        return self.model.preprocessing
-
     def fingerprint(self) -> dict[str, Any]:
         """Of the model, with the file of code that it is from, and its images; of those in files by their names."""
         weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
@@ -269,7 +259,7 @@ class Bench:
             "model": self.model.name,
             "weights": weights.hexdigest(),
             "images": images.hexdigest(),
-            "preprocessing": repr(self.preprocessing),
+            "preprocessing": repr(self.model.prepared),
             "adalog": adalog.__version__,
         }
 
@@ -279,19 +269,19 @@ class Bench:
             drawn = sample_images(self.pool, count, seed)
             assert isinstance(drawn, Tensor)
             return drawn
-        return self.pool.sample(count, seed).load(self.preprocessing, jobs=jobs)
+        return self.pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device) -> Tensor:
         """The class that a network gives each image: (N,)."""
         judged = self.judged
-        images = judged if isinstance(judged, Tensor) else judged.batches(self.preprocessing, jobs=jobs)
+        images = judged if isinstance(judged, Tensor) else judged.batches(self.model.prepared, jobs=jobs)
         return predict(network, images, jobs=jobs if device.type == "cpu" else 1, device=device).argmax(dim=1)
 
     def check(self, device: torch.device) -> None:
         """Whether the model runs on its images and has their classes: DataError where not."""
         last = int(self.labels.argmax())
         judged = self.judged
-        one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.preprocessing)
+        one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.model.prepared)
         logits = predict(self.model.module.to(device), one, device=device)
         if isinstance(judged, ImageSet):
             check_classes(judged.classes, logits, str(judged.paths[0].parents[1]), self.model.name)
@@ -300,7 +290,7 @@ class Bench:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image."""
-        return (3, *self.preprocessing.size)
+        return (3, *self.model.prepared.size)
 
 
 def plan(names: Sequence[str], images: int = IMAGES) -> dict[Config, Row]:
