@@ -17,8 +17,8 @@ import test_integer as integer
 from adalog import ArtifactError, Calibration, Config, library
 from adalog.artifact import deserialise, serialise
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.runtime import native, reference
-from adalog.runtime.plan import search_tables, steps_of
+from adalog.runtime import native, plan, reference
+from adalog.runtime.plan import Plan, search_tables, steps_of
 from strategies import bits, normal, quick, seeds
 
 LEVELS = library.levels()
@@ -132,6 +132,43 @@ def test_the_largest_sums(level):
 
 
 # --- functions of few values -----------------------------------------------------------------------------------------
+
+
+@every_level
+@few
+@given(st.integers(1, 90), st.integers(1, 70), st.data())
+def test_rows_have_their_places(level, columns, count, data):
+    """Accumulators, and floats with a residual: each row where it is told, none twice, and some nowhere."""
+    context, site = native.Context(2, level), _site(columns, 70)
+    places = torch.tensor(data.draw(st.permutations(range(count + 5)))[:count], dtype=torch.int32)
+    places[data.draw(st.lists(st.integers(0, count - 1), max_size=5))] = -1
+    added_to = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int32)
+    told = {"place": places.data_ptr(), "places": count}
+    weights, rows = context.weights(site), torch.arange(count * 70).remainder_(16).to(torch.uint8).view(count, 70)
+    plain, sums = torch.empty(count, columns, dtype=torch.int32), torch.full((count + 5, columns), 7, dtype=torch.int32)
+    for out, where in ((plain, {}), (sums, told)):
+        kind = native.Output(kind=native.SUMS, **native.place(out), **where)
+        context.run("linear", native.linear(weights, [rows], kind))
+    wanted = torch.full_like(sums, 7)
+    wanted[places[places >= 0].long()] = plain[places >= 0]
+    assert torch.equal(sums, wanted)
+    one, none, residual = torch.ones(columns), torch.zeros(columns), torch.randn(3, columns)
+    floats = torch.zeros(count + 5, columns)
+    kind = native.Output(
+        kind=native.FLOATS,
+        scale=one.data_ptr(),
+        bias=none.data_ptr(),
+        parameters=columns,
+        residual=residual.data_ptr(),
+        residual_bytes=residual.nbytes,
+        from_=added_to.data_ptr(),
+        **native.place(floats),
+        **told,
+    )
+    context.run("linear", native.linear(weights, [rows], kind))
+    wanted = torch.zeros_like(floats)
+    wanted[places[places >= 0].long()] = (plain + residual[added_to.long()])[places >= 0]
+    assert torch.equal(floats, wanted)
 
 
 def looked_up(x, thresholds, values):
@@ -304,6 +341,35 @@ def test_windows_and_masks(level, windowed):
     assert not {"aten.softmax.int", "adalog.product", "aten.gelu.default"} & set(compiled.prepare(4).fallbacks.values())
 
 
+@pytest.fixture(scope="module")
+def padded(fast):
+    """A Swin transformer whose windows fit no grid: rows are put between, rolled, moved to windows, back, dropped."""
+    from timm.models import SwinTransformer
+
+    torch.manual_seed(0)
+    net = SwinTransformer(
+        img_size=(18, 14), patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=3
+    )
+    x = torch.randn(3, 3, 18, 14, generator=torch.Generator().manual_seed(1))
+    return Calibration(net.eval(), x).quantize(fast), x
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@every_level
+def test_moves_of_rows_cost_nothing_and_change_nothing(level, batch, padded, monkeypatch):
+    model, x = padded
+    assert {"aten.roll.default", "aten.pad.default"} <= {node.op for node in model.program.nodes}
+    compiled = model.compile("native", level=level)
+    found = compiled(x[:batch])
+    assert close(found, model(x[:batch])) < 1e-4
+    assert set(compiled.prepare(batch).fallbacks.values()) == {"aten.mean.dim"}
+    monkeypatch.setattr(Plan, "_rows_behind", lambda self, name, columns: plan._Rows(name))
+    moved = model.compile("native", level=level)
+    assert "aten.roll.default" in moved.prepare(batch).fallbacks.values()
+    assert torch.equal(found, moved(x[:batch]))
+    assert torch.equal(found, compiled(x[:batch]))
+
+
 @needs_kernels
 def test_codes_and_traces(quantized, images):
     compiled, torch_model = quantized.compile("native"), quantized.compile("torch")
@@ -376,6 +442,11 @@ def test_kernels_refuse_sizes_that_do_not_fit():
         with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
             context.run("linear", good)
         setattr(good.out, field, kept)
+    for places, count in (([0, 1, 2, 4], 4), ([0, 1, 2, -2], 4), ([0, 1, 2, 2**31 - 1], 4), ([0, 1, 2, 3], 3)):
+        kept = torch.tensor(places, dtype=torch.int32)
+        good.out.place, good.out.places = kept.data_ptr(), count
+        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+            context.run("linear", good)
 
 
 def _site(columns, terms, width=4):
@@ -407,11 +478,15 @@ def memory(count):
 def fill(structure, size):
     for name, kind in structure._fields_:
         if kind is ctypes.c_void_p:
-            if name in ("more", "residual", "bias") and random.random() < 0.5:
+            if name in ("more", "residual", "bias", "place", "from_") and random.random() < 0.6:
                 continue
             setattr(structure, name, memory(size))
             if name == "zero" and random.random() < 0.9:
                 ctypes.memset(structure.zero, 0, size)
+            if name in ("place", "from_", "bias_of"):
+                most = random.choice([2, 2, 2, 40])
+                rows = [random.randrange(-1 if name == "place" else 0, most) for _ in range(size // 4)]
+                ctypes.memmove(getattr(structure, name), (ctypes.c_int32 * len(rows))(*rows), size)
         elif isinstance(getattr(structure, name), ctypes.Structure):
             fill(getattr(structure, name), size)
         elif isinstance(getattr(structure, name), ctypes.Array):
@@ -419,7 +494,7 @@ def fill(structure, size):
                 getattr(structure, name)[i] = random.choice([0, 1, 1, 2, 3])
         elif name in ("bytes", "residual_bytes", "bias_bytes", "out_bytes"):
             setattr(structure, name, size)
-        elif name in ("parameters", "length"):
+        elif name in ("parameters", "length", "places", "bias_batches"):
             setattr(structure, name, size // 4)
         elif name == "kind":
             structure.kind = random.randrange(-1, 5)
