@@ -934,7 +934,9 @@ template <int KIND, int DEPTH>
 struct Finisher {
     const Output& out;
     const Search<DEPTH> search;
-    INLINE explicit Finisher(const Output& output) : out(output), search(KIND == STEPS ? output.steps : none()) {}
+    const bool moved;
+    INLINE explicit Finisher(const Output& output)
+        : out(output), search(KIND == STEPS ? output.steps : none()), moved(output.place || output.from) {}
     static const Steps& none() {
         static const float heap[32] = {};
         static const int32_t values[32] = {};
@@ -986,9 +988,13 @@ struct Finisher {
     // next.
     INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
                      int64_t width) const {
-        for (int64_t r = number; r < number + rows; r++, sums += width) {
-            const int64_t to = start + placed(out.place, r) * out.row, from = start + placed(out.from, r) * out.row;
-            if (to < 0) continue;  // start is within a row
+        int64_t next = start + number * out.row;
+        for (int64_t r = number; r < number + rows; r++, sums += width, next += out.row) {
+            int64_t to = next, from = next;
+            if (moved) {
+                to = start + placed(out.place, r) * out.row, from = start + placed(out.from, r) * out.row;
+                if (to < 0) continue;  // start is within a row
+            }
             if (KIND == SUMS) {
                 std::memcpy(static_cast<int32_t*>(out.data) + to, sums, columns * 4);
                 continue;

@@ -143,6 +143,12 @@ def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: tor
     return _Steps(thresholds, values, 2 if int(table.max()) > 255 else 1)
 
 
+def _distinct(*values: Tensor) -> list[Tensor]:
+    """Tensors of one shape without the dimensions along which all of them repeat themselves in memory."""
+    repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
+    return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]
+
+
 def _places(numbers: Tensor, count: int) -> Tensor | None:
     """Where each of `count` rows is among moved ones, or -1: (count,), int32. None where these are not rows of them.
 
@@ -373,12 +379,16 @@ class Plan:
                     seen = self._apply(node, {last: seen})
                     factor = self._apply(node, {last: factor}) if factor.ndim else factor
                 else:
-                    factor = self._apply(node, {last: factor.expand(seen.shape)})
+                    (factor,) = _distinct(factor.expand(seen.shape))
+                    factor = self._apply(node, {last: factor}).expand(seen.shape)
                 last = node.name
+            top, scale = torch.tensor(2.0**quantizer.bits - 1), quantizer.scale.double()
+            given = [each.double().expand(seen.shape) for each in (scale, quantizer.zero_point, top)]
+            seen, factor, *values = _distinct(seen, factor.expand(seen.shape), *given)
+            values[0] = values[0] / factor
             place_of = seen.reshape(-1).long()
-            top = torch.tensor(2.0**quantizer.bits - 1)
-            for kept, each in zip(found, (quantizer.scale.double() / factor, quantizer.zero_point, top), strict=True):
-                value = each.double().expand(seen.shape).reshape(-1)
+            for kept, each in zip(found, values, strict=True):
+                value = each.reshape(-1)
                 if not bool(value.isfinite().all()):
                     return None
                 before = kept[place_of]
