@@ -320,6 +320,32 @@ def test_what_is_done_in_one_step(level, fast):
     assert close(compiled(x), model.compile("torch")(x)) < 1e-5
 
 
+class Normalised(nn.Module):
+    """Queries and keys that stay float and have a quantizer a head, and two products that are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.one, self.other = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        y = ((q @ k.transpose(-1, -2)) * 5).softmax(-1) @ v
+        y = y.transpose(1, 2).flatten(2)
+        return self.one(y) + self.other(y)
+
+
+@every_level
+def test_codes_of_heads(level, fast):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    model = Calibration(Normalised().eval(), x).quantize(fast)
+    compiled = model.compile("native", level=level)
+    assert "adalog.encode" not in compiled.prepare(6).fallbacks.values()
+    assert any(quantizer.scale.numel() == 2 for quantizer in model.program.quantizers.values())
+    assert close(compiled(x), model(x)) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def windowed(fast):
     """A Swin transformer with windows, masks and a merging, and images."""

@@ -526,6 +526,8 @@ class Plan:
         reader = self._sole_reader(rows.last)
         if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:
             return None
+        if self._nodes.get(reader.name) is not reader:  # the product that it adds has taken it
+            return None
         others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
         shape = self._shapes[rows.last].shape
         if len(others) != 1 or self._shapes[reader.name].shape != shape:
@@ -875,41 +877,51 @@ class Plan:
 
     @staticmethod
     def _encodes(encoder: Encoder | None, x: Tensor) -> bool:
-        """Whether a kernel finds the codes of a value: scales of all of it, or of its columns."""
+        """Whether a kernel finds the codes of a value: any of a uniform quantizer, or of one scale."""
         if encoder is None or x.dtype != torch.float32 or not x.numel():
             return False
-        scale = encoder.quantizer.scale
-        by_column = x.ndim > 0 and scale.ndim > 0 and scale.numel() == scale.shape[-1] == x.shape[-1]
-        return scale.numel() == 1 or (by_column and isinstance(encoder.quantizer, UniformQuantizer))
+        return encoder.quantizer.scale.numel() == 1 or isinstance(encoder.quantizer, UniformQuantizer)
 
     def _encode(self, encoder: Encoder, x: Tensor, index: int | None) -> _Bytes:
-        """Codes of a value; index: of the input that it is."""
-        quantizer = encoder.quantizer
-        columns = x.shape[-1] if x.ndim else 1
+        """Codes of a value, which lie as it does; index: of the input that it is."""
+        quantizer, shape = encoder.quantizer, x.shape
+        order = sorted(range(x.ndim), key=lambda i: -x.stride()[i])
+        x = x.permute(order)
+        parameters = [torch.ones(()), torch.zeros(())]
+        if isinstance(quantizer, UniformQuantizer):
+            parameters = [value.float() for value in (quantizer.scale, quantizer.zero_point)]
+        scale, zero = (value.expand(shape).permute(order) for value in parameters)
+        # Rows are as long as what has parameters of its own, or some thousand entries.
+        first = next((i for i in range(x.ndim) if x.shape[i] > 1 and (scale.stride(i) or zero.stride(i))), x.ndim)
+        if not x[(0,) * first].is_contiguous():
+            x = self._dense(x)
+        while first and x[(0,) * (first - 1)].is_contiguous():
+            if first < x.ndim and x.shape[first - 1 :].numel() > 1 << 12:
+                break
+            first -= 1
+        columns = x.shape[first:].numel()
+        try:
+            rows = x.view(-1, columns)
+        except RuntimeError:
+            x = self._dense(x)
+            rows = x.view(-1, columns)
         finish: Finish
         if isinstance(quantizer, UniformQuantizer):
-            columns = min(columns, 1 << 12) if quantizer.scale.numel() == 1 else columns
-            columns = math.gcd(columns, x.numel()) if x.numel() else 1
-            scale, zero = (
-                value.float().reshape(-1).expand(columns).contiguous()
-                for value in (quantizer.scale, quantizer.zero_point)
-            )
+            scale, zero = (value[(0,) * first].reshape(-1).contiguous() for value in (scale, zero))
             finish = _Codes(scale, zero, torch.full((columns,), 2.0**quantizer.bits - 1))
         else:
             finish = _bytes_of(quantizer, lambda value: value, torch.float32)
-        if index is None:
-            x = self._dense(x)
         out = self._room(finish, x.shape)
         output = self._output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, _Codes):
             output.scale = self._keep(finish.scale)  # by which it divides, as the quantizer does
         arguments = native.Encode(
-            data=x.data_ptr(), bytes=x.nbytes, row=columns, rows=x.numel() // columns, columns=columns, out=output
+            data=x.data_ptr(), bytes=room_of(x), row=rows.stride(0), rows=len(rows), columns=columns, out=output
         )
         if index is not None:
             self._pointers.append((arguments, index))
         self._call("encode", arguments)
-        return _Bytes(out)
+        return _Bytes(plane.permute([order.index(i) for i in range(len(order))]) for plane in out)
 
     # --- from nodes to calls -----------------------------------------------------------------------------------------
 
