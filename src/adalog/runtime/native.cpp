@@ -1226,11 +1226,11 @@ INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right,
         });
 }
 
-// Rows of the left operand as a product reads them: themselves where it reads nothing else, or a copy. width: terms
-// with their padding.
-INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, uint8_t* copy,
-                               int64_t* step) {
-    if (width == terms && (ADALOG_LEVEL != AMX || rows % PANEL == 0)) {
+// Rows of the left operand as a product reads them: themselves where what it reads besides is there, since that meets
+// zeros or makes rows that nobody looks at, or else a copy. width: terms with their padding; bytes: from `data` on.
+INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, int64_t bytes,
+                               uint8_t* copy, int64_t* step) {
+    if (((ADALOG_LEVEL == AMX ? rounded_up(rows, PANEL) : rows) - 1) * row + width <= bytes) {
         *step = row;
         return data;
     }
@@ -1300,9 +1300,10 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
         for (int64_t row = begin; row < end; row += AT_ONCE) {
             const int64_t rows = std::min<int64_t>(AT_ONCE, end - row);
             Left left{nullptr, nullptr, 0};
-            left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
+            const int64_t start = row * of.row, rest = of.bytes - start;
+            left.data = readable(of.data + start, of.row, rows, weights.terms, width, rest, room.left, &left.row);
             if (of.more)
-                left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+                left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, room.more, &left.row);
             const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
@@ -1396,9 +1397,10 @@ INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t 
                          const Right& right, int64_t panels, uint8_t* copy, uint8_t* copy_more, int32_t* sums,
                          int32_t* row_sums) {
     const int64_t start = batch * side.batch + head * side.head + row * side.row, width = right.lines * GROUP;
+    const int64_t rest = side.bytes - start;
     Left left{nullptr, nullptr, 0};
-    left.data = readable(side.data + start, side.row, rows, terms, width, copy, &left.row);
-    if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, copy_more, &left.row);
+    left.data = readable(side.data + start, side.row, rows, terms, width, rest, copy, &left.row);
+    if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, rest, copy_more, &left.row);
     for (int64_t p = 0; p < panels; p += QUAD)
         multiply(left, rows, terms, right, p, QUAD, sums + p * PANEL, panels * PANEL, row_sums);
 }
@@ -1511,11 +1513,11 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoo
             softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, room.left,
                     two ? room.more : nullptr, width);
             const Left left{room.left, two ? room.more : nullptr, width};
-            for (int64_t p = 0; p < room.values.panels; p += QUAD)
-                multiply(left, rows, keys, values, p, QUAD, room.sums + p * PANEL, room.values.panels * PANEL,
-                         room.row_sums);
-            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns,
-                          room.sums, room.values.panels * PANEL);
+            for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
+                multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
+                         room.sums + p * PANEL, room.values.panels * PANEL, room.row_sums);
+            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns, room.sums,
+                          room.values.panels * PANEL);
         }
     });
 }
