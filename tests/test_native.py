@@ -396,6 +396,38 @@ def test_moves_of_rows_cost_nothing_and_change_nothing(level, batch, padded, mon
     assert torch.equal(found, compiled(x[:batch]))
 
 
+class Merging(nn.Module):
+    """Rows that are cut and put together by fours, and rolled; a norm that is added to what it is of; two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.merged, self.down = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            nn.LayerNorm(32),
+            nn.Linear(32, 8),
+        )
+
+    def forward(self, x):
+        x = self.up(x)
+        x = x + self.norm(x).roll(1, 1)
+        y = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+        z = self.down(self.merged(y))
+        return z.flip(1)[:, 1:], z.roll(2, 2)
+
+
+@every_level
+def test_rows_that_are_read_in_parts(level, fast):
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 4, 6)
+    model = Calibration(Merging().eval(), x).quantize(fast)
+    compiled = model.compile("native", level=level)
+    assert set(compiled.prepare(5).fallbacks.values()) == {"aten.flip.default", "aten.roll.default"}
+    assert len(compiled.prepare(5)._calls) == 7  # codes, up, norm with its addition, norm, down, and those two
+    for found, wanted in zip(compiled(x), model(x), strict=True):
+        assert close(found, wanted) < 1e-5
+
+
 @needs_kernels
 def test_codes_and_traces(quantized, images):
     compiled, torch_model = quantized.compile("native"), quantized.compile("torch")

@@ -126,13 +126,16 @@ class _Rows:
     """Where moves that nothing else reads take the rows of a value: `last` is what the last of these makes.
 
     place: of each row, among those of `last` that are as long, or -1; int32, None where they stay. whole: whether each
-    place of `last` is one of a row, or else zeros were put between. gone: what needs not run.
+    place of `last` is one of a row, or else zeros were put between. gone: what needs not run. added: what is added on
+    the way, if anything, and to which of its rows each is, int32, None where to its own.
     """
 
     last: str
     place: Tensor | None = None
     whole: bool = True
     gone: tuple[str, ...] = ()
+    added: Ref | None = None
+    added_to: Tensor | None = None
 
 
 def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
@@ -262,6 +265,7 @@ class Plan:
     def _fuse(self, program: Program) -> Program:
         self._readers, self._outputs = program.consumers(), set(refs_of(program.output))
         self._order = list(program.nodes)
+        self._order_of = {node.name: i for i, node in enumerate(self._order)}
         for node in self._order:
             step = self._steps.get(node.name)
             if isinstance(step, Product):
@@ -271,8 +275,10 @@ class Plan:
                     self._linear(node, step)
             elif node.op == _NORM and self._is_row_norm(node):
                 rows = self._rows_behind(node.name, self._shapes[node.name].shape[-1])
-                self._finishes[rows.last] = self._finish_of(rows.last, self._columns(node.name, rows.last))
-                self._replace(rows.last, node, node.args, rows.gone)
+                finish = self._finish_of(rows.last, self._columns(node.name, rows.last))
+                rows = rows if finish is not None else self._with_addition(rows, self._shapes[node.name].shape[-1])
+                self._finishes[rows.last] = finish
+                self._replace(rows.last, node, (rows.added, *node.args), rows.gone)
                 self._emit[rows.last] = self._norm(rows)
         nodes = tuple(self._nodes[node.name] for node in self._order if node.name in self._nodes)
         return replace(program, nodes=nodes).pruned()
@@ -315,29 +321,63 @@ class Plan:
     def _rows_behind(self, name: str, columns: int) -> _Rows:
         """Where the rows of so many columns, that a value is made of, are taken as wholes."""
         shape = self._shapes[name].shape
-        found, gone, copied = _Rows(name), [name], False
-        if not 0 < shape.numel() < 2**31 - columns:
+        found = _Rows(name)
+        if name in self._outputs or not 0 < shape.numel() < 2**31 - columns:
             return found
         numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 is what is put between
-        while (reader := self._sole_reader(gone[-1])) is not None:
-            moves = reader.op in MOVES and next(reader.refs()) == gone[-1]
-            if not moves and not (reader.op in _PADS and self._puts_zeros(reader, gone[-1])):
+        inside: dict[str, Any] = {name: numbers}
+        for node in self._order[self._order_of[name] + 1 :]:
+            if inside.keys().isdisjoint(node.refs()):
+                continue
+            if not self._moves(node, inside):
                 break
-            before, numbers = numbers, self._apply(reader, {gone[-1]: numbers})
-            if not isinstance(numbers, Tensor) or not numbers.numel() or numbers.numel() % columns:
-                break
-            same = numbers.data_ptr() == before.data_ptr() and numbers.numel() == before.numel()
-            copied = copied or not same or not numbers.is_contiguous()
-            place = _places(numbers.reshape(-1, columns), shape.numel() // columns) if copied else None
-            if place is not None or not copied:
-                whole = place is None or int((place >= 0).sum()) * columns == numbers.numel()
-                found = _Rows(reader.name, place, whole, tuple(gone))
-            gone.append(reader.name)
+            inside[node.name] = moved = self._apply(node, inside)
+            gone = tuple(each for each in inside if each != node.name)
+            alone = all(reader.name in inside for each in gone for reader in self._readers.get(each, []))
+            if not alone or not self._outputs.isdisjoint(gone):
+                continue
+            if not isinstance(moved, Tensor) or not moved.numel() or moved.numel() % columns:
+                continue
+            stays = moved.data_ptr() == numbers.data_ptr() and moved.shape.numel() == shape.numel()
+            if stays and moved.is_contiguous():
+                found = _Rows(node.name, gone=gone)
+                continue
+            place = _places(moved.reshape(-1, columns), shape.numel() // columns)
+            if place is not None:
+                found = _Rows(node.name, place, int((place >= 0).sum()) * columns == moved.numel(), gone)
         return found
 
-    def _puts_zeros(self, node: Node, name: str) -> bool:
-        """Whether padding a value with itself all zeros makes zeros."""
-        return not bool(self._apply(node, {name: torch.zeros(self._shapes[name].shape)}).any())
+    def _moves(self, node: Node, values: Mapping[str, Any]) -> bool:
+        """Whether a node moves some of these values, or puts zeros between, and reads nothing else but sizes."""
+        refs = list(node.refs())
+        if not all(each in values or isinstance(self._shapes.get(each), int) for each in refs):
+            return False
+        if node.op in _PADS:
+            return not bool(self._apply(node, {refs[0]: torch.zeros(values[refs[0]].shape)}).any())
+        return node.op in MOVES or node.op == "aten.cat.default"
+
+    def _with_addition(self, rows: _Rows, columns: int) -> _Rows:
+        """The same with what the only reader adds to them, and the moves behind it, where there is such a reader."""
+        reader = self._sole_reader(rows.last)
+        if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:
+            return rows
+        others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
+        shape = self._shapes[rows.last].shape
+        # The other product of a sum may have taken it.
+        if len(others) != 1 or self._shapes[reader.name].shape != shape or self._nodes.get(reader.name) is not reader:
+            return rows
+        other = self._shapes.get(others[0].name, self._constants.get(others[0].name))
+        if not isinstance(other, Tensor) or other.shape != shape or other.dtype != torch.float32:
+            return rows
+        behind, place, added_to = self._rows_behind(reader.name, columns), rows.place, None
+        if place is None:
+            place = behind.place
+        else:
+            added_to = place.clamp(min=0)
+            if behind.place is not None:
+                place = torch.where(place < 0, place, behind.place[added_to.long()])
+        gone = (*rows.gone, rows.last, *behind.gone)
+        return _Rows(behind.last, place, behind.whole, gone, others[0], added_to)
 
     def _encoder(self, node: Node) -> Encoder | None:
         step = self._steps.get(node.name) if node.op == ENCODE else None
@@ -510,32 +550,13 @@ class Plan:
                     factor, last = value.float().reshape(-1), reader
                     gone.append(reader.name)
                     reader = self._sole_reader(reader.name)
-        rows = self._rows_behind(last.name, step.columns)
-        other, added = self._addition(rows), _Rows(rows.last)
-        if other is not None:
-            added = self._rows_behind(self._readers[rows.last][0].name, step.columns)
-        elif rows.place is None:
+        rows = self._with_addition(self._rows_behind(last.name, step.columns), step.columns)
+        if rows.added is None and rows.place is None:
             return
         del self._emit[node.name]
-        args = node.args if other is None else (*node.args, other)
-        self._replace(added.last, node, args, [*gone, *rows.gone, rows.last, *added.gone])
-        self._emit[added.last] = self._product(node, step, rows, factor, added)
-
-    def _addition(self, rows: _Rows) -> Ref | None:
-        """What the only reader of moved rows adds to them."""
-        reader = self._sole_reader(rows.last)
-        if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:
-            return None
-        if self._nodes.get(reader.name) is not reader:  # the product that it adds has taken it
-            return None
-        others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
-        shape = self._shapes[rows.last].shape
-        if len(others) != 1 or self._shapes[reader.name].shape != shape:
-            return None
-        other = self._shapes.get(others[0].name, self._constants.get(others[0].name))
-        return (
-            others[0] if isinstance(other, Tensor) and other.shape == shape and other.dtype == torch.float32 else None
-        )
+        args = node.args if rows.added is None else (*node.args, rows.added)
+        self._replace(rows.last, node, args, [*gone, *rows.gone])
+        self._emit[rows.last] = self._product(node, step, rows, factor)
 
     def _attention(self, node: Node, step: Product) -> None:
         """A product of two computed operands; with softmax and the product before, if that is what its left one is."""
@@ -662,9 +683,13 @@ class Plan:
         self._kept += out
         return out
 
-    def _stored(self, output: Output, place: Tensor | None, added_to: Tensor | None = None) -> None:
-        """Tell an output where its rows go, and to which of the residual's they are added."""
-        for field, rows in (("place", place), ("from_", added_to)):
+    def _stored(self, output: Output, stored: _Rows, residual: Tensor | None) -> None:
+        """Tell an output where its rows go, and what they are added to."""
+        added_to = None
+        if residual is not None:
+            residual, added_to = self._dense(residual), stored.added_to
+            output.residual, output.residual_bytes = residual.data_ptr(), room_of(residual)
+        for field, rows in (("place", stored.place), ("from_", added_to)):
             if rows is not None:
                 setattr(output, field, self._keep(rows))
                 output.places = len(rows)
@@ -688,7 +713,13 @@ class Plan:
 
     def _norm(self, stored: _Rows) -> Callable[..., Any]:
         def emit(
-            x: Tensor, _: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *__: Any
+            residual: Tensor | None,
+            x: Tensor,
+            _: Any,
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            eps: float = 1e-5,
+            *__: Any,
         ) -> Any:
             x, finish = self._dense(x), self._finishes[self._current]
             out = self._room(finish, self._shapes[self._current].shape, stored.whole)
@@ -703,23 +734,14 @@ class Plan:
                 epsilon=eps,
                 out=self._output(finish, rows, scale, bias),
             )
-            self._stored(arguments.out, stored.place)
+            self._stored(arguments.out, stored, residual)
             self._call("norm", arguments)
             return self._value(finish, out)
 
         return emit
 
-    def _product(
-        self, node: Node, step: Product, moved: _Rows, factor: Tensor | None = None, added: _Rows | None = None
-    ) -> Callable[..., Any]:
-        """factor: what the columns are multiplied by afterwards; moved: where the rows go then; added: where from there
-        with a residual."""
-        place, whole = moved.place, moved.whole
-        if added is not None and added.place is not None:
-            whole = added.whole
-            place = (
-                added.place if place is None else torch.where(place < 0, place, added.place[place.clamp(min=0).long()])
-            )
+    def _product(self, node: Node, step: Product, stored: _Rows, factor: Tensor | None = None) -> Callable[..., Any]:
+        """factor: what the columns are multiplied by afterwards."""
 
         def emit(left: _Bytes, _: Any, bias: Tensor | None, residual: Tensor | None = None) -> Any:
             site, weights = step.site, step.weights
@@ -733,13 +755,9 @@ class Plan:
                 scale = scale * factor.double()
                 offset = None if offset is None else offset * factor.double()
             shape = (*lead, columns) if site.geometry is not None else self._shapes[self._current].shape
-            out = self._room(finish, shape, whole)
+            out = self._room(finish, shape, stored.whole)
             output = self._output(finish, [plane.view(-1, columns) for plane in out], scale, offset)
-            self._stored(output, place)
-            if residual is not None:
-                residual = self._dense(residual)
-                output.residual, output.residual_bytes = residual.data_ptr(), room_of(residual)
-                self._stored(output, place, None if moved.place is None else moved.place.clamp(min=0))
+            self._stored(output, stored, residual)
             if len(rows[0]):
                 self._call("linear", native.linear(weights, rows, output))
             if site.geometry is not None:  # (B, L, O) as (B, O, H, W)
