@@ -1199,6 +1199,7 @@ template <class Meanwhile = Nothing>
 INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
                      int32_t* sums, int64_t width, int32_t* row_sums, Meanwhile meanwhile = {}) {
     right.data += panel * right.panel;
+    if (ADALOG_LEVEL != AMX) right.lines = rounded_up(terms, GROUP) / GROUP;  // only tiles need the padding
     const int32_t* base = right.base + panel * PANEL;
     if (left.more) {
         const int32_t none[QUAD * PANEL] = {};
