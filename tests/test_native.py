@@ -346,6 +346,30 @@ def test_codes_of_heads(level, fast):
     assert close(compiled(x), model(x)) < 1e-5
 
 
+class Masked(nn.Module):
+    """Scores that a stored mask hides, or none of them."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+        self.register_buffer("hidden", hidden)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        return (0.3 * q @ k.transpose(-1, -2)).masked_fill(self.hidden, -torch.inf).softmax(-1) @ v
+
+
+@needs_kernels
+@pytest.mark.parametrize("hidden", [torch.zeros(7, 7), torch.ones(7, 7).triu(1)], ids=["nothing", "what is later"])
+def test_hidden_scores(fast, hidden):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    model = Calibration(Masked(hidden.bool()).eval(), x).quantize(fast)
+    compiled = model.compile("native")
+    assert ("aten.softmax.int" in compiled.prepare(6).fallbacks.values()) == bool(hidden.any())
+    assert close(compiled(x), model(x)) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def windowed(fast):
     """A Swin transformer with windows, masks and a merging, and images."""

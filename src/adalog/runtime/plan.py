@@ -38,6 +38,7 @@ _FACTORS = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
 _SCALINGS = _FACTORS | aten("add.Tensor add.Scalar")
 _PADS = aten("pad.default constant_pad_nd.default")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
+_HIDING = aten("masked_fill.Scalar")  # of nothing, as by a mask that lets all pass; else torch does it
 
 
 class _Bytes(list[Any]):
@@ -607,7 +608,7 @@ class Plan:
                 break
             refs = [arg for arg in each.args if isinstance(arg, Ref)]
             varying = [ref.name for ref in refs if not self._is_constant(ref.name)]
-            fits = each.op in _SCALINGS | _RESHAPES and len(varying) == 1 and not each.kwargs
+            fits = each.op in _SCALINGS | _RESHAPES | _HIDING and len(varying) == 1 and not each.kwargs
             if not fits or (
                 each.op == "aten.div.Tensor" and varying != [each.args[0].name if isinstance(each.args[0], Ref) else ""]
             ):
