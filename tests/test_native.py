@@ -18,8 +18,8 @@ import test_integer as integer
 from adalog import ArtifactError, Calibration, Config, library
 from adalog.artifact import deserialise, serialise
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.runtime import native, reference
-from adalog.runtime.plan import search_tables, steps_of
+from adalog.runtime import native, plan, reference
+from adalog.runtime.plan import Plan, search_tables, steps_of
 from strategies import bits, normal, quick, seeds
 
 LEVELS = library.levels()
@@ -133,6 +133,43 @@ def test_the_largest_sums(level):
 
 
 # --- functions of few values -----------------------------------------------------------------------------------------
+
+
+@every_level
+@few
+@given(st.integers(1, 90), st.integers(1, 70), st.data())
+def test_rows_have_their_places(level, columns, count, data):
+    """Accumulators, and floats with a residual: each row where it is told, none twice, and some nowhere."""
+    context, site = native.Context(2, level), _site(columns, 70)
+    places = torch.tensor(data.draw(st.permutations(range(count + 5)))[:count], dtype=torch.int32)
+    places[data.draw(st.lists(st.integers(0, count - 1), max_size=5))] = -1
+    added_to = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int32)
+    told = {"place": places.data_ptr(), "places": count}
+    weights, rows = context.weights(site), torch.arange(count * 70).remainder_(16).to(torch.uint8).view(count, 70)
+    plain, sums = torch.empty(count, columns, dtype=torch.int32), torch.full((count + 5, columns), 7, dtype=torch.int32)
+    for out, where in ((plain, {}), (sums, told)):
+        kind = native.Output(kind=native.SUMS, **native.place(out), **where)
+        context.run("linear", native.linear(weights, [rows], kind))
+    wanted = torch.full_like(sums, 7)
+    wanted[places[places >= 0].long()] = plain[places >= 0]
+    assert torch.equal(sums, wanted)
+    one, none, residual = torch.ones(columns), torch.zeros(columns), torch.randn(3, columns)
+    floats = torch.zeros(count + 5, columns)
+    kind = native.Output(
+        kind=native.FLOATS,
+        scale=one.data_ptr(),
+        bias=none.data_ptr(),
+        parameters=columns,
+        residual=residual.data_ptr(),
+        residual_bytes=residual.nbytes,
+        from_=added_to.data_ptr(),
+        **native.place(floats),
+        **told,
+    )
+    context.run("linear", native.linear(weights, [rows], kind))
+    wanted = torch.zeros_like(floats)
+    wanted[places[places >= 0].long()] = (plain + residual[added_to.long()])[places >= 0]
+    assert torch.equal(floats, wanted)
 
 
 def looked_up(x, thresholds, values):
@@ -284,6 +321,56 @@ def test_what_is_done_in_one_step(level, fast):
     assert close(compiled(x), model.compile("torch")(x)) < 1e-5
 
 
+class Normalised(nn.Module):
+    """Queries and keys that stay float and have a quantizer a head, and two products that are added."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.one, self.other = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        y = ((q @ k.transpose(-1, -2)) * 5).softmax(-1) @ v
+        y = y.transpose(1, 2).flatten(2)
+        return self.one(y) + self.other(y)
+
+
+@every_level
+def test_codes_of_heads(level, fast):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    model = Calibration(Normalised().eval(), x).quantize(fast)
+    compiled = model.compile("native", level=level)
+    assert "adalog.encode" not in compiled.prepare(6).fallbacks.values()
+    assert any(quantizer.scale.numel() == 2 for quantizer in model.program.quantizers.values())
+    assert close(compiled(x), model(x)) < 1e-5
+
+
+class Masked(nn.Module):
+    """Scores that a stored mask hides, or none of them."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+        self.register_buffer("hidden", hidden)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        return (0.3 * q @ k.transpose(-1, -2)).masked_fill(self.hidden, -torch.inf).softmax(-1) @ v
+
+
+@needs_kernels
+@pytest.mark.parametrize("hidden", [torch.zeros(7, 7), torch.ones(7, 7).triu(1)], ids=["nothing", "what is later"])
+def test_hidden_scores(fast, hidden):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    model = Calibration(Masked(hidden.bool()).eval(), x).quantize(fast)
+    compiled = model.compile("native")
+    assert ("aten.softmax.int" in compiled.prepare(6).fallbacks.values()) == bool(hidden.any())
+    assert close(compiled(x), model(x)) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def windowed(fast):
     """A Swin transformer with windows, masks and a merging, and images."""
@@ -303,6 +390,67 @@ def test_windows_and_masks(level, windowed):
     compiled = model.compile("native", level=level)
     assert close(compiled(x), model(x)) < 1e-4
     assert not {"aten.softmax.int", "adalog.product", "aten.gelu.default"} & set(compiled.prepare(4).fallbacks.values())
+
+
+@pytest.fixture(scope="module")
+def padded(fast):
+    """A Swin transformer whose windows fit no grid: rows are put between, rolled, moved to windows, back, dropped."""
+    from timm.models import SwinTransformer
+
+    torch.manual_seed(0)
+    net = SwinTransformer(
+        img_size=(18, 14), patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=3
+    )
+    x = torch.randn(3, 3, 18, 14, generator=torch.Generator().manual_seed(1))
+    return Calibration(net.eval(), x).quantize(fast), x
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@every_level
+def test_moves_of_rows_cost_nothing_and_change_nothing(level, batch, padded, monkeypatch):
+    model, x = padded
+    assert {"aten.roll.default", "aten.pad.default"} <= {node.op for node in model.program.nodes}
+    compiled = model.compile("native", level=level)
+    found = compiled(x[:batch])
+    assert close(found, model(x[:batch])) < 1e-4
+    assert set(compiled.prepare(batch).fallbacks.values()) == {"aten.mean.dim"}
+    monkeypatch.setattr(Plan, "_rows_behind", lambda self, name, columns: plan._Rows(name))
+    moved = model.compile("native", level=level)
+    assert "aten.roll.default" in moved.prepare(batch).fallbacks.values()
+    assert torch.equal(found, moved(x[:batch]))
+    assert torch.equal(found, compiled(x[:batch]))
+
+
+class Merging(nn.Module):
+    """Rows that are cut and put together by fours, and rolled; a norm that is added to what it is of; two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.merged, self.down = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            nn.LayerNorm(32),
+            nn.Linear(32, 8),
+        )
+
+    def forward(self, x):
+        x = self.up(x)
+        x = x + self.norm(x).roll(1, 1)
+        y = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+        z = self.down(self.merged(y))
+        return z.flip(1)[:, 1:], z.roll(2, 2)
+
+
+@every_level
+def test_rows_that_are_read_in_parts(level, fast):
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 4, 6)
+    model = Calibration(Merging().eval(), x).quantize(fast)
+    compiled = model.compile("native", level=level)
+    assert set(compiled.prepare(5).fallbacks.values()) == {"aten.flip.default", "aten.roll.default"}
+    assert len(compiled.prepare(5)._calls) == 7  # codes, up, norm with its addition, norm, down, and those two
+    for found, wanted in zip(compiled(x), model(x), strict=True):
+        assert close(found, wanted) < 1e-5
 
 
 @needs_kernels
@@ -377,6 +525,11 @@ def test_kernels_refuse_sizes_that_do_not_fit():
         with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
             context.run("linear", good)
         setattr(good.out, field, kept)
+    for places, count in (([0, 1, 2, 4], 4), ([0, 1, 2, -2], 4), ([0, 1, 2, 2**31 - 1], 4), ([0, 1, 2, 3], 3)):
+        kept = torch.tensor(places, dtype=torch.int32)
+        good.out.place, good.out.places = kept.data_ptr(), count
+        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+            context.run("linear", good)
 
 
 def _site(columns, terms, width=4):
@@ -408,11 +561,15 @@ def memory(count):
 def fill(structure, size):
     for name, kind in structure._fields_:
         if kind is ctypes.c_void_p:
-            if name in ("more", "residual", "bias") and random.random() < 0.5:
+            if name in ("more", "residual", "bias", "place", "from_") and random.random() < 0.6:
                 continue
             setattr(structure, name, memory(size))
             if name == "zero" and random.random() < 0.9:
                 ctypes.memset(structure.zero, 0, size)
+            if name in ("place", "from_", "bias_of"):
+                most = random.choice([2, 2, 2, 40])
+                rows = [random.randrange(-1 if name == "place" else 0, most) for _ in range(size // 4)]
+                ctypes.memmove(getattr(structure, name), (ctypes.c_int32 * len(rows))(*rows), size)
         elif isinstance(getattr(structure, name), ctypes.Structure):
             fill(getattr(structure, name), size)
         elif isinstance(getattr(structure, name), ctypes.Array):
@@ -420,7 +577,7 @@ def fill(structure, size):
                 getattr(structure, name)[i] = random.choice([0, 1, 1, 2, 3])
         elif name in ("bytes", "residual_bytes", "bias_bytes", "out_bytes"):
             setattr(structure, name, size)
-        elif name in ("parameters", "length"):
+        elif name in ("parameters", "length", "places", "bias_batches"):
             setattr(structure, name, size // 4)
         elif name == "kind":
             structure.kind = random.randrange(-1, 5)

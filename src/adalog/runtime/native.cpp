@@ -77,11 +77,15 @@ struct Output {
     const float *scale, *bias, *high;
     const uint8_t* top;     // high, as bytes
     int64_t parameters;     // entries of each of these four
-    const float* residual;  // laid out as the output
+    const float* residual;  // its rows lie as those of the output
     int64_t residual_bytes;
     void *data, *more;      // more: the second plane, of high bytes
     int64_t bytes;          // of data, and of more
     int64_t row;            // entries from one row to the next
+    // Of rows alone: in the place of which row each is stored, or -1 where nobody reads it, and to which one of the
+    // residual it is added; null where that is its own. No two rows go to one place.
+    const int32_t *place, *from;
+    int64_t places;         // entries of either
     Steps steps;
 };
 
@@ -110,8 +114,9 @@ struct Product {
 struct Attention {
     Product scores;        // queries and keys; its `out` is not used
     const float* factor;   // what an accumulator is worth in log2 units, one a head
-    const float* bias;     // added to scores, in log2 units: (bias_batches, bias_heads, rows, columns); may be null
-    int64_t bias_bytes, bias_batches, bias_heads;
+    const float* bias;     // added to scores, in log2 units: (bias_tables, bias_heads, rows, columns); may be null
+    const int32_t* bias_of;  // which of the tables each batch takes
+    int64_t bias_bytes, bias_tables, bias_heads, bias_batches;  // bias_batches: entries of bias_of
     Steps steps;           // from log2 of a probability to its bytes
     int32_t zero;          // zero point of the probabilities' codes
     int64_t columns;       // of the values
@@ -331,13 +336,25 @@ bool good(const Output& out, int64_t parameters) {
 }
 int64_t size_of(const Output& out) { return out.kind == SUMS || out.kind == FLOATS ? 4 : 1; }
 
+int64_t placed(const int32_t* places, int64_t row) { return places ? places[row] : row; }
+
+// How many rows there must be where some go to their places, none of which is below `least`; -1 where one is.
+int64_t reach(const int32_t* places, int64_t count, int64_t rows, int32_t least) {
+    if (!places) return rows;
+    if (rows < 0 || count < rows) return -1;
+    int32_t low = least, high = -1;
+    for (int64_t r = 0; r < rows; r++) low = std::min(low, places[r]), high = std::max(high, places[r]);
+    return low < least ? -1 : int64_t(high) + 1;
+}
+
 bool good(const Output& out, int64_t parameters, int64_t rows, int64_t columns) {
-    return good(out, parameters) && fits(rows, out.row, columns, size_of(out), out.bytes) &&
-           (!out.residual || fits(rows, out.row, columns, 4, out.residual_bytes));
+    const int64_t reached = reach(out.place, out.places, rows, -1);
+    if (!good(out, parameters) || !fits(reached, out.row, columns, size_of(out), out.bytes)) return false;
+    return !out.residual || fits(reach(out.from, out.places, rows, 0), out.row, columns, 4, out.residual_bytes);
 }
 bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch, int64_t heads, int64_t head,
           int64_t rows, int64_t columns) {
-    if (!good(out, parameters) || batch < 0 || head < 0 || out.row < 0) return false;
+    if (!good(out, parameters) || out.place || out.from || batch < 0 || head < 0 || out.row < 0) return false;
     if (batch > MOST || head > MOST || out.row > MOST) return false;
     if (!batches || !heads || !rows || !columns) return true;
     __int128 last =
@@ -483,7 +500,7 @@ API unsigned adalog_features(void) {
 }
 
 // Of this interface: native.py refuses a library of another one.
-API int adalog_abi(void) { return 2; }
+API int adalog_abi(void) { return 3; }
 
 // Threads and kernels; null where this level does not run here.
 API Context* adalog_open(int threads, int level) {
@@ -581,8 +598,12 @@ API int adalog_attention(Context* context, const Attention* of) {
     if (!scores.right.transposed || of->values.transposed || of->values.more || !is_byte(of->zero)) return 1;
     if (!fits(of->values, scores.batches, scores.heads, scores.columns, of->columns)) return 1;
     if (of->bias) {
-        if (of->bias_batches < 1 || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
-        __int128 count = __int128(of->bias_batches) * of->bias_heads * scores.rows * scores.columns;
+        if (of->bias_tables < 1 || of->bias_tables > MOST || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
+        if (!of->bias_of || of->bias_batches < scores.batches) return 1;
+        if (!std::all_of(of->bias_of, of->bias_of + scores.batches,
+                         [&](int32_t table) { return table >= 0 && table < of->bias_tables; }))
+            return 1;
+        __int128 count = __int128(of->bias_tables) * of->bias_heads * scores.rows * scores.columns;
         if (count * 4 > of->bias_bytes) return 1;
     }
     if (!good(of->out, scores.heads * of->columns, scores.batches, of->out_batch, scores.heads, of->out_head, scores.rows,
@@ -600,6 +621,7 @@ API int adalog_norm(Context* context, const Norm* of) {
 API int adalog_encode(Context* context, const Encode* of) {
     if (!context || !of->data || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
     if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
+    if (of->out.place || of->out.from) return 1;
     return context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
@@ -912,7 +934,9 @@ template <int KIND, int DEPTH>
 struct Finisher {
     const Output& out;
     const Search<DEPTH> search;
-    INLINE explicit Finisher(const Output& output) : out(output), search(KIND == STEPS ? output.steps : none()) {}
+    const bool moved;
+    INLINE explicit Finisher(const Output& output)
+        : out(output), search(KIND == STEPS ? output.steps : none()), moved(output.place || output.from) {}
     static const Steps& none() {
         static const float heap[32] = {};
         static const int32_t values[32] = {};
@@ -920,9 +944,10 @@ struct Finisher {
         return steps;
     }
 
-    // source(i, which): entries i ... of a row that goes to `at`, whose parameters start at `first`.
+    // source(i, which): entries i ... of a row that goes to `at`, whose parameters start at `first`; from: as `at`, in
+    // the residual.
     template <class Source>
-    INLINE void row(int64_t at, int64_t first, int64_t columns, Source source) const {
+    INLINE void row(int64_t at, int64_t from, int64_t first, int64_t columns, Source source) const {
         const float *scale = out.scale + first, *bias = out.bias + first;
         auto real = [&](int64_t i, auto which) INLINE_LAMBDA {
             return fma(source(i, which), load(scale + i, which), load(bias + i, which));
@@ -947,7 +972,7 @@ struct Finisher {
             const int64_t i = start + j;
             if (KIND == FLOATS) {
                 F y = real(i, which);
-                if (out.residual) y = add(y, load(out.residual + at + i, which));
+                if (out.residual) y = add(y, load(out.residual + from + i, which));
                 store(static_cast<float*>(out.data) + at + i, y, which);
             } else if (KIND == CODES) {
                 F y = most(least(real(i, which), load(out.high + first + i, which)), set(0.0f));
@@ -959,14 +984,23 @@ struct Finisher {
             }
         });
     }
-    // Some rows of accumulators, `width` from one to the next.
-    INLINE void rows(int64_t at, int64_t first, int64_t rows, int64_t columns, const int32_t* sums, int64_t width) const {
-        for (int64_t r = 0; r < rows; r++, at += out.row, sums += width) {
+    // Some rows of accumulators, the first the row `number` of an output that starts at `start`; `width` from one to the
+    // next.
+    INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
+                     int64_t width) const {
+        int64_t next = start + number * out.row;
+        for (int64_t r = number; r < number + rows; r++, sums += width, next += out.row) {
+            int64_t to = next, from = next;
+            if (moved) {
+                to = start + placed(out.place, r) * out.row, from = start + placed(out.from, r) * out.row;
+                if (to < 0) continue;  // start is within a row
+            }
             if (KIND == SUMS) {
-                std::memcpy(static_cast<int32_t*>(out.data) + at, sums, columns * 4);
+                std::memcpy(static_cast<int32_t*>(out.data) + to, sums, columns * 4);
                 continue;
             }
-            row(at, first, columns, [=](int64_t i, auto which) INLINE_LAMBDA { return to_float(load(sums + i, which)); });
+            row(to, from, first, columns,
+                [=](int64_t i, auto which) INLINE_LAMBDA { return to_float(load(sums + i, which)); });
         }
     }
 };
@@ -1165,6 +1199,7 @@ template <class Meanwhile = Nothing>
 INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
                      int32_t* sums, int64_t width, int32_t* row_sums, Meanwhile meanwhile = {}) {
     right.data += panel * right.panel;
+    if (ADALOG_LEVEL != AMX) right.lines = rounded_up(terms, GROUP) / GROUP;  // only tiles need the padding
     const int32_t* base = right.base + panel * PANEL;
     if (left.more) {
         const int32_t none[QUAD * PANEL] = {};
@@ -1192,11 +1227,11 @@ INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right,
         });
 }
 
-// Rows of the left operand as a product reads them: themselves where it reads nothing else, or a copy. width: terms
-// with their padding.
-INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, uint8_t* copy,
-                               int64_t* step) {
-    if (width == terms && (ADALOG_LEVEL != AMX || rows % PANEL == 0)) {
+// Rows of the left operand as a product reads them: themselves where what it reads besides is there, since that meets
+// zeros or makes rows that nobody looks at, or else a copy. width: terms with their padding; bytes: from `data` on.
+INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, int64_t bytes,
+                               uint8_t* copy, int64_t* step) {
+    if (((ADALOG_LEVEL == AMX ? rounded_up(rows, PANEL) : rows) - 1) * row + width <= bytes) {
         *step = row;
         return data;
     }
@@ -1261,15 +1296,15 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
         auto finish_part = [&](int64_t part, int64_t parts) INLINE_LAMBDA {
             const uint32_t each = uint32_t(done_rows), from = each * uint32_t(part) / uint32_t(parts);
             const uint32_t to = each * uint32_t(part + 1) / uint32_t(parts);
-            finisher.rows((done_row + from) * of.out.row + first, first, to - from, columns, done + from * QUAD * PANEL,
-                          QUAD * PANEL);
+            finisher.rows(first, done_row + from, first, to - from, columns, done + from * QUAD * PANEL, QUAD * PANEL);
         };
         for (int64_t row = begin; row < end; row += AT_ONCE) {
             const int64_t rows = std::min<int64_t>(AT_ONCE, end - row);
             Left left{nullptr, nullptr, 0};
-            left.data = readable(of.data + row * of.row, of.row, rows, weights.terms, width, room.left, &left.row);
+            const int64_t start = row * of.row, rest = of.bytes - start;
+            left.data = readable(of.data + start, of.row, rows, weights.terms, width, rest, room.left, &left.row);
             if (of.more)
-                left.more = readable(of.more + row * of.row, of.row, rows, weights.terms, width, room.more, &left.row);
+                left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, room.more, &left.row);
             const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
@@ -1363,9 +1398,10 @@ INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t 
                          const Right& right, int64_t panels, uint8_t* copy, uint8_t* copy_more, int32_t* sums,
                          int32_t* row_sums) {
     const int64_t start = batch * side.batch + head * side.head + row * side.row, width = right.lines * GROUP;
+    const int64_t rest = side.bytes - start;
     Left left{nullptr, nullptr, 0};
-    left.data = readable(side.data + start, side.row, rows, terms, width, copy, &left.row);
-    if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, copy_more, &left.row);
+    left.data = readable(side.data + start, side.row, rows, terms, width, rest, copy, &left.row);
+    if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, rest, copy_more, &left.row);
     for (int64_t p = 0; p < panels; p += QUAD)
         multiply(left, rows, terms, right, p, QUAD, sums + p * PANEL, panels * PANEL, row_sums);
 }
@@ -1381,7 +1417,7 @@ void product(const void* arguments, int64_t number, uint8_t* scratch) {
             const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
             multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, room.left, room.more, room.sums,
                          room.row_sums);
-            finisher.rows(batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
+            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns,
                           room.sums, panels * PANEL);
         }
     });
@@ -1423,7 +1459,8 @@ INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, i
         tops[r] = largest(top);
         F powers = set(0.0f);
         over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-            F power = power_of_two(most(sub(load(row + i, which), set(tops[r])), set(-150.0f)));
+            // What is less than 2^-126 counts nothing beside the largest, which is 1, and is slow to add.
+            F power = power_of_two(most(sub(load(row + i, which), set(tops[r])), set(-126.0f)));
             if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
             powers = add(powers, power);
         });
@@ -1467,7 +1504,7 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoo
     if (two) std::memset(room.more, 0, PANEL * width);
     const float* bias = nullptr;
     if (of.bias)
-        bias = of.bias + (batch % of.bias_batches * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
+        bias = of.bias + (of.bias_of[batch] * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = 0; row < scores.rows; row += PANEL) {
             const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
@@ -1477,11 +1514,11 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoo
             softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, room.left,
                     two ? room.more : nullptr, width);
             const Left left{room.left, two ? room.more : nullptr, width};
-            for (int64_t p = 0; p < room.values.panels; p += QUAD)
-                multiply(left, rows, keys, values, p, QUAD, room.sums + p * PANEL, room.values.panels * PANEL,
-                         room.row_sums);
-            finisher.rows(batch * of.out_batch + head * of.out_head + row * of.out.row, head * of.columns, rows, of.columns,
-                          room.sums, room.values.panels * PANEL);
+            for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
+                multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
+                         room.sums + p * PANEL, room.values.panels * PANEL, room.row_sums);
+            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns, room.sums,
+                          room.values.panels * PANEL);
         }
     });
 }
@@ -1503,6 +1540,8 @@ void norm(const void* arguments, int64_t number, uint8_t*) {
     const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS), quick = of.columns / (4 * W) * (4 * W);
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = begin; row < end; row++) {
+            const int64_t to = placed(of.out.place, row) * of.out.row, from = placed(of.out.from, row) * of.out.row;
+            if (to < 0) continue;
             const float* x = of.data + row * of.row;
             F sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)}, squares[4] = {sum[0], sum[0], sum[0], sum[0]};
             for (int64_t i = 0; i < quick; i += 4 * W)
@@ -1523,7 +1562,7 @@ void norm(const void* arguments, int64_t number, uint8_t*) {
             });
             const float variance = total(add(add(squares[0], squares[1]), add(squares[2], squares[3]))) / float(of.columns);
             const F factor = set(1.0f / std::sqrt(variance + of.epsilon));
-            finisher.row(row * of.out.row, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+            finisher.row(to, from, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
                 return mul(sub(load(x + i, which), mean), factor);
             });
         }
@@ -1536,7 +1575,7 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
     if (of.out.kind != CODES) {
         finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
             for (int64_t row = begin; row < end; row++)
-                finisher.row(row * of.out.row, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
+                finisher.row(row * of.out.row, row * of.out.row, 0, of.columns, [&](int64_t i, auto which) INLINE_LAMBDA {
                     return load(of.data + row * of.row + i, which);
                 });
         });

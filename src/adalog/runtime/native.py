@@ -63,6 +63,8 @@ class Output(ctypes.Structure):
         ("residual_bytes", c_int64),
         *((name, c_void_p) for name in ("data", "more")),
         *((name, c_int64) for name in ("bytes", "row")),
+        *((name, c_void_p) for name in ("place", "from_")),
+        ("places", c_int64),
         ("steps", Steps),
     )
 
@@ -97,8 +99,8 @@ class Matrices(ctypes.Structure):
 class Attention(ctypes.Structure):
     _fields_ = (
         ("scores", Matrices),
-        *((name, c_void_p) for name in ("factor", "bias")),
-        *((name, c_int64) for name in ("bias_bytes", "bias_batches", "bias_heads")),
+        *((name, c_void_p) for name in ("factor", "bias", "bias_of")),
+        *((name, c_int64) for name in ("bias_bytes", "bias_tables", "bias_heads", "bias_batches")),
         ("steps", Steps),
         ("zero", c_int32),
         ("columns", c_int64),

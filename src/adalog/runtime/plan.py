@@ -1,8 +1,9 @@
 """A program in few steps of compiled kernels, over memory laid out once for one batch size: what `native` runs.
 
 What a kernel can do at once is found in the flow of data, never by a model's name: a norm, a product or an activation
-whose every reader is a quantizer puts out codes, and moves (views, permutations, windows) then move bytes; softmax
-between two products is done inside an attention; a product adds its residual. All else runs as torch does it.
+whose every reader is a quantizer puts out codes, and moves (views, permutations) then move bytes; moves of whole rows
+(windows, rolls, padding) cost nothing, since a norm or a product stores each row where they take it; softmax between
+two products is done inside an attention; a product adds its residual. All else runs as torch does it.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,8 +34,11 @@ _POINTWISE = aten(
     "square.default abs.default neg.default mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar "
     "sub.Scalar div.Scalar clamp.default clamp_min.default clamp_max.default"
 )
-_SCALINGS = aten("mul.Tensor div.Tensor add.Tensor mul.Scalar div.Scalar add.Scalar")
+_FACTORS = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
+_SCALINGS = _FACTORS | aten("add.Tensor add.Scalar")
+_PADS = aten("pad.default constant_pad_nd.default")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
+_HIDING = aten("masked_fill.Scalar")  # of nothing, as by a mask that lets all pass; else torch does it
 
 
 class _Bytes(list[Any]):
@@ -117,12 +122,51 @@ class _Steps:
 Finish = _Codes | _Steps | None  # None: floats
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Where moves that nothing else reads take the rows of a value: `last` is what the last of these makes.
+
+    place: of each row, among those of `last` that are as long, or -1; int32, None where they stay. whole: whether each
+    place of `last` is one of a row, or else zeros were put between. gone: what needs not run. added: what is added on
+    the way, if anything, and to which of its rows each is, int32, None where to its own.
+    """
+
+    last: str
+    place: Tensor | None = None
+    whole: bool = True
+    gone: tuple[str, ...] = ()
+    added: Ref | None = None
+    added_to: Tensor | None = None
+
+
 def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
     """The bytes of a function's codes, as a function of float32; both in this type."""
     table, wide = native.table(quantizer), quantizer.map(lambda value: value.to(dtype))
     thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
     values = table[codes]
     return _Steps(thresholds, values, 2 if int(table.max()) > 255 else 1)
+
+
+def _distinct(*values: Tensor) -> list[Tensor]:
+    """Tensors of one shape without the dimensions along which all of them repeat themselves in memory."""
+    repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
+    return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]
+
+
+def _places(numbers: Tensor, count: int) -> Tensor | None:
+    """Where each of `count` rows is among moved ones, or -1: (count,), int32. None where these are not rows of them.
+
+    numbers: (moved rows, columns), for each entry its place before it was moved, from 1 on; 0: it is none.
+    """
+    columns = numbers.shape[1]
+    first = numbers[:, :1]
+    there = (first > 0)[:, 0]
+    before = first[there][:, 0] - 1
+    place = torch.full((count,), -1, dtype=torch.int32)
+    place[before.long() // columns] = there.nonzero()[:, 0].int()
+    rows = torch.arange(columns, dtype=torch.int32) * there[:, None] + first
+    whole = not bool((before % columns).any()) and torch.equal(numbers, rows)
+    return place if whole and int((place >= 0).sum()) == len(before) else None
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -222,6 +266,7 @@ class Plan:
     def _fuse(self, program: Program) -> Program:
         self._readers, self._outputs = program.consumers(), set(refs_of(program.output))
         self._order = list(program.nodes)
+        self._order_of = {node.name: i for i, node in enumerate(self._order)}
         for node in self._order:
             step = self._steps.get(node.name)
             if isinstance(step, Product):
@@ -230,8 +275,12 @@ class Plan:
                 elif node.name in self._nodes:
                     self._linear(node, step)
             elif node.op == _NORM and self._is_row_norm(node):
-                self._finishes[node.name] = self._finish_of(node.name, self._columns(node.name))
-                self._emit[node.name] = self._norm(node)
+                rows = self._rows_behind(node.name, self._shapes[node.name].shape[-1])
+                finish = self._finish_of(rows.last, self._columns(node.name, rows.last))
+                rows = rows if finish is not None else self._with_addition(rows, self._shapes[node.name].shape[-1])
+                self._finishes[rows.last] = finish
+                self._replace(rows.last, node, (rows.added, *node.args), rows.gone)
+                self._emit[rows.last] = self._norm(rows)
         nodes = tuple(self._nodes[node.name] for node in self._order if node.name in self._nodes)
         return replace(program, nodes=nodes).pruned()
 
@@ -242,7 +291,7 @@ class Plan:
         return readers[0]
 
     def _leaves(self, name: str) -> list[tuple[Node, list[Node]]] | None:
-        """What reads a value through moves alone: the nodes, and the moves to each; None where an output does."""
+        """What reads a value through moves and constant factors: the nodes, and these; None where an output does."""
         found: list[tuple[Node, list[Node]]] = []
         waiting: list[tuple[str, list[Node]]] = [(name, [])]
         while waiting:
@@ -252,11 +301,84 @@ class Plan:
             for reader in self._readers.get(value, []):
                 if reader.op == "aten.sym_size.int":
                     continue
-                if reader.op in MOVES and list(reader.refs())[:1] == [value]:
+                if (reader.op in MOVES and list(reader.refs())[:1] == [value]) or self._multiplies(reader, value):
                     waiting.append((reader.name, [*path, reader]))
                 else:
                     found.append((reader, path))
         return found
+
+    def _multiplies(self, node: Node, name: str) -> bool:
+        """Whether a node multiplies a value by constants, and nothing else."""
+        refs = list(node.refs())
+        return (
+            node.op in _FACTORS
+            and not node.kwargs
+            and refs.count(name) == 1
+            and (node.op.startswith("aten.mul") or node.args[0] == Ref(name))
+            and all(self._is_constant(each) for each in refs if each != name)
+            and self._shapes[node.name].shape == self._shapes[name].shape
+        )
+
+    def _rows_behind(self, name: str, columns: int) -> _Rows:
+        """Where the rows of so many columns, that a value is made of, are taken as wholes."""
+        shape = self._shapes[name].shape
+        found = _Rows(name)
+        if name in self._outputs or not 0 < shape.numel() < 2**31 - columns:
+            return found
+        numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 is what is put between
+        inside: dict[str, Any] = {name: numbers}
+        for node in self._order[self._order_of[name] + 1 :]:
+            if inside.keys().isdisjoint(node.refs()):
+                continue
+            if not self._moves(node, inside):
+                break
+            inside[node.name] = moved = self._apply(node, inside)
+            gone = tuple(each for each in inside if each != node.name)
+            alone = all(reader.name in inside for each in gone for reader in self._readers.get(each, []))
+            if not alone or not self._outputs.isdisjoint(gone):
+                continue
+            if not isinstance(moved, Tensor) or not moved.numel() or moved.numel() % columns:
+                continue
+            stays = moved.data_ptr() == numbers.data_ptr() and moved.shape.numel() == shape.numel()
+            if stays and moved.is_contiguous():
+                found = _Rows(node.name, gone=gone)
+                continue
+            place = _places(moved.reshape(-1, columns), shape.numel() // columns)
+            if place is not None:
+                found = _Rows(node.name, place, int((place >= 0).sum()) * columns == moved.numel(), gone)
+        return found
+
+    def _moves(self, node: Node, values: Mapping[str, Any]) -> bool:
+        """Whether a node moves some of these values, or puts zeros between, and reads nothing else but sizes."""
+        refs = list(node.refs())
+        if not all(each in values or isinstance(self._shapes.get(each), int) for each in refs):
+            return False
+        if node.op in _PADS:
+            return not bool(self._apply(node, {refs[0]: torch.zeros(values[refs[0]].shape)}).any())
+        return node.op in MOVES or node.op == "aten.cat.default"
+
+    def _with_addition(self, rows: _Rows, columns: int) -> _Rows:
+        """The same with what the only reader adds to them, and the moves behind it, where there is such a reader."""
+        reader = self._sole_reader(rows.last)
+        if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:
+            return rows
+        others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
+        shape = self._shapes[rows.last].shape
+        # The other product of a sum may have taken it.
+        if len(others) != 1 or self._shapes[reader.name].shape != shape or self._nodes.get(reader.name) is not reader:
+            return rows
+        other = self._shapes.get(others[0].name, self._constants.get(others[0].name))
+        if not isinstance(other, Tensor) or other.shape != shape or other.dtype != torch.float32:
+            return rows
+        behind, place, added_to = self._rows_behind(reader.name, columns), rows.place, None
+        if place is None:
+            place = behind.place
+        else:
+            added_to = place.clamp(min=0)
+            if behind.place is not None:
+                place = torch.where(place < 0, place, behind.place[added_to.long()])
+        gone = (*rows.gone, rows.last, *behind.gone)
+        return _Rows(behind.last, place, behind.whole, gone, others[0], added_to)
 
     def _encoder(self, node: Node) -> Encoder | None:
         step = self._steps.get(node.name) if node.op == ENCODE else None
@@ -275,26 +397,41 @@ class Plan:
         quantizers = [self._encoder(leaf).quantizer for leaf, _ in leaves]  # type: ignore[union-attr]
         finish: Finish = None
         if function is None and columns is not None and all(isinstance(each, UniformQuantizer) for each in quantizers):
-            finish = self._codes(columns, [(each, path) for each, (_, path) in zip(quantizers, leaves, strict=True)])
-        elif len(leaves) == 1 and quantizers[0].scale.numel() == 1:
+            readers = [(each, path) for each, (_, path) in zip(quantizers, leaves, strict=True)]
+            finish = self._codes(name, columns, readers)
+        elif len(leaves) == 1 and quantizers[0].scale.numel() == 1 and all(node.op in MOVES for node in leaves[0][1]):
             finish = _bytes_of(quantizers[0], function or (lambda x: x), torch.float64)
         if finish is not None:
-            for leaf, _ in leaves:
+            for leaf, path in leaves:
                 self._nodes[leaf.name] = replace(leaf, op=SAME)
+                for before, node in pairwise([self._known[name], *path]):
+                    if node.op not in MOVES:
+                        self._nodes[node.name] = replace(node, op=SAME, args=(Ref(before.name),))
         return finish
 
-    def _codes(self, columns: Tensor, readers: Sequence[tuple[Any, list[Node]]]) -> _Codes | None:
-        """The codes of each column, where every quantizer that reads it has the same."""
+    def _codes(self, name: str, columns: Tensor, readers: Sequence[tuple[Any, list[Node]]]) -> _Codes | None:
+        """The codes of each column of a value, where every quantizer that reads it has the same."""
         count = int(columns.max()) + 1
-        found = [torch.full((count,), math.nan) for _ in range(3)]
+        found = [torch.full((count,), math.nan, dtype=torch.float64) for _ in range(3)]
         for quantizer, path in readers:
-            seen = columns
-            for move in path:
-                seen = self._apply(move, {next(move.refs()): seen})
+            seen, factor, last = columns, torch.ones((), dtype=torch.float64), name
+            for node in path:
+                if node.op in MOVES:
+                    seen = self._apply(node, {last: seen})
+                    factor = self._apply(node, {last: factor}) if factor.ndim else factor
+                else:
+                    (factor,) = _distinct(factor.expand(seen.shape))
+                    factor = self._apply(node, {last: factor}).expand(seen.shape)
+                last = node.name
+            top, scale = torch.tensor(2.0**quantizer.bits - 1), quantizer.scale.double()
+            given = [each.double().expand(seen.shape) for each in (scale, quantizer.zero_point, top)]
+            seen, factor, *values = _distinct(seen, factor.expand(seen.shape), *given)
+            values[0] = values[0] / factor
             place_of = seen.reshape(-1).long()
-            top = torch.tensor(2.0**quantizer.bits - 1)
-            for kept, each in zip(found, (quantizer.scale, quantizer.zero_point, top), strict=True):
-                value = each.float().expand(seen.shape).reshape(-1)
+            for kept, each in zip(found, values, strict=True):
+                value = each.reshape(-1)
+                if not bool(value.isfinite().all()):
+                    return None
                 before = kept[place_of]
                 if not bool((before.isnan() | (before == value)).all()):
                     return None
@@ -302,7 +439,7 @@ class Plan:
                 if not torch.equal(kept[place_of], value):
                     return None
         scale, zero, top = (value.nan_to_num(1.0) for value in found)
-        return _Codes(scale, zero, top)
+        return _Codes(scale, zero.float(), top.float())
 
     def _apply(self, node: Node, values: Mapping[str, Any]) -> Any:
         known = {name: values[name] if name in values else self._constant(name) for name in node.refs()}
@@ -328,10 +465,13 @@ class Plan:
             self._constants[name] = shape if isinstance(shape, int) else self._apply(self._known[name], {})
         return self._constants[name]
 
-    def _columns(self, name: str) -> Tensor | None:
-        """For each entry of a value the number of its column: int32, without memory of its own."""
-        shape = self._shapes[name].shape
-        return torch.arange(shape[-1], dtype=torch.int32).expand(shape)
+    def _columns(self, name: str, moved: str | None = None) -> Tensor:
+        """For each entry of a value, or of what its rows are moved to, the number of its column: int32.
+
+        Without memory of its own unless rows are merged.
+        """
+        columns, shape = self._shapes[name].shape[-1], self._shapes[moved or name].shape
+        return torch.arange(columns, dtype=torch.int32).expand(shape.numel() // columns, columns).reshape(shape)
 
     def _is_row_norm(self, node: Node) -> bool:
         shape, given = self._shapes[node.name], self._shapes.get(node.args[0].name)
@@ -340,32 +480,36 @@ class Plan:
     def _linear(self, node: Node, step: Product) -> None:
         """A product with a weight, and what follows it."""
         convolution = step.site.geometry is not None
-        columns = self._columns(node.name)
         if convolution:
-            shape = self._shapes[node.name].shape
+            shape, rows = self._shapes[node.name].shape, _Rows(node.name)
             columns = torch.arange(shape[1], dtype=torch.int32)[:, None, None].expand(shape)
-        self._emit[node.name] = self._product(node, step)
-        finish = self._finish_of(node.name, columns)
+        else:
+            rows = self._rows_behind(node.name, step.columns)
+            columns = self._columns(node.name, rows.last)
+        finish = self._finish_of(rows.last, columns)
         if finish is not None:
-            self._finishes[node.name] = finish
+            self._finishes[rows.last] = finish
+            self._replace(rows.last, node, node.args, rows.gone)
+            self._emit[rows.last] = self._product(node, step, rows)
             return
+        self._emit[node.name] = self._product(node, step, _Rows(node.name))
         closed = self._activation(node.name)
         if closed is not None and not convolution:
             last, function = closed
             finish = self._finish_of(last.name, None, function)
             if finish is not None:
                 self._finishes[last.name] = finish
-                self._replace(last, node.args, [node.name, *self._inside])
+                self._replace(last.name, node, node.args, [node.name, *self._inside])
                 self._emit[last.name] = self._emit.pop(node.name)
                 return
         if not convolution:
             self._residual(node, step)
 
-    def _replace(self, last: Node, args: tuple[Any, ...], gone: Sequence[str]) -> None:
-        """One step in the place of the last of some nodes."""
+    def _replace(self, last: str, node: Node, args: tuple[Any, ...], gone: Sequence[str]) -> None:
+        """A node, with these arguments, in the place of the last of some."""
         for name in gone:
             self._nodes.pop(name, None)
-        self._nodes[last.name] = replace(last, op=PRODUCT, args=args, kwargs={})
+        self._nodes[last] = replace(node, name=last, args=args, kwargs={})
 
     def _activation(self, name: str) -> tuple[Node, Callable[[Tensor], Tensor]] | None:
         """What pointwise operations make of a value: the last of them, which alone others read, and their function."""
@@ -395,7 +539,7 @@ class Plan:
         return last, function
 
     def _residual(self, node: Node, step: Product) -> None:
-        """A multiplication by constants of the columns, and an addition, behind a product."""
+        """A multiplication by constants of the columns, moves of rows, and an addition, behind a product."""
         gone, last, factor = [node.name], node, None
         reader = self._sole_reader(node.name)
         if reader is not None and reader.op == "aten.mul.Tensor":
@@ -407,19 +551,13 @@ class Plan:
                     factor, last = value.float().reshape(-1), reader
                     gone.append(reader.name)
                     reader = self._sole_reader(reader.name)
-        if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2:
+        rows = self._with_addition(self._rows_behind(last.name, step.columns), step.columns)
+        if rows.added is None and rows.place is None:
             return
-        others = [arg for arg in reader.args if isinstance(arg, Ref) and arg.name != last.name]
-        shape = self._shapes[node.name]
-        if len(others) != 1 or self._shapes[reader.name].shape != shape.shape:
-            return
-        other = self._shapes.get(others[0].name, self._constants.get(others[0].name))
-        if not isinstance(other, Tensor) or other.shape != shape.shape or other.dtype != torch.float32:
-            return
-        left, right, bias = node.args
-        self._replace(reader, (left, right, bias, others[0]), gone)
         del self._emit[node.name]
-        self._emit[reader.name] = self._product(node, step, factor)
+        args = node.args if rows.added is None else (*node.args, rows.added)
+        self._replace(rows.last, node, args, [*gone, *rows.gone])
+        self._emit[rows.last] = self._product(node, step, rows, factor)
 
     def _attention(self, node: Node, step: Product) -> None:
         """A product of two computed operands; with softmax and the product before, if that is what its left one is."""
@@ -470,7 +608,7 @@ class Plan:
                 break
             refs = [arg for arg in each.args if isinstance(arg, Ref)]
             varying = [ref.name for ref in refs if not self._is_constant(ref.name)]
-            fits = each.op in _SCALINGS | _RESHAPES and len(varying) == 1 and not each.kwargs
+            fits = each.op in _SCALINGS | _RESHAPES | _HIDING and len(varying) == 1 and not each.kwargs
             if not fits or (
                 each.op == "aten.div.Tensor" and varying != [each.args[0].name if isinstance(each.args[0], Ref) else ""]
             ):
@@ -497,15 +635,7 @@ class Plan:
         by_head = factor[0, :, 0, 0]
         if not torch.allclose(factor, by_head[:, None, None].expand(factor.shape), rtol=1e-9, atol=1e-9):
             return None
-        bias = None
-        if bool(added.any()):
-            count = len(added)
-            period = next(
-                p
-                for p in range(1, count + 1)
-                if count % p == 0 and torch.equal(added, added[:p].repeat(count // p, 1, 1, 1))
-            )
-            bias = added[:period]
+        bias = torch.unique(added, dim=0, return_inverse=True) if bool(added.any()) else None
         return each, by_head, bias, softmax, encode, [link.name for link in chain]
 
     # --- what a step does --------------------------------------------------------------------------------------------
@@ -538,12 +668,32 @@ class Plan:
         arguments.bias = self._keep(offset.float().contiguous())
         return arguments
 
-    def _room(self, finish: Finish, shape: Sequence[int]) -> list[Tensor]:
-        """Memory for what becomes of a value."""
-        if finish is None:
-            return [self._arena.take(shape, torch.float32)]
+    def _room(self, finish: Finish, shape: Sequence[int], whole: bool = True) -> list[Tensor]:
+        """Memory for what becomes of a value; if not wholly written, of its own, full of what stands for zero."""
         count = finish.planes if isinstance(finish, _Steps) else 1
-        return [self._arena.take(shape, torch.uint8) for _ in range(count)]
+        dtype = torch.float32 if finish is None else torch.uint8
+        if whole:
+            return [self._arena.take(shape, dtype) for _ in range(count)]
+        out = [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+        if isinstance(finish, _Codes):
+            out[0].view(-1, len(finish.zero))[:] = finish.zero
+        elif finish is not None:
+            zero = int(finish.values[(finish.thresholds <= 0).sum()])
+            for plane, byte in zip(out, (zero & 255, zero >> 8), strict=False):
+                plane.fill_(byte)
+        self._kept += out
+        return out
+
+    def _stored(self, output: Output, stored: _Rows, residual: Tensor | None) -> None:
+        """Tell an output where its rows go, and what they are added to."""
+        added_to = None
+        if residual is not None:
+            residual, added_to = self._dense(residual), stored.added_to
+            output.residual, output.residual_bytes = residual.data_ptr(), room_of(residual)
+        for field, rows in (("place", stored.place), ("from_", added_to)):
+            if rows is not None:
+                setattr(output, field, self._keep(rows))
+                output.places = len(rows)
 
     @staticmethod
     def _value(finish: Finish, out: list[Tensor]) -> Any:
@@ -562,12 +712,18 @@ class Plan:
         self._calls.append(lambda: _copy(static, value))
         return static
 
-    def _norm(self, node: Node) -> Callable[..., Any]:
+    def _norm(self, stored: _Rows) -> Callable[..., Any]:
         def emit(
-            x: Tensor, _: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *__: Any
+            residual: Tensor | None,
+            x: Tensor,
+            _: Any,
+            weight: Tensor | None = None,
+            bias: Tensor | None = None,
+            eps: float = 1e-5,
+            *__: Any,
         ) -> Any:
-            x, finish = self._dense(x), self._finishes[node.name]
-            out = self._room(finish, x.shape)
+            x, finish = self._dense(x), self._finishes[self._current]
+            out = self._room(finish, self._shapes[self._current].shape, stored.whole)
             scale = torch.ones(x.shape[-1]).double() if weight is None else weight.double()
             rows = [plane.view(-1, x.shape[-1]) for plane in out]
             arguments = native.Norm(
@@ -579,12 +735,13 @@ class Plan:
                 epsilon=eps,
                 out=self._output(finish, rows, scale, bias),
             )
+            self._stored(arguments.out, stored, residual)
             self._call("norm", arguments)
             return self._value(finish, out)
 
         return emit
 
-    def _product(self, node: Node, step: Product, factor: Tensor | None = None) -> Callable[..., Any]:
+    def _product(self, node: Node, step: Product, stored: _Rows, factor: Tensor | None = None) -> Callable[..., Any]:
         """factor: what the columns are multiplied by afterwards."""
 
         def emit(left: _Bytes, _: Any, bias: Tensor | None, residual: Tensor | None = None) -> Any:
@@ -598,11 +755,10 @@ class Plan:
             if factor is not None:
                 scale = scale * factor.double()
                 offset = None if offset is None else offset * factor.double()
-            out = self._room(finish, (*lead, columns))
+            shape = (*lead, columns) if site.geometry is not None else self._shapes[self._current].shape
+            out = self._room(finish, shape, stored.whole)
             output = self._output(finish, [plane.view(-1, columns) for plane in out], scale, offset)
-            if residual is not None:
-                residual = self._dense(residual)
-                output.residual, output.residual_bytes = residual.data_ptr(), room_of(residual)
+            self._stored(output, stored, residual)
             if len(rows[0]):
                 self._call("linear", native.linear(weights, rows, output))
             if site.geometry is not None:  # (B, L, O) as (B, O, H, W)
@@ -671,8 +827,16 @@ class Plan:
         return emit
 
     def _attend(
-        self, node: Node, step: Product, scores: Product, by_head: Tensor, bias: Tensor | None, steps: _Steps
+        self,
+        node: Node,
+        step: Product,
+        scores: Product,
+        by_head: Tensor,
+        bias: tuple[Tensor, Tensor] | None,
+        steps: _Steps,
     ) -> Callable[..., Any]:
+        """bias: what is added to scores, (tables, heads, rows, columns), and which of these tables each batch takes."""
+
         def emit(queries: _Bytes, keys: _Bytes, values: _Bytes) -> Any:
             finish, site, shape = self._finishes[node.name], step.site, self._shapes[node.name].shape
             q, k, v = (self._strided(side[0]) for side in (queries, keys, values))
@@ -710,9 +874,10 @@ class Plan:
                 out_head=spread.stride(1),
             )
             if bias is not None:
-                table = (bias * math.log2(math.e)).float().contiguous()
+                table, which = (bias[0] * math.log2(math.e)).float().contiguous(), bias[1].to(torch.int32)
                 arguments.bias, arguments.bias_bytes = self._keep(table), room_of(table)
-                arguments.bias_batches, arguments.bias_heads = table.shape[:2]
+                arguments.bias_tables, arguments.bias_heads = table.shape[:2]
+                arguments.bias_of, arguments.bias_batches = self._keep(which), len(which)
             self._call("attention", arguments)
             return self._value(finish, out)
 
@@ -731,41 +896,51 @@ class Plan:
 
     @staticmethod
     def _encodes(encoder: Encoder | None, x: Tensor) -> bool:
-        """Whether a kernel finds the codes of a value: scales of all of it, or of its columns."""
+        """Whether a kernel finds the codes of a value: any of a uniform quantizer, or of one scale."""
         if encoder is None or x.dtype != torch.float32 or not x.numel():
             return False
-        scale = encoder.quantizer.scale
-        by_column = x.ndim > 0 and scale.ndim > 0 and scale.numel() == scale.shape[-1] == x.shape[-1]
-        return scale.numel() == 1 or (by_column and isinstance(encoder.quantizer, UniformQuantizer))
+        return encoder.quantizer.scale.numel() == 1 or isinstance(encoder.quantizer, UniformQuantizer)
 
     def _encode(self, encoder: Encoder, x: Tensor, index: int | None) -> _Bytes:
-        """Codes of a value; index: of the input that it is."""
-        quantizer = encoder.quantizer
-        columns = x.shape[-1] if x.ndim else 1
+        """Codes of a value, which lie as it does; index: of the input that it is."""
+        quantizer, shape = encoder.quantizer, x.shape
+        order = sorted(range(x.ndim), key=lambda i: -x.stride()[i])
+        x = x.permute(order)
+        parameters = [torch.ones(()), torch.zeros(())]
+        if isinstance(quantizer, UniformQuantizer):
+            parameters = [value.float() for value in (quantizer.scale, quantizer.zero_point)]
+        scale, zero = (value.expand(shape).permute(order) for value in parameters)
+        # Rows are as long as what has parameters of its own, or some thousand entries.
+        first = next((i for i in range(x.ndim) if x.shape[i] > 1 and (scale.stride(i) or zero.stride(i))), x.ndim)
+        if not x[(0,) * first].is_contiguous():
+            x = self._dense(x)
+        while first and x[(0,) * (first - 1)].is_contiguous():
+            if first < x.ndim and x.shape[first - 1 :].numel() > 1 << 12:
+                break
+            first -= 1
+        columns = x.shape[first:].numel()
+        try:
+            rows = x.view(-1, columns)
+        except RuntimeError:
+            x = self._dense(x)
+            rows = x.view(-1, columns)
         finish: Finish
         if isinstance(quantizer, UniformQuantizer):
-            columns = min(columns, 1 << 12) if quantizer.scale.numel() == 1 else columns
-            columns = math.gcd(columns, x.numel()) if x.numel() else 1
-            scale, zero = (
-                value.float().reshape(-1).expand(columns).contiguous()
-                for value in (quantizer.scale, quantizer.zero_point)
-            )
+            scale, zero = (value[(0,) * first].reshape(-1).contiguous() for value in (scale, zero))
             finish = _Codes(scale, zero, torch.full((columns,), 2.0**quantizer.bits - 1))
         else:
             finish = _bytes_of(quantizer, lambda value: value, torch.float32)
-        if index is None:
-            x = self._dense(x)
         out = self._room(finish, x.shape)
         output = self._output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
         if isinstance(finish, _Codes):
             output.scale = self._keep(finish.scale)  # by which it divides, as the quantizer does
         arguments = native.Encode(
-            data=x.data_ptr(), bytes=x.nbytes, row=columns, rows=x.numel() // columns, columns=columns, out=output
+            data=x.data_ptr(), bytes=room_of(x), row=rows.stride(0), rows=len(rows), columns=columns, out=output
         )
         if index is not None:
             self._pointers.append((arguments, index))
         self._call("encode", arguments)
-        return _Bytes(out)
+        return _Bytes(plane.permute([order.index(i) for i in range(len(order))]) for plane in out)
 
     # --- from nodes to calls -----------------------------------------------------------------------------------------
 
