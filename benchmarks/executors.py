@@ -4,11 +4,11 @@
 
 One row for each executor and bits with the tables that calibration chose, against fake quantization of the same file:
 the share of activation codes that differ, the median over images of the logits' relative error, the share of equal
-answers, top-1 and images a second of the process's own time (batch 20, one thread). Rows of the executor "fake" are
-fake quantization itself, with u8, u16 and float tables: what tables cost in top-1, and in loss, the mean squared error
-of logits to full precision. In float32 the sums of fake quantization are rounded, which moves values over thresholds
-(each then moves others), the more the finer the codes; rows with dtype "float64" compare the same in float64, where
-nothing differs.
+answers (also beside `torch`), top-1 and images a second of the process's own time (batch 20, one thread). Rows of the
+executor "fake" are fake quantization itself, with u8, u16 and float tables: what tables cost in top-1, and in loss, the
+mean squared error of logits to full precision. In float32 the sums of fake quantization are rounded, which moves values
+over thresholds (each then moves others), the more the finer the codes; rows with dtype "float64" compare the same in
+float64, where nothing differs.
 "speed": the median images a second of fp32 torch, of `torch`, and of `torch` after `compile()`, in turn, on DeiT-S with
 random weights at batch 8, one thread, and the quotients by the first; of the process's own seconds, since machines are
 shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
@@ -26,7 +26,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, QuantizedModel, Search, demo
+from adalog import Calibration, Config, QuantizedModel, Search, demo, library
 from adalog.artifact import deserialise, serialise
 from adalog.doctor import machine
 from adalog.program import FAKE_QUANTIZE
@@ -138,10 +138,17 @@ def main(
         quantized = calibration.quantize(config)
         fake, rate = answers(quantized, pictures)
         rows.append({**row("fake", width, tables_of(quantized), fake, rate, fake), "code_flip_fraction": 0.0})
-        for executor, count in (("torch", images), ("reference", min(images, reference_images))):
+        by_torch: Tensor | None = None
+        for executor, count in (
+            ("torch", images),
+            *[("native", images)] * bool(library.levels()),
+            ("reference", min(images, reference_images)),
+        ):
             some = pictures[:count]
             logits, rate = answers(quantized.compile(executor), some)
+            by_torch = logits if by_torch is None else by_torch
             found = row(executor, width, tables_of(quantized), logits, rate, fake)
+            found["agreement_with_torch"] = float((logits.argmax(1) == by_torch[:count].argmax(1)).double().mean())
             rows.append({**found, "code_flip_fraction": flips(quantized, executor, some)})
         double, some = deserialise(serialise(quantized)).double(), pictures[:reference_images].double()
         logits, rate = answers(double.compile("torch"), some)
