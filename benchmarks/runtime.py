@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
-from adalog.bench import in_turn, milliseconds
+from adalog.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.cli import quiet
 from adalog.doctor import machine, version_of
 from adalog.errors import one_line
@@ -207,7 +207,8 @@ def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> 
     start = time.process_time()
     compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
-    return Made(lambda: compiled(images), time.process_time() - start, compiled.weight_bytes)
+    run = on_one_thread(lambda: compiled(images)) if threads > 1 else lambda: compiled(images)
+    return Made(run, time.process_time() - start, compiled.weight_bytes)
 
 
 def absent(peers: Sequence[str]) -> dict[str, str]:
@@ -257,7 +258,8 @@ def compare(
                 name: float((torch.as_tensor(each.run()) - expected).norm() / expected.norm())
                 for name, each in made.items()
             }
-            times = in_turn({name: each.run for name, each in made.items()}, seconds)
+            turns = {name: each.run for name, each in made.items()}
+            times = in_turn(turns, seconds, REST if threads > 1 else 0.0)
             for name, each in made.items():
                 row = {"name": name, "batch": batch, **milliseconds(times[name], batch)}
                 rows.append(

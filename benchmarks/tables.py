@@ -195,6 +195,20 @@ def paper_tables() -> str:
     return f"{text}\n\n{markdown(json.loads(path.read_text()), '### ').strip()}"
 
 
+def sides_table() -> str:
+    """Top-1 at 3 bits of weights, of activations and of both, by sides.json."""
+    path = RESULTS / "sides.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    bits = list(dict.fromkeys(row["bits"] for row in result["rows"]))
+    lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
+    for method in dict.fromkeys(row["method"] for row in result["rows"]):
+        cells = (spread(row["top1"]) for row in result["rows"] if row["method"] == method)
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def executors_table() -> str:
     """Executors and tables beside fake quantization, by executors.json, and speeds on DeiT-S's shapes."""
     result = json.loads((RESULTS / "executors.json").read_text())
@@ -267,6 +281,7 @@ TABLES = (
     ("docs/measured.md", "realbench table", realbench_table),
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
     ("docs/measured.md", "paper tables", paper_tables),
+    ("docs/measured.md", "sides table", sides_table),
     ("docs/measured.md", "golden table", golden_table),
     ("docs/measured.md", "search table", search_table),
     ("docs/measured.md", "folds table", folds_table),

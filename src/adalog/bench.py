@@ -1,5 +1,6 @@
 """How long a quantized model takes, by each executor, and what each needs."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ FAKE = "fake"  # not an executor: the quantized model in float, which computes w
 FP32 = "fp32"  # the full-precision model beside it
 _WARM = 2  # turns that do not count
 _LEAST = 5  # turns that do
+REST = 0.05  # seconds before a run of several threads
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,11 @@ class Times:
     repeats: int
 
 
-def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, Times]:
+def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float = 0.0) -> dict[str, Times]:
     """Times of several runs, which take turns: what else the machine does meets all of them alike.
 
-    seconds: for each run on average; five turns are the least. Every other turn goes backwards.
+    seconds: for each run on average; five turns are the least. Every other turn goes backwards. rest: seconds before
+    each, so that threads of the one before no longer spin where it needs several.
     """
     order, found = list(runs), {name: ([], []) for name in runs}  # type: ignore[var-annotated]
     turns, stop = 0, 0.0
@@ -38,6 +41,7 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, 
         if turns == _WARM:
             stop = time.perf_counter() + seconds * len(order)
         for name in order:
+            time.sleep(rest)
             cpu, wall = time.process_time(), time.perf_counter()
             runs[name]()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -47,6 +51,20 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, 
         order.reverse()
         turns += 1
     return {name: Times(median(cpu), median(wall), len(cpu)) for name, (cpu, wall) in found.items()}
+
+
+def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The run while PyTorch has one thread: its others spin for a while where "native" has threads of its own."""
+
+    def alone() -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run()
+        finally:
+            torch.set_num_threads(before)
+
+    return alone
 
 
 def random_inputs(model: QuantizedModel, batch: int, seed: int = 0) -> list[Tensor]:
@@ -80,8 +98,9 @@ def bench(
 ) -> list[dict[str, Any]]:
     """One row for each batch and executor, as JSON. full: the full-precision model, timed as "fp32" in the same turns.
 
-    threads: of "native"; the others take as many as torch is set to. A row's load_seconds are from `load` to the first
-    answer; its weight_bytes what a run reads of the sites' weights; its cpu_ms and wall_ms are of one batch.
+    threads: of "native", while torch has one; the others take as many as torch is set to. A row's load_seconds are from
+    `load` to the first answer; its weight_bytes what a run reads of the sites' weights; its cpu_ms and wall_ms are of
+    one batch.
     Raises ValueError for an executor that does not run here, as `QuantizedModel.compile` does.
     """
     rows = []
@@ -99,12 +118,14 @@ def bench(
                 network = compiled = model.compile(executor, **choices)
                 count = compiled.weight_bytes
             network(*inputs)
-            made[executor] = (lambda run=network, x=inputs: run(*x), count, time.perf_counter() - start)  # type: ignore[misc]
+            run = functools.partial(network, *inputs)
+            made[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
         if full is not None:
             inputs = random_inputs(load(), batch)
             count = sum(value.nbytes for value in full.parameters() if value.ndim > 1)
             made[FP32] = (lambda x=inputs: full(*x), count, None)  # type: ignore[misc]
-        for name, times in in_turn({name: run for name, (run, *_) in made.items()}, seconds).items():
+        turns = {name: run for name, (run, *_) in made.items()}
+        for name, times in in_turn(turns, seconds, REST if threads > 1 else 0.0).items():
             _, count, loading = made[name]
             row = {"executor": name, "batch": batch, **milliseconds(times, batch)}
             rows.append({**row, "weight_bytes": count, "load_seconds": loading})

@@ -26,6 +26,10 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
+#ifdef __linux__
+#include <pthread.h>
+#include <sched.h>
+#endif
 
 #if defined(__x86_64__) && defined(__linux__)
 #define ADALOG_X86 1
@@ -218,6 +222,7 @@ struct Context {
                 return 0;
             }
             busy = int(workers.size());
+            if (asleep.load()) make_way();
             {
                 std::lock_guard<std::mutex> lock(mutex);
                 round.fetch_add(1);
@@ -239,7 +244,7 @@ private:
         int64_t count;
     } todo{};
     std::atomic<int64_t> next{0};
-    std::atomic<int> busy{0};
+    std::atomic<int> busy{0}, asleep{0};
     std::atomic<unsigned> round{0};
     bool stopping = false;
     std::mutex mutex;
@@ -247,6 +252,22 @@ private:
     std::vector<Aligned<uint8_t>> scratch;
     std::vector<std::thread> workers;
 
+    // Keeps workers off the caller's processor: Linux likes to wake them there, where they and the caller then take
+    // turns for many milliseconds beside idle processors.
+    void make_way() {
+#ifdef __linux__
+        const int here = sched_getcpu();
+        if (here < 0 || here == avoided) return;
+        cpu_set_t others;
+        if (sched_getaffinity(0, sizeof others, &others) || CPU_COUNT(&others) < 2) return;
+        CPU_CLR(here, &others);
+        for (auto& worker : workers) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+        avoided = here;
+#endif
+    }
+#ifdef __linux__
+    int avoided = -1;  // processor
+#endif
     static void pause() {
 #ifdef ADALOG_X86
         _mm_pause();
@@ -263,7 +284,9 @@ private:
             for (int i = 0; i < 4000 && round.load(std::memory_order_acquire) == seen; i++) pause();
             if (round.load(std::memory_order_acquire) == seen) {
                 std::unique_lock<std::mutex> lock(mutex);
+                asleep.fetch_add(1);
                 wake.wait(lock, [&] { return round.load() != seen; });
+                asleep.fetch_sub(1);
             }
             seen = round.load(std::memory_order_acquire);
             if (stopping) return;

@@ -1,0 +1,57 @@
+"""Where methods lose at 3 bits: with weights alone quantized, with activations alone, and with both.
+
+    python benchmarks/sides.py --methods adalog repq-vit ptq4vit [--json F]
+
+Top-1 of the bundled ViT on its 2,000 images, mean and standard deviation over three draws of 32 calibration images. It
+explains the order of Table 1 at W3/A3, which is not the published one. Prints one JSON object and saves it as
+benchmarks/results/sides.json.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+
+from adalog import METHODS, Calibration, Config, demo
+from adalog.doctor import machine
+from adalog.evaluate import predict, score
+from adalog.quantize import sample_images
+from adalog.runtime import quickest
+
+RESULTS = Path(__file__).parent / "results"
+BITS = ("w3a32", "w32a3", "w3a3")
+SEEDS = range(3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=["adalog", "repq-vit", "ptq4vit"], choices=METHODS)
+    parser.add_argument("--json", type=Path, default=RESULTS / "sides.json")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model, (images, labels) = demo.load_model(), demo.test_images()
+    found: dict[tuple[str, str], list[float]] = {(method, bits): [] for method in given.methods for bits in BITS}
+    for seed in SEEDS:
+        calibration = Calibration(model, sample_images(demo.calibration_images(), 32, seed), seed=seed)
+        for (method, bits), values in found.items():
+            runs, _, at_once = quickest(calibration.quantize(Config.preset(bits, method)), 1)
+            top1 = score(predict(runs, images, jobs=at_once), labels).top1
+            assert top1 is not None
+            values.append(top1.value)
+    whole = score(predict(model, images), labels).top1
+    assert whole is not None
+    rows: list[dict[str, Any]] = [
+        {"method": method, "bits": bits, "top1": {"mean": mean(values), "std": stdev(values), "values": values}}
+        for (method, bits), values in found.items()
+    ]
+    result = {"fp32": whole.value, "images": len(labels), "seeds": [*SEEDS], "rows": rows, "machine": machine()}
+    text = json.dumps(result, indent=1) + "\n"
+    given.json.write_text(text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
