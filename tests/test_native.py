@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -261,6 +262,25 @@ def test_concurrent_calls(quantized, images):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda i: model(images[: 1 + i % 4]), range(64)))
     assert all(map(torch.equal, found, wanted * 8))
+
+
+@needs_kernels
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors, and Linux"
+)
+def test_workers_that_slept_keep_off_the_callers_processor(quantized, images):
+    """Where Linux would wake them, to take turns with the caller."""
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    model = quantized.compile("native", threads=3, batch=len(images))
+    workers = [int(task.name) for task in set(tasks.iterdir()) - before]
+    time.sleep(0.2)  # longer than they spin
+    wanted = model(images)
+    allowed = [os.sched_getaffinity(worker) for worker in workers]
+    assert len(workers) == 2
+    assert allowed[0] == allowed[1]
+    assert len(os.sched_getaffinity(0) - allowed[0]) == 1
+    assert torch.equal(model(images), wanted)
 
 
 @needs_kernels
