@@ -259,7 +259,7 @@ class Plan:
                 status = call()
                 if status:
                     native.check(status)
-            return evaluate(self._program.output, {name: value.clone() for name, value in self._results.items()})
+            return evaluate(self._program.output, {name: _own(value) for name, value in self._results.items()})
 
     # --- which nodes become one step ---------------------------------------------------------------------------------
 
@@ -1062,6 +1062,13 @@ def _copy(static: Any, value: Any) -> None:
     elif isinstance(static, (tuple, list)):
         for put, given in zip(static, value, strict=True):
             _copy(put, given)
+
+
+def _own(value: Any) -> Any:
+    """The value in memory that the next call leaves alone; sizes are numbers."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_own, value))
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
