@@ -10,7 +10,8 @@ runs the model. "ratios" are our time over the peer's: CPU time on one thread, w
 
 Random weights, unless --pretrained; the search is short, since values do not change the time but for the widths of the
 tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
-listed in "absent". Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F.
+listed in "absent". Of several threads each run comes after a rest, in which those of the one before stop spinning;
+while ours run, PyTorch has one. Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F.
 
 - onnxruntime: the exported float model; -int8: its static quantization, QDQ, a scale for each channel of weights, eight
   images; -int8-dynamic: its dynamic quantization, activations' scales from each input.
@@ -207,7 +208,7 @@ def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> 
     start = time.process_time()
     compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
-    run = on_one_thread(lambda: compiled(images)) if threads > 1 else lambda: compiled(images)
+    run = on_one_thread(lambda: compiled(images))
     return Made(run, time.process_time() - start, compiled.weight_bytes)
 
 

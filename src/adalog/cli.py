@@ -487,6 +487,7 @@ def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int 
 
 @contextmanager
 def integers_of(file: Path) -> Iterator[None]:
+    """What is raised inside tells the file whose integers it is about."""
     try:
         yield
     except AdalogError as cause:
@@ -745,7 +746,7 @@ def bench_command(
     odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
     if odd:
         raise ValueError(f"executor = {odd[0]!r} is none of {', '.join((FAKE, *EXECUTORS))}")
-    adalog.load(file)
+    adalog.load(file)  # a file that is none is refused before a model is loaded to go beside it
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = cores(threads)
     torch.set_num_threads(count)
