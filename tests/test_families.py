@@ -10,7 +10,7 @@ import adalog
 import zoo
 from adalog import Config, Search
 from adalog.capture import capture
-from adalog.sites import GELUS, find_pairs, find_sites
+from adalog.sites import GELUS, find_blocks, find_pairs, find_sites
 
 # --- counts at full size ---------------------------------------------------------------------------------------------
 
@@ -85,6 +85,7 @@ def test_counts_at_full_size(name):
     after_gelu = sum(site.left_source.kind in GELUS for site in sites)
     pairs = [pair for pair in find_pairs(program, sites, (images,)) if not pair.refusal]
     assert (*(roles[role] for role in ("linear", "conv", "qk", "av")), after_gelu, len(pairs)) == expected
+    assert len(find_blocks(program)) == expected[3] + 2  # what comes before the first, and the head
 
 
 # --- small ones, end to end ------------------------------------------------------------------------------------------

@@ -66,44 +66,6 @@ def test_small_models(name):
     assert refusals == [f"it also feeds {reader}" for reader in REFUSED.get(name, [])]
 
 
-def timm_model(name):
-    import timm
-
-    return timm.create_model(name)
-
-
-def torchvision_model(name):
-    import torchvision
-
-    return getattr(torchvision.models, name)(weights=None)
-
-
-def hf_vit_base(_):
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "name", "counts", "blocks"),
-    [
-        (timm_model, "deit_tiny_patch16_224", (49, 1, 12, 12, 12, 25), 12),
-        (timm_model, "swin_tiny_patch4_window7_224", (52, 1, 12, 12, 12, 27), 12),
-        (hf_vit_base, "vit_base", (73, 1, 12, 12, 12, 25), 12),
-        (torchvision_model, "vit_b_16", (49, 1, 12, 12, 12, 25), 12),
-        (torchvision_model, "swin_t", (52, 1, 12, 12, 12, 27), 12),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_full_size_models(make, name, counts, blocks):
-    torch.manual_seed(0)
-    images = torch.randn(2, 3, 224, 224)
-    program = capture(make(name), images)
-    assert tally(program, images) == (counts, [])
-    assert len(find_blocks(program)) == blocks + 2
-
-
 # --- sites -----------------------------------------------------------------------------------------------------------
 
 

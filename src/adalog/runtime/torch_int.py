@@ -554,16 +554,40 @@ class _Batched(Product):
 
     def _pairs(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
         """For each pair of parts the products of their digits, and what each is to be multiplied by."""
-        site = self.site
-        if site.geometry is not None:
+        site, product = self.site, torch.matmul
+        if site.weight is not None and site.weight.shape[1] == 1 and len(site.weight) == site.groups:
+            product = self._depthwise
+        elif site.geometry is not None:
             left = [site.rows(digit) for digit in left]
-        site.check_terms(left[0].shape[-1])
+        if right is not None:
+            site.check_terms(left[0].shape[-1])
         sides = [(iter(left), self._left), (iter(self._weight if right is None else right), self._right)]  # type: ignore[arg-type]
         lefts, rights = (
             [[(factor, next(given).to(self._dtype)) for factor in each.factors] for each in digits]
             for given, digits in sides
         )
-        return [[(f * g, torch.matmul(x, y)) for f, x in part for g, y in other] for part in lefts for other in rights]
+        return [[(f * g, product(x, y)) for f, x in part for g, y in other] for part in lefts for other in rights]
+
+    def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
+        """A convolution of each channel with its own kernel, tap by tap: (B, C, H, W), (C, taps, 1) -> (B, C, L, 1).
+
+        An eighth of the time of a product of patches, which repeat the image for each tap. Some images at a time, so
+        that the sums stay in the cache.
+        """
+        site = self.site
+        assert site.geometry is not None
+        assert site.weight is not None
+        stride, padding, dilation, _ = site.geometry
+        height, width = site.sizes(image.shape)
+        result = image.new_empty(*image.shape[:2], height, width)
+        rows = weight.view(-1, *site.weight.shape[2:], 1, 1).unbind(1)
+        for some, put in _chunks(image, result.zero_(), size=max(1, 4 * _CHUNK // image[0].numel())):
+            padded = torch.nn.functional.pad(some, (padding[1], padding[1], padding[0], padding[0]))
+            for i, row in enumerate(rows):
+                for j, tap in enumerate(row.unbind(1)):
+                    seen = padded[:, :, i * dilation[0] :: stride[0], j * dilation[1] :: stride[1]]
+                    put.addcmul_(seen[:, :, :height, :width], tap)
+        return result.view(*image.shape[:2], -1, 1)
 
     def accumulate(self, left: list[Tensor], right: list[Tensor] | None = None) -> list[Tensor]:
         """As `reference.Product.accumulate`, of digits."""
