@@ -285,19 +285,19 @@ def convolution(kind, widths, sizes, geometry, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
     generator = torch.Generator().manual_seed(seed)
     width, weight_width, table = widths
-    batch, groups, each = sizes
+    batch, groups, each, outputs = sizes  # of channels, each group sees `each` and puts out `outputs`
     stride, padding, dilation, own_offset = geometry
     shape = (groups, 1, 1) if kind == "uniform" and each == 1 else ()
     left = left_quantizer(generator, kind, width, table, shape, 0.17 if own_offset and kind in LOGS else 0.0)
-    right = uniform(generator, weight_width, 2 * groups, 1, 1, 1)
+    right = uniform(generator, weight_width, outputs * groups, 1, 1, 1)
     codes = codes_of(generator, width, (batch, groups * each, 5, 4), extreme)
-    weight = codes_of(generator, weight_width, (2 * groups, each, 2, 1), extreme)
+    weight = codes_of(generator, weight_width, (outputs * groups, each, 2, 2), extreme)
     pairs = (stride, 1), (padding, 0), (dilation, 1)
     model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, (*pairs, groups))
     (other,) = whole(right, weight)
     expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
     # as they are summed: (B, groups, L, O / groups)
-    ordered = [sums.reshape(batch, groups, 2, -1).transpose(0, 1, 3, 2) for sums in expected]
+    ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
     check_accumulators(model, codes, None, ordered)
 
 
@@ -306,7 +306,7 @@ geometries = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), 
 PRODUCTS = {
     linear: (kinds, bits, bits, tables, st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))),
     attention: (kinds, bits, bits, tables, st.tuples(*[st.integers(1, 5)] * 4), st.booleans()),
-    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few), geometries),
+    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few, few), geometries),
 }
 
 

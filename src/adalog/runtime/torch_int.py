@@ -554,7 +554,8 @@ class _Batched(Product):
 
     def _pairs(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
         """For each pair of parts the products of their digits, and what each is to be multiplied by."""
-        site, product = self.site, torch.matmul
+        site = self.site
+        product: Callable[[Tensor, Tensor], Tensor] = torch.matmul
         if site.weight is not None and site.weight.shape[1] == 1 and len(site.weight) == site.groups:
             product = self._depthwise
         elif site.geometry is not None:
