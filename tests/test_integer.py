@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -281,7 +282,7 @@ def attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
     check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(left, codes)])
 
 
-def convolution(kind, widths, sizes, geometry, extreme, seed):
+def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
     generator = torch.Generator().manual_seed(seed)
     width, weight_width, table = widths
@@ -298,7 +299,8 @@ def convolution(kind, widths, sizes, geometry, extreme, seed):
     expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
     # as they are summed: (B, groups, L, O / groups)
     ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
-    check_accumulators(model, codes, None, ordered)
+    with mock.patch.object(torch_int, "_SUMS_DIRECTLY", direct and torch_int._SUMS_DIRECTLY):
+        check_accumulators(model, codes, None, ordered)
 
 
 few = st.integers(1, 3)
@@ -306,7 +308,7 @@ geometries = st.tuples(st.integers(1, 2), st.integers(0, 2), st.integers(1, 2), 
 PRODUCTS = {
     linear: (kinds, bits, bits, tables, st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 9))),
     attention: (kinds, bits, bits, tables, st.tuples(*[st.integers(1, 5)] * 4), st.booleans()),
-    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few, few), geometries),
+    convolution: (kinds, st.tuples(bits, bits, tables), st.tuples(few, few, few, few), geometries, st.booleans()),
 }
 
 

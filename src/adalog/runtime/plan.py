@@ -776,6 +776,8 @@ class Plan:
         stride, padding, dilation, _ = site.geometry
         kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
         count = math.prod(site.sizes(images.shape))
+        if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each place of the image is a row
+            return [self._dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left], (len(images), count)
         rows = []
         for plane in map(self._dense, left):
             out = self._arena.take((len(plane) * count, site.terms), torch.uint8)
@@ -1027,8 +1029,10 @@ class Plan:
         return _Bytes(static) if isinstance(function, Encoder) else static
 
     def _static(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._arena.take(value.shape, value.dtype)
+        if isinstance(value, Tensor):  # which lies as torch would have it: images may have their channels last
+            order = sorted(range(value.ndim), key=lambda i: -value.stride()[i])
+            static = self._arena.take([value.shape[i] for i in order], value.dtype)
+            return static.permute([order.index(i) for i in range(value.ndim)])
         return type(value)(map(self._static, value)) if isinstance(value, (tuple, list)) else value
 
 

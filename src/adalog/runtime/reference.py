@@ -128,8 +128,11 @@ class Site:
         )
 
     def image(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """A convolution's output, (B, groups, L, O / groups) -> (B, O, H, W), for an input of this shape."""
-        return rows.permute(0, 1, 3, 2).flatten(1, 2).unflatten(2, self.sizes(shape))
+        """A convolution's output, (B, groups, L, O / groups) -> (B, O, H, W), for an input of this shape.
+
+        Its channels are last in memory, in every executor: float operations may depend on it in their last bit.
+        """
+        return rows.transpose(1, 2).flatten(2).contiguous().transpose(1, 2).unflatten(2, self.sizes(shape))
 
     def sizes(self, shape: torch.Size) -> tuple[int, ...]:
         """(height, width) of a convolution's output for an input of this shape."""
