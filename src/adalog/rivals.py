@@ -21,16 +21,19 @@ With R rounding halves to even, b bits, L = 2**b - 1 and h = 2**(b - 1):
   (FQ-ViT).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import RangeSearch, ScaleSearch
-from adalog.objective import CHUNK_ELEMENTS, Candidates, coprime
+from adalog.fused import uniform_errors
+from adalog.objective import Errors, coprime
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -48,6 +51,7 @@ _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 _TINY = 2.0**-94
 _LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # of which some are sampled
 _KEPT = 16  # candidates that a sample leaves
+_PART = 1 << 18  # elements of a product that are scored at once: they stay in a core's own cache, with their weights
 
 # --- ranges ----------------------------------------------------------------------------------------------------------
 
@@ -239,13 +243,35 @@ class _OutputError:
         output = operand.values @ exact if search.metric == "cosine" else None
         return _OutputError(operand, factor, operand.values @ (factor - exact), output, weights)
 
-    def losses(self, candidates: Candidates, points: Tensor) -> Tensor:
-        """points (K, *groups) -> float64 (K, *groups), or (K, 2, *groups) of what the cosine is made of."""
-        chunk = max(1, CHUNK_ELEMENTS // max(self.operand.values.numel(), self.base.numel()))
-        return torch.cat([self._score(candidates(part)) for part in points.split(chunk)])
+    def losses(self, errors: Errors, points: Tensor) -> Tensor:
+        """points (K, *groups) -> float64 (K, *groups), or (K, 2, *groups) of what the cosine is made of.
 
-    def _score(self, quantized: Tensor) -> Tensor:
-        delta = quantized.sub_(self.operand.values)
+        errors: points -> what quantizing adds to the operand, (K, *operand).
+        """
+        chunk = max(1, _PART // max(self.operand.values.numel(), self.base.numel()))
+        return torch.cat([self._score(errors(part, self.base.dtype)) for part in points.split(chunk)])
+
+    def parts(self) -> "list[_OutputError]":
+        """The same as a sum: of slices of the product's columns where its rows have losses of their own, else of the
+        first dimension that is summed over: beyond the cache, what surrounds a product takes a multiple of its time."""
+        values, keep = self.operand.values, self.operand.format.keep
+        count = -(-max(values.numel(), self.base.numel()) // _PART)
+        dim = next((dim for dim in range(values.ndim - 1) if dim not in keep), values.ndim - 1)
+        size = -(-self.base.shape[dim] // count)
+
+        def split(value: Tensor | None) -> Iterable[Any]:
+            return repeat(None) if value is None else value.split(size, dim)
+
+        by_column, shared = dim == values.ndim - 1, dim == values.ndim - 2
+        operands: Iterable[Operand] = repeat(self.operand)
+        if not by_column:
+            slices = zip(split(values), split(self.operand.mask), strict=False)
+            operands = (replace(self.operand, values=some, mask=mask) for some, mask in slices)
+        factors: Iterable[Any] = repeat(self.factor) if shared else split(self.factor)
+        others = split(self.base), split(self.output), split(self.weights)
+        return [_OutputError(*each) for each in zip(operands, factors, *others, strict=False)]
+
+    def _score(self, delta: Tensor) -> Tensor:
         if self.operand.mask is not None:
             delta.mul_(self.operand.mask)
         error = (delta @ self.factor).add_(self.base)
@@ -328,7 +354,8 @@ class _Scaled:
 
     def _losses(self, error: _OutputError, points: Tensor) -> Tensor:
         """points (K, *groups) -> (K, *groups), those of one part together."""
-        losses = self._merged(error.losses(partial(self._candidates, error.operand.values), points), torch.sum)
+        each = [part.losses(partial(self._errors, part.operand.values), points) for part in error.parts()]
+        losses = self._merged(torch.stack(each).sum(0), torch.sum)
         if error.output is None:
             return losses
         power = self._merged(error.power(), torch.sum)
@@ -336,13 +363,13 @@ class _Scaled:
         length = (power * (power + 2 * along + square).clamp(min=0)).sqrt()
         return 1 - (power + along) / length.clamp(min=torch.finfo(length.dtype).tiny)
 
-    def _candidates(self, values: Tensor, points: Tensor) -> Tensor:
+    def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
         form = self.operand.format
         if form.is_uniform:
-            middle = values.new_tensor(symmetric_zero_point(form.bits))
-            return uniform_fake_quantize(values, self.operand.spread(points), middle, form.bits)
+            middle = torch.full_like(points, symmetric_zero_point(form.bits))
+            return uniform_errors(values, points, middle, form.bits, form.keep, dtype)
         hats = [self.quantizer(point) for point in points]
-        return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None])
+        return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None]).sub_(values).to(dtype)
 
     def quantizer(self, point: Tensor | None) -> Quantizer | None:
         """Of one point; None for none, or where the operand stays float."""
