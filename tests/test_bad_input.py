@@ -235,6 +235,7 @@ def test_images_of_every_size_and_kind_calibrate(place, tmp_path):
     assert told["bytes"] == file.stat().st_size
 
 
+@pytest.mark.slow
 def test_dead_channels_and_constants(place, tmp_path):
     file = tmp_path / "out.safetensors"
     code, out, err = run(place, *quantize("own.py:dead", "--bits", "w3a3", "-o", file, "--json", "-"))
@@ -255,6 +256,7 @@ def test_pixels_that_are_no_numbers(tiniest, images, value):
         Calibration(tiniest, images)
 
 
+@pytest.mark.slow
 def test_a_full_disk(place):
     resource = pytest.importorskip("resource")
 

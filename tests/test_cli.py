@@ -86,7 +86,12 @@ def test_importing_loads_no_optional_package():
 
 
 @pytest.mark.parametrize(
-    ("out", "why"), [("/dev/full", "No space left on device"), (None, "it is closed"), ("pipe", "Broken pipe")]
+    ("out", "why"),
+    [
+        ("/dev/full", "No space left on device"),
+        pytest.param(None, "it is closed", marks=pytest.mark.slow),
+        pytest.param("pipe", "Broken pipe", marks=pytest.mark.slow),
+    ],
 )
 def test_standard_output_that_takes_nothing(quantized, tmp_path, out, why):
     quantized.save(tmp_path / "file")
@@ -198,6 +203,7 @@ def run_quietly(*arguments, **environment):
     return result.returncode, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_inspect_a_model(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     target, file = f"{tmp_path / 'own.py'}:model", tmp_path / "w.safetensors"
@@ -230,10 +236,8 @@ def test_inspect_tells_what_does_not_fold(tmp_path, monkeypatch, capsys):
     assert "in float32, since they multiply no two stored or computed tensors: add x 1, layer_norm x 1" in lines
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [{"HF_ENDPOINT": "http://127.0.0.1:9"}, pytest.param({"HF_HUB_OFFLINE": "1"}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
 def test_weights_that_cannot_be_downloaded(tmp_path, environment):
     pytest.importorskip("timm")
     code, out, err = run_quietly("inspect", "timm:deit_tiny_patch16_224", HF_HOME=str(tmp_path), **environment)
@@ -660,6 +664,7 @@ def test_inspect(made):
     assert f"{file.stat().st_size:,} bytes in all" in text
 
 
+@pytest.mark.slow
 def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
     file = tmp_path / "small.safetensors"
     size = quantized.save(file)

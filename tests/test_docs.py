@@ -88,6 +88,7 @@ def test_the_readme_python_runs(monkeypatch, tmp_path):
     assert torch.equal(names["logits"], names["qmodel"](names["images"]))
 
 
+@pytest.mark.slow
 def test_the_integers_by_hand():
     """docs/integer.md: Eq. 10 measured, and one site with a pencil."""
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "integer.md").read_text(), flags=re.DOTALL))

@@ -397,6 +397,7 @@ def call(monkeypatch, capsys, *arguments):
     return stopped.value.code or 0, told.out, told.err
 
 
+@pytest.mark.slow
 def test_figures_of_a_model(folder, tmp_path):
     """In a process of its own: the files that are listed, and no others."""
     arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--bits", "w3a3"]

@@ -452,6 +452,7 @@ for file in files:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory a process has from Linux")
 def test_memory_is_bounded_by_the_file(bases, tmp_path):
     """60 times the file and 64 MiB: for hostile files, and for whole ones of two bits, which expand the most."""

@@ -181,6 +181,7 @@ def command(folder):
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_command_takes_another_layout(folder):
     code, result = command(folder)
     assert code == 0

@@ -247,6 +247,7 @@ def test_what_is_finished_is_told(bench, two_tables):
     assert "Unfinished" not in markdown(seen[2][3])
 
 
+@pytest.mark.slow
 def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
     first = tables.run(["1"], [bench], work=tmp_path)
     other = replace(bench, labels=bench.labels.roll(1))
