@@ -1,11 +1,12 @@
 """What quantization costs a real pretrained transformer on real images.
 
-    python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform] [--json FILE]
+    python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform]
 
 DIR (or the environment's ADALOG_REALBENCH) holds TinyViT-5M without a classifier and 2,000 labelled images: each query
 takes the label of the nearest support image by its features. 32 support images, drawn with the seed, calibrate. Prints
 one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float and of each quantized model, its
-agreement with the float one, McNemar's p, and the SQNR of every site. `--work DIR` keeps finished rows.
+agreement with the float one, McNemar's p beside it and beside `adalog` at the same bits, which queries it gets right (a
+bit each, hexadecimal), and the SQNR of every site. `--work DIR` keeps finished rows.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from adalog.data import Preprocessing, find_images
 from adalog.doctor import machine
 from adalog.evaluate import classify_by_nearest, predict, score
 from adalog.runtime import quickest
-from adalog.tables import kept
+from adalog.tables import kept, p_value, packed
 
 RESULTS = Path(__file__).parent / "results"
 IMAGES = 32
@@ -87,7 +88,8 @@ def main() -> None:
                 quantized = calibration.quantize(config, jobs=given.jobs)
                 seconds = time.process_time() - start
                 runs, executor, at_once = quickest(quantized, given.jobs)
-                result = score(classes(runs, at_once), truth, reference)
+                answers = classes(runs, at_once)
+                result = score(answers, truth, reference)
                 print(f"{bits} {method}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
                 return {
                     "bits": bits,
@@ -96,6 +98,7 @@ def main() -> None:
                     "top1": result.top1.value,
                     "agreement": result.agreement,
                     "mcnemar_p": result.p_value,
+                    "right": packed(answers == truth),
                     "lost": result.lost,
                     "gained": result.gained,
                     "seconds": round(seconds, 1),
@@ -105,6 +108,10 @@ def main() -> None:
 
             key = {**data, "config": config.to_json(), "seed": given.seed, "calibration_images": IMAGES}
             rows.append(finished(f"{bits}-{method}-{given.seed}", key, row))
+    beside = {row["bits"]: row for row in rows if row["method"] == "adalog"}
+    for row in rows:
+        other = beside.get(row["bits"], row)
+        row["mcnemar_p_adalog"] = None if other is row else p_value(other, row)
     float_score = score(reference, truth)
     result = {
         "fp32": {"top1": float_score.top1.value, "low": float_score.top1.low, "high": float_score.top1.high},

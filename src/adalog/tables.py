@@ -401,7 +401,7 @@ def _full_precision(
     return {
         "classes": classes.tolist(),
         "top1": float(right.double().mean()),
-        "right": _packed(right),
+        "right": packed(right),
         **_costs(calibrated(0).program, bench),
     }
 
@@ -428,7 +428,7 @@ def _measure(
         "executor": executor or "fake quantization",
         "top1": float(right.double().mean()),
         "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
-        "right": _packed(right),
+        "right": packed(right),
         "seconds": round(seconds, 2),
         **_costs(quantized.program, bench),
     }
@@ -441,7 +441,7 @@ def _costs(program: Program, bench: Bench) -> dict[str, Any]:
     return {"fixops": found.fixops + sum(ways), "bytes": sum(found.size_bytes.values())}
 
 
-def _packed(right: Tensor) -> str:
+def packed(right: Tensor) -> str:
     """A bit an image, as a hexadecimal number."""
     return np.packbits(right.numpy()).tobytes().hex()
 
@@ -468,9 +468,9 @@ def _rows(
                 "method": row.method,
                 "seeds": list(found),
                 **{field: _spread(record[field] for record in found.values()) for field in _MEASURED},
-                "p_float": [_p_value(whole, record) for record in found.values()],
+                "p_float": [p_value(whole, record) for record in found.values()],
                 "p_adalog": [
-                    _p_value(beside[seed], record) if beside is not found and seed in beside else None
+                    p_value(beside[seed], record) if beside is not found and seed in beside else None
                     for seed, record in found.items()
                 ],
                 "published": find_published(name, model, row.config.bits, row.method, images),
@@ -485,7 +485,7 @@ def _spread(values: Iterable[float]) -> dict[str, Any]:
     return {"mean": mean(found), "std": stdev(found) if len(found) > 1 else 0.0, "values": found}
 
 
-def _p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+def p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
     """McNemar's, of who is right about which image."""
     one, other = int(first["right"], 16), int(second["right"], 16)
     return mcnemar((one & ~other).bit_count(), (other & ~one).bit_count())
