@@ -104,7 +104,7 @@ def realbench_table() -> str:
         lines.append("| " + " | ".join(cells) + " |")
     note = (
         f"{result['queries']:,} queries, {result['calibration_images']} support images for calibration, seed "
-        f"{result['seed']}, torch {result['machine']['torch']}; p: McNemar's exact test beside the full-precision model "
+        f"{result['seed']}, torch {result['machine']['torch']}; p: McNemar's exact test beside full precision "
         "and beside adalog at the same bits; figures: `benchmarks/results/realbench.json`."
     )
     return "\n".join([*lines, "", note])
