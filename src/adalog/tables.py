@@ -442,7 +442,7 @@ def _costs(program: Program, bench: Bench) -> dict[str, Any]:
 
 
 def packed(right: Tensor) -> str:
-    """A bit an image, as a hexadecimal number."""
+    """Which images are right, (N,), a bit each, as a hexadecimal number."""
     return np.packbits(right.numpy()).tobytes().hex()
 
 
@@ -486,7 +486,7 @@ def _spread(values: Iterable[float]) -> dict[str, Any]:
 
 
 def p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    """McNemar's, of who is right about which image."""
+    """McNemar's, of who is right about which image: of two records with "right", as `packed` gives it."""
     one, other = int(first["right"], 16), int(second["right"], 16)
     return mcnemar((one & ~other).bit_count(), (other & ~one).bit_count())
 
