@@ -6,9 +6,7 @@ Prints one JSON object and saves it as benchmarks/results/cost.json. The weights
 shapes and bits alone (the size of the file also on how many decimals a few numbers have); so is the search cut short.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import timm
 import torch
@@ -18,8 +16,8 @@ from adalog import Calibration, Config, Search, artifact
 from adalog.cost import Cost, cost
 from adalog.doctor import machine
 from adalog.quantizers import LogQuantizer
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = "deit_tiny_patch16_224"
 SHAPE = (3, 224, 224)
 # Table 3: FixOPs in billions and the model's size in MB, AdaLog's.
@@ -48,9 +46,7 @@ def main() -> None:
                 "as_printed": summary(cost(quantized.program, [SHAPE], as_printed=True)),
             }
         rows.append({**row, **summary(found)})
-    text = json.dumps({"model": f"timm:{MODEL}", "shape": SHAPE, "rows": rows, "machine": machine()}, indent=1) + "\n"
-    (RESULTS / "cost.json").write_text(text)
-    print(text, end="")
+    publish({"model": f"timm:{MODEL}", "shape": SHAPE, "rows": rows, "machine": machine()}, RESULTS / "cost.json")
 
 
 def summary(found: Cost) -> dict[str, object]:

@@ -17,8 +17,7 @@ from typing import Annotated
 import typer
 
 from adalog.doctor import machine
-
-RESULTS = Path(__file__).parent / "results"
+from publish import RESULTS, publish
 
 
 def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:
@@ -47,9 +46,7 @@ def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: i
         "runs": runs,
         "machine": machine(),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    (RESULTS / "demo.json").write_text(text)
-    print(text, end="")
+    publish(result, RESULTS / "demo.json")
 
 
 if __name__ == "__main__":

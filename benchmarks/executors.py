@@ -14,7 +14,6 @@ random weights at batch 8, one thread, and the quotients by the first; of the pr
 shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,8 +30,8 @@ from adalog.artifact import deserialise, serialise
 from adalog.doctor import machine
 from adalog.program import FAKE_QUANTIZE
 from adalog.quantizers import LogQuantizer
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 BATCH = 20
 BARS = {"median_logit_error": 1e-4, "agreement": 0.995, "speed_ratio": 1.3}
 SEED = 0
@@ -165,9 +164,7 @@ def main(
         "seed": SEED,
         "machine": machine(),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    (json_out or RESULTS / "executors.json").write_text(text)
-    print(text, end="")
+    publish(result, json_out or RESULTS / "executors.json")
 
 
 if __name__ == "__main__":

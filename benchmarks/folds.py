@@ -8,7 +8,6 @@ one range in standard deviations for all channels; `held_out`: on 200 test image
 Prints one JSON object and saves it as benchmarks/results/folds.json.
 """
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,8 +23,7 @@ from adalog import Calibration, Config, demo
 from adalog.calibrate import search_channels
 from adalog.doctor import machine
 from adalog.quantize import Searched, sample_images
-
-RESULTS = Path(__file__).parent / "results"
+from publish import RESULTS, publish
 
 
 def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:
@@ -62,9 +60,7 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
                 )
         rows.append(row)
     result = {"seed": seed, "calibration_images": 32, "held_out_images": 200, "rows": rows, "machine": machine()}
-    text = json.dumps(result, indent=1) + "\n"
-    json_out.write_text(text)
-    print(text, end="")
+    publish(result, json_out)
 
 
 def judged(held_out: Calibration, searched: Searched, config: Config) -> float:

@@ -32,8 +32,8 @@ from adalog.config import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.doctor import machine
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}
 RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, in the released codes
 POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
@@ -194,9 +194,7 @@ def main(
         "images": len(images),
         "machine": machine(),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    (json_out or RESULTS / "golden.json").write_text(text)
-    print(text, end="")
+    publish(result, json_out or RESULTS / "golden.json")
     sys.exit(0 if ok else 1)
 
 

@@ -1,6 +1,7 @@
 """What quantization costs a real pretrained transformer on real images.
 
     python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform]
+        [--json FILE]
 
 DIR (or the environment's ADALOG_REALBENCH) holds TinyViT-5M without a classifier and 2,000 labelled images: each query
 takes the label of the nearest support image by its features. 32 support images, drawn with the seed, calibrate. Prints
@@ -10,7 +11,6 @@ bit each, hexadecimal), and the SQNR of every site. `--work DIR` keeps finished 
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -29,8 +29,8 @@ from adalog.doctor import machine
 from adalog.evaluate import classify_by_nearest, predict, score
 from adalog.runtime import quickest
 from adalog.tables import kept, p_value, packed
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 IMAGES = 32
 
 
@@ -121,9 +121,7 @@ def main() -> None:
         "rows": rows,
         "machine": machine(),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    given.json.write_text(text)
-    print(text, end="")
+    publish(result, given.json)
 
 
 if __name__ == "__main__":

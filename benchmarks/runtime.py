@@ -23,7 +23,6 @@ while ours run, PyTorch has one. Prints one JSON object and saves it as benchmar
 """
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -45,8 +44,8 @@ from adalog.doctor import machine, version_of
 from adalog.errors import one_line
 from adalog.models import load_model
 from adalog.quantizers import LogQuantizer
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 IMAGES = 8  # that peers calibrate on
 SEED = 0
 LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # a level of ours in oneDNN's words
@@ -308,10 +307,8 @@ def main(given: Sequence[str] | None = None) -> None:
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}
     told |= {"level": asked.level or library.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
-    text = json.dumps(told, indent=1) + "\n"
     name = asked.model.rpartition(":")[2].replace(os.sep, "-")
-    (asked.json or RESULTS / f"runtime-{name}.json").write_text(text)
-    print(text, end="")
+    publish(told, asked.json or RESULTS / f"runtime-{name}.json")
 
 
 if __name__ == "__main__":

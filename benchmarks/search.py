@@ -32,7 +32,6 @@ from there; start with an empty one where the library has changed.
 """
 
 import ctypes
-import json
 import math
 import multiprocessing
 import re
@@ -65,8 +64,8 @@ from adalog.models import load_model
 from adalog.quantize import sample_images
 from adalog.tables import kept
 from direct import Direct
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6
 CHEAP = Search(init=(4, 2), keep=1, steps=0, rounds=1)
 IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # of --scaling
@@ -507,9 +506,7 @@ def main(
         else:
             config = Config.preset(bits, "adalog-released")
             result = {**given, **compare(case, config, given, work, seed)}
-    text = json.dumps({**result, "machine": machine()}, indent=1) + "\n"
-    write_whole(out, text.encode())
-    print(text, end="")
+    publish({**result, "machine": machine()}, out)
     sys.exit(0 if result.get("ok", True) else 1)
 
 

@@ -8,7 +8,6 @@ benchmarks/results/sides.json.
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -21,8 +20,8 @@ from adalog.doctor import machine
 from adalog.evaluate import predict
 from adalog.quantize import sample_images
 from adalog.runtime import quickest
+from publish import RESULTS, publish
 
-RESULTS = Path(__file__).parent / "results"
 BITS = ("w3a32", "w32a3", "w3a3")
 SEEDS = range(3)
 
@@ -55,9 +54,7 @@ def main() -> None:
         "rows": rows,
         "machine": machine(),
     }
-    text = json.dumps(result, indent=1) + "\n"
-    given.json.write_text(text)
-    print(text, end="")
+    publish(result, given.json)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from adalog.tables import markdown
+from publish import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def demo_table() -> str:

@@ -568,6 +568,20 @@ def test_windows_and_masks(fast):
         assert float((model.compile(executor)(x) - fake).norm() / fake.norm()) < 1e-4
 
 
+def test_convolutions_with_channels_last(fast, images):
+    """Of 1 x 1 and depthwise ones, with GELU between: images lie alike in all executors, so that codes agree."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 12, 1), nn.GELU(), nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.GELU(), nn.Conv2d(12, 8, 1)
+    model = Calibration(nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 5)).eval(), images).quantize(fast)
+    plain, torch_ints = model.compile("reference"), model.compile("torch")
+    wanted = plain.codes(images)
+    assert len(wanted) == 4
+    assert all(torch.equal(codes, wanted[name]) for name, codes in torch_ints.codes(images).items())
+    for executor in EXECUTORS:
+        torch.testing.assert_close(model.compile(executor)(images), plain(images), rtol=1e-5, atol=1e-6)
+    assert {site.geometry[3] for site in torch_ints.sites.values() if site.geometry} == {1, 12}
+
+
 def test_refusals(quantized, images):
     with pytest.raises(ValueError, match="executor = 'fpga' is none of reference, torch, native"):
         quantized.compile("fpga")

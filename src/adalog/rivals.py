@@ -259,17 +259,16 @@ class _OutputError:
         dim = next((dim for dim in range(values.ndim - 1) if dim not in keep), values.ndim - 1)
         size = -(-self.base.shape[dim] // count)
 
-        def split(value: Tensor | None) -> Iterable[Any]:
-            return repeat(None) if value is None else value.split(size, dim)
+        def split(value: Tensor | None, apart: bool = True) -> Iterable[Any]:
+            return value.split(size, dim) if apart and value is not None else repeat(value)
 
-        by_column, shared = dim == values.ndim - 1, dim == values.ndim - 2
-        operands: Iterable[Operand] = repeat(self.operand)
-        if not by_column:
-            slices = zip(split(values), split(self.operand.mask), strict=False)
-            operands = (replace(self.operand, values=some, mask=mask) for some, mask in slices)
-        factors: Iterable[Any] = repeat(self.factor) if shared else split(self.factor)
-        others = split(self.base), split(self.output), split(self.weights)
-        return [_OutputError(*each) for each in zip(operands, factors, *others, strict=False)]
+        by_row, shared = dim < values.ndim - 1, dim == values.ndim - 2
+        operands = split(values, by_row), split(self.operand.mask, by_row)
+        others = split(self.factor, not shared), split(self.base), split(self.output), split(self.weights)
+        return [
+            _OutputError(replace(self.operand, values=some, mask=mask), *rest)
+            for some, mask, *rest in zip(*operands, *others, strict=False)
+        ]
 
     def _score(self, delta: Tensor) -> Tensor:
         if self.operand.mask is not None:

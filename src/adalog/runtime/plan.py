@@ -906,7 +906,7 @@ class Plan:
     def _encode(self, encoder: Encoder, x: Tensor, index: int | None) -> _Bytes:
         """Codes of a value, which lie as it does; index: of the input that it is."""
         quantizer, shape = encoder.quantizer, x.shape
-        order = sorted(range(x.ndim), key=lambda i: -x.stride()[i])
+        order, back = _in_memory(x)
         x = x.permute(order)
         parameters = [torch.ones(()), torch.zeros(())]
         if isinstance(quantizer, UniformQuantizer):
@@ -942,7 +942,7 @@ class Plan:
         if index is not None:
             self._pointers.append((arguments, index))
         self._call("encode", arguments)
-        return _Bytes(plane.permute([order.index(i) for i in range(len(order))]) for plane in out)
+        return _Bytes(plane.permute(back) for plane in out)
 
     # --- from nodes to calls -----------------------------------------------------------------------------------------
 
@@ -1030,9 +1030,8 @@ class Plan:
 
     def _static(self, value: Any) -> Any:
         if isinstance(value, Tensor):  # which lies as torch would have it: images may have their channels last
-            order = sorted(range(value.ndim), key=lambda i: -value.stride()[i])
-            static = self._arena.take([value.shape[i] for i in order], value.dtype)
-            return static.permute([order.index(i) for i in range(value.ndim)])
+            order, back = _in_memory(value)
+            return self._arena.take([value.shape[i] for i in order], value.dtype).permute(back)
         return type(value)(map(self._static, value)) if isinstance(value, (tuple, list)) else value
 
 
@@ -1073,6 +1072,12 @@ def _own(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(_own, value))
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _in_memory(value: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions as they lie, the longest stride first, and how to permute what has that order back."""
+    order = sorted(range(value.ndim), key=lambda i: -value.stride()[i])
+    return order, [order.index(i) for i in range(value.ndim)]
 
 
 def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:

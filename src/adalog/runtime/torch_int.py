@@ -169,13 +169,16 @@ class Encoder:
             return digits if puts is None else [put.copy_(digit) for put, digit in zip(puts, digits, strict=True)]
         if puts is None:
             uniform = isinstance(self.quantizer, UniformQuantizer)
-            if _is_channels_last(x):
-                puts = self.room(x.permute(0, 2, 3, 1).shape, x.device)
-                self(x.permute(0, 2, 3, 1), puts) if self.by_value else self._quick(x, [_image(put) for put in puts])
-                return [_image(put) for put in puts]
             by_column = uniform and x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1  # keys, transposed
-            puts = self.room(x.mT.shape if by_column else x.shape, x.device)
-            puts = [put.mT for put in puts] if by_column else puts
+            if _is_channels_last(x):
+                rows = x.permute(0, 2, 3, 1)
+                if self.by_value:
+                    return [_image(put) for put in self(rows)]
+                puts = [_image(put) for put in self.room(rows.shape, x.device)]
+            elif by_column:
+                puts = [put.mT for put in self.room(x.mT.shape, x.device)]
+            else:
+                puts = self.room(x.shape, x.device)
         self._quick(x, puts)
         return puts
 
