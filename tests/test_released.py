@@ -354,6 +354,31 @@ def test_a_weights_row_of_zeros_stays_zero():
     assert bool(torch.isfinite(hat).all())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bits"), [("linear", 6), ("adalog", 4), ("log-sqrt2", 4), ("qk", 6), ("av", 4)])
+def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind, bits):
+    generator = torch.Generator().manual_seed(bits)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator) * torch.randn(shape[-1], generator=generator).exp()
+
+    left = Operand(noise(released._MANY // 128, 128), Format(bits))
+    right = Operand(noise(48, 128), Format(bits, keep=(0,)))
+    if kind in ("adalog", "log-sqrt2"):
+        form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
+        left = Operand(gelu(left.values), form)
+    elif kind in ("qk", "av"):
+        left, right = (Operand(noise(16, 4, 128, 128), Format(bits, keep=(1,))) for _ in range(2))
+        if kind == "av":
+            form = Format.power_law("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
+            left = Operand(left.values.softmax(-1), form)
+    role = "linear" if left.values.ndim == 2 else kind
+    rough = search_product(role, left, right, SHORT)
+    monkeypatch.setattr(released, "_MANY", math.inf)
+    exact = search_product(role, left, right, SHORT)
+    assert rough.sqnr == pytest.approx(exact.sqnr, abs=0.005)  # 0.1 % of the error
+
+
 def test_the_last_of_equal_points_wins():
     """Where all is zero every point is: the last zero point, and the scale at its floor."""
     scale, zero_point = search_channels(torch.zeros(20, 2), 4, GRID_ALONE)

@@ -473,20 +473,10 @@ def _search_piece(
     """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
     sample = error.sample(search.rough_rows) if search.rough_rows else error
     rough = sample.fast() if search.rough_rows else error
-    loss = _loss(error.fast() if sample is not error else error, operand)
-    cheaper = None if rough is error else _loss(rough, operand)
+    loss = (error.fast() if sample is not error else error).loss_by(operand.errors)
+    cheaper = None if rough is error else rough.loss_by(operand.errors)
     best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
-
-
-def _loss(error: ProductError, operand: Operand) -> Loss:
-    parts = [(part, operand.errors(part.left)) for part in error.parts()]
-
-    def loss(points: Tensor) -> Tensor:
-        first, *others = (part.loss_of(errors, points) for part, errors in parts)
-        return sum(others, start=first)
-
-    return loss
 
 
 def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:

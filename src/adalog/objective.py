@@ -165,6 +165,16 @@ class ProductError:
         chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
         return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
 
+    def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
+        """As `loss`, of candidates that are known by what they add to given values, slice by slice (`parts`)."""
+        parts = [(part, errors(part.left)) for part in self.parts()]
+
+        def loss(points: Tensor) -> Tensor:
+            first, *others = (part.loss_of(added, points) for part, added in parts)
+            return sum(others, start=first)
+
+        return loss
+
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
             delta.mul_(self.mask)

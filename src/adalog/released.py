@@ -9,9 +9,13 @@ It differs from Algorithm 1 as the paper prints it, which `search` and `calibrat
 - Linears start from each operand's own error, products of activations from an arbitrary point of the grid; then three
   rounds, each from the first grid again, and the last round stands even if an earlier one was better.
 - After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
+
+Of large operands the steps' survivors are found by rough losses (bfloat16 products, codes from a table), the last
+step's best by the exact one. Of small ones, the golden outputs' among them, every loss is exact.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,8 +24,8 @@ from torch import Tensor
 
 from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
-from adalog.fused import uniform_errors
-from adalog.objective import CHUNK_ELEMENTS, ProductError
+from adalog.fused import sums, uniform_errors
+from adalog.objective import CHUNK_ELEMENTS, Errors, ProductError
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -35,6 +39,8 @@ from adalog.search import Loss
 POINTS = 128  # n, of every step
 _RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
+_MANY = 1 << 20  # values of an operand, over which what a rough loss rounds evens out
+_FINALISTS = 16  # candidates that it leaves to the exact one
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
@@ -80,30 +86,59 @@ def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> Pro
     return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask)
 
 
-def _best(points: Tensor, losses: Tensor, keep: int) -> Tensor:
-    """The `keep` points of least loss in each group.
+@dataclass(frozen=True)
+class _Scores:
+    """What candidates cost in each group: points (K, P, *groups) -> (K, *groups); `rough` sooner but a little off."""
 
-    Where nothing is clipped all zero points cost the same. The released code leaves the choice to `torch.topk`; here
-    the last of equal ones wins, which came closest to it.
-    """
-    last_first = losses.flip(0).sort(dim=0, stable=True).indices[:keep]
-    order = (len(losses) - 1 - last_first).unsqueeze(1)
-    return points.gather(0, order.expand(-1, *points.shape[1:]))
+    loss: Loss
+    rough: Loss | None = None
+
+    @staticmethod
+    def of(
+        error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
+    ) -> "_Scores":
+        """Rough are products in bfloat16, and errors that may be a little off; where values are few, nothing is."""
+        many = error.left.numel() >= _MANY
+        return _Scores(error.loss_by(errors), error.fast().loss_by(rough or errors) if many else None)
+
+    def survivors(self, points: Tensor, keep: int) -> Tensor:
+        """The `keep` points of least loss in each group, by the rough loss where there is one."""
+        return _gathered(points, _least((self.rough or self.loss)(points), keep))
+
+    def best(self, points: Tensor) -> Tensor:
+        """The point of least loss in each group, (P, *groups), after the rough loss has left out all but a few.
+
+        Where nothing is clipped all zero points cost the same. The released code leaves the choice to `torch.topk`;
+        here the last of equal ones wins, which came closest to it.
+        """
+        if self.rough is not None and len(points) > _FINALISTS:
+            few = (
+                _least(self.rough(points), _FINALISTS).sort(dim=0).values
+            )  # in their order, for the last of equal ones
+            points = _gathered(points, few)
+        return _gathered(points, _least(self.loss(points), 1))[0]
 
 
-def _refined(loss: Loss, points: Tensor, spacing: Tensor, steps: int, *, keep: int, least: float) -> Tensor:
+def _least(losses: Tensor, count: int) -> Tensor:
+    """Where in each group the `count` least of (K, *groups) are, the last of equal ones first: (count, *groups)."""
+    return len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
+
+
+def _gathered(points: Tensor, order: Tensor) -> Tensor:
+    return points.gather(0, order.unsqueeze(1).expand(-1, *points.shape[1:]))
+
+
+def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, keep: int, least: float) -> Tensor:
     """The released FPCS: the first of the hyperparameters of `points` (K, P, *groups), the scale, is refined."""
-    losses = loss(points)
     fan = POINTS // keep
     part = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
-        parents = _best(points, losses, keep)
+        parents = scores.survivors(points, keep)
         points = parents.repeat_interleave(fan, dim=0)
         offsets = part.repeat(len(parents)).view(-1, *(1 for _ in spacing.shape)) * spacing
         points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
         spacing = spacing / (fan - 0.5)
-        losses = loss(points)
-    return _best(points, losses, 1)[0]
+    return scores.best(points)
 
 
 @dataclass(frozen=True)
@@ -131,10 +166,10 @@ class _UniformSpace:
             scales[1] - scales[0]
         )
 
-    def _found(self, loss: Loss) -> UniformQuantizer:
+    def _found(self, scores: _Scores) -> UniformQuantizer:
         grid, spacing = self._grid()
         steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
-        return self._quantizer(_refined(loss, grid, spacing, steps, keep=16, least=self.least))
+        return self._quantizer(_refined(scores, grid, spacing, steps, keep=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
         scale, zero_point = (self.operand.spread(part)[0] for part in point)
@@ -144,24 +179,31 @@ class _UniformSpace:
         """By the operand's own error, or the last zero point with the last scale but one."""
         if not own_error:
             return self._quantizer(self._grid()[0][POINTS - 2])
-        values, keep = self.operand.values.double(), self.operand.format.keep
-        summed = [dim + 1 for dim in range(values.ndim) if dim not in keep]
+        form, given = self.operand.format, self.operand.values
+        values, zeros = given.double(), torch.zeros_like(given)
+        summed = [dim + 1 for dim in range(values.ndim) if dim not in form.keep]
         chunk = max(1, CHUNK_ELEMENTS // values.numel())
 
         def loss(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
             errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
-        return self._found(loss)
+        def rough(points: Tensor) -> Tensor:
+            return torch.cat([sums(self._errors(given, part), zeros, None, form.keep) for part in points.split(chunk)])
+
+        return self._found(_Scores(loss, rough if values.numel() >= _MANY else None))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """By the product's error. current: not looked at."""
+
+        def errors(values: Tensor) -> Errors:
+            return lambda points, dtype: self._errors(values, points, dtype)
+
+        return self._found(_Scores.of(error, errors))
+
+    def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         form = self.operand.format
-
-        def errors(points: Tensor, dtype: torch.dtype) -> Tensor:
-            return uniform_errors(error.left, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
-
-        return self._found(partial(error.loss_of, errors))
+        return uniform_errors(values, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
         scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
@@ -176,11 +218,17 @@ class _LogSpace:
     search_choices: ReleasedSearch
     scale_is_one: bool
 
+    @property
+    def _radix(self) -> int:
+        base = self.operand.format.log2_base
+        assert base is not None
+        return _RADIX if base[0] else base[1]
+
     def _quantizer(self, scale: Tensor, q: int) -> LogQuantizer:
         form = self.operand.format
-        assert form.log2_base is not None
-        radix = _RADIX if form.log2_base[0] else form.log2_base[1]
-        return LogQuantizer(scale, q, radix, form.bits, form.beyond, form.rounding, table=True, offset=form.offset)
+        return LogQuantizer(
+            scale, q, self._radix, form.bits, form.beyond, form.rounding, table=True, offset=form.offset
+        )
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
         """With the base of the format, where it is a fixed one."""
@@ -212,27 +260,31 @@ class _LogSpace:
         if self.scale_is_one and form.log2_base is not None and form.log2_base[0]:
             return self.final(current)
 
-        def candidates(points: Tensor) -> Tensor:
-            quantizers = [self._quantizer(scale, round(float(q))) for scale, q in points]
-            return torch.stack([quantizer.fake_quantize(error.left) for quantizer in quantizers])
+        def errors(values: Tensor) -> Errors:
+            def exact(points: Tensor, dtype: torch.dtype) -> Tensor:
+                quantizers = [self._quantizer(scale, round(float(q))) for scale, q in points]
+                return torch.stack([quantizer.fake_quantize(values) for quantizer in quantizers]).sub_(values).to(dtype)
 
-        def loss(points: Tensor) -> Tensor:
-            return error.loss(candidates, points)
+            return exact
 
-        def best(points: Tensor, keep: int = 1) -> Tensor:
-            return _best(points, loss(points), keep)
+        def rough(values: Tensor) -> Errors:
+            by_table = searched.errors(values)
+            return lambda points, dtype: by_table(torch.stack([points[:, 1].log2(), points[:, 0]], dim=1), dtype)
 
+        searched = replace(self.operand, format=replace(form, log2_base=(0, self._radix), table=True))
+        scores = _Scores.of(error, errors, rough)
         q = torch.arange(form.q_min, form.q_max + 1).to(error.left)
-        bases = best(torch.stack([current.scale.expand(len(q)), q], dim=1), 8)
+        points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         if self.scale_is_one:
-            return self._quantizer(current.scale, round(float(bases[0, 1])))
+            return self._quantizer(current.scale, round(float(scores.best(points)[1])))
         low, high = self._span()
-        count = 16 if self.search_choices.progressive else POINTS
-        bases = bases if self.search_choices.progressive else bases[:1]
+        progressive = self.search_choices.progressive
+        count = 16 if progressive else POINTS
+        bases = scores.survivors(points, 8) if progressive else scores.best(points)[None]
         scales = low + (high - low) * torch.linspace(0, 1, count).to(error.left)
         points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
-        steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
-        point = _refined(loss, points, (high - low) / (count - 1), steps, keep=32, least=_LEAST_SCALE)
+        steps = self.search_choices.steps - 1 if progressive else 0
+        point = _refined(scores, points, (high - low) / (count - 1), steps, keep=32, least=_LEAST_SCALE)
         return self._quantizer(point[0], round(float(point[1])))
 
 
@@ -260,8 +312,8 @@ class _TwinSpace:
         def candidates(part: Tensor) -> Tensor:
             return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in part[:, 0]])
 
-        losses = error.loss(candidates, points)
-        return self._quantizer(_best(points, losses, 1)[0, 0])
+        scores = _Scores(partial(error.loss, candidates))
+        return self._quantizer(scores.best(points)[0])
 
 
 def _quantiles(groups: Tensor) -> list[Tensor]:
