@@ -420,7 +420,10 @@ class TwinUniformQuantizer:
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return self.dequantize(self.quantize(x)).to(x.dtype)
+        def part(values: Tensor) -> Tensor:
+            return self.dequantize(self.quantize(values)).to(x.dtype)
+
+        return _in_parts(part, x) if self.scale.numel() == 1 and self.scale.ndim <= x.ndim else part(x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TwinUniformQuantizer":
         return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
@@ -462,7 +465,10 @@ class SplitUniformQuantizer:
         return torch.where(code < half, fine, coarse)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return self.dequantize(self.quantize(x)).to(x.dtype)
+        def part(values: Tensor) -> Tensor:
+            return self.dequantize(self.quantize(values)).to(x.dtype)
+
+        return _in_parts(part, x) if self.scale.numel() == 1 and self.scale.ndim <= x.ndim else part(x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
         return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)

@@ -50,11 +50,17 @@ def _evolved(
     choices: Evolution,
     generator: torch.Generator,
 ) -> list[Placed]:
-    """Blocks from the last to the first, in each pass; a block's individuals are the scales of its weights."""
+    """Blocks from the last to the first, in each pass; a block's individuals are the scales of its weights.
+
+    What a block is given hangs on none of those behind it: one run a pass serves all its blocks, whose mutants run from
+    there on.
+    """
     wanted = _first_output(program.run(images))
-    current = list(placed)
+    blocks = find_blocks(program)
+    current, least = list(placed), None
     for _ in range(choices.passes):
-        for block in reversed(find_blocks(program)):
+        given, numbers = _block_inputs(built(program, current), images, blocks)
+        for block in reversed(blocks):
             weights = {
                 index: each.found.right
                 for index, each in enumerate(current)
@@ -65,11 +71,19 @@ def _evolved(
                 continue
             put = partial(_with_weights, current, list(start))
 
-            def loss(quantizers: list[UniformQuantizer], put: Callable[..., list[Placed]] = put) -> float:
-                outputs = _first_output(built(program, put(quantizers)).run(images))
+            def loss(
+                quantizers: list[UniformQuantizer],
+                put: Callable[..., list[Placed]] = put,
+                block: Block = block,
+                inputs: Sequence[Tensor] = _inputs(program, images, block, given),
+                numbers: Mapping[str, int] = numbers,
+            ) -> float:
+                whole = built(program, put(quantizers))
+                outputs = _first_output(_between(whole, block.value_in, whole.output, numbers).run(inputs))
                 return info_nce(outputs, wanted, choices.temperature)
 
-            current = put(evolve(loss, list(start.values()), choices, generator))
+            least, best = evolve(loss, list(start.values()), choices, generator, least)
+            current = put(best)
     return current
 
 
@@ -93,18 +107,20 @@ def evolve(
     start: list[UniformQuantizer],
     choices: Evolution,
     generator: torch.Generator,
-) -> list[UniformQuantizer]:
-    """The best of a population that starts as copies of one individual, after so many cycles.
+    least: float | None = None,
+) -> tuple[float, list[UniformQuantizer]]:
+    """The best of a population that starts as copies of one individual, after so many cycles, and its loss.
 
-    Each cycle draws samples with replacement, mutates the best of them, and drops the worst of all.
+    Each cycle draws samples with replacement, mutates the best of them, and drops the worst of all. least: the loss of
+    the start, if it is known.
     """
-    population = [(loss(start), start)] * choices.population
+    population = [(loss(start) if least is None else least, start)] * choices.population
     for _ in range(choices.cycles):
         drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
         parent = population[min(drawn)][1]  # they are in order, the best first
         child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
         population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
-    return population[0][1]
+    return population[0]
 
 
 def mutated(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
@@ -144,8 +160,8 @@ def _refined_blocks(
         ]
         if not indices or block.value_out not in gradients:
             continue
-        alone = _alone(program, block, numbers)
-        given = [*images, *([] if block.value_in in program.inputs else [inputs[block.value_in]])]
+        alone = _between(program, block.value_in, Ref(block.value_out), numbers)
+        given = _inputs(program, images, block, inputs)
         wanted = alone.run(given)
         start: Quantizers = [side for index in indices for side in _sides(current[index])]
         # Whatever attention is found to weigh most is to stay as it is.
@@ -183,7 +199,7 @@ def _with_sides(placed: Sequence[Placed], quantizers: Quantizers) -> list[Placed
 def _block_inputs(
     program: Program, images: Sequence[Tensor], blocks: Sequence[Block]
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """What each block is given in the float network, and all sizes in it."""
+    """What each block is given, and all sizes on the way."""
     names = {block.value_in for block in blocks}
     inputs: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
@@ -198,8 +214,14 @@ def _block_inputs(
     return inputs, numbers
 
 
-def _alone(program: Program, block: Block, numbers: Mapping[str, int]) -> Program:
-    """A block by itself: it takes the program's inputs and, behind them, the value it starts from. Sizes are fixed."""
+def _inputs(program: Program, images: Sequence[Tensor], block: Block, given: Mapping[str, Tensor]) -> list[Tensor]:
+    """Those of `_between` from this block on."""
+    return [*images, *([] if block.value_in in program.inputs else [given[block.value_in]])]
+
+
+def _between(program: Program, value_in: str, output: Any, numbers: Mapping[str, int]) -> Program:
+    """What leads from a block's input to an output. It takes the program's inputs and, behind them, that value; sizes
+    are fixed."""
 
     def fix(ref: Ref) -> Any:
         return numbers.get(ref.name, ref)
@@ -209,10 +231,10 @@ def _alone(program: Program, block: Block, numbers: Mapping[str, int]) -> Progra
             node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
         )
         for node in program.nodes
-        if node.name != block.value_in
+        if node.name != value_in
     )
-    inputs = program.inputs if block.value_in in program.inputs else (*program.inputs, block.value_in)
-    return replace(program, inputs=inputs, nodes=nodes, output=Ref(block.value_out)).pruned()
+    inputs = program.inputs if value_in in program.inputs else (*program.inputs, value_in)
+    return replace(program, inputs=inputs, nodes=nodes, output=output).pruned()
 
 
 def refine_block(
