@@ -121,7 +121,7 @@ def test_one_scale_after_another_is_multiplied():
         a, b = (float(quantizer.scale) for quantizer in quantizers if quantizer is not None)
         return (a - 1.2) ** 2 + (b - 2 * a) ** 2
 
-    found = refine_block(loss, [uniform(1.0), None, uniform(2.0)], choices, [False, False, False])
+    found = refine_block(lambda best, index: loss, [uniform(1.0), None, uniform(2.0)], choices, [False, False, False])
     a, b = 1.0, 2.0
     grid = [0.6 + 0.1 * i for i in range(9)]
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_one_scale_after_another_is_multiplied():
                 a, b = best
     assert [float(found[0].scale), float(found[2].scale)] == pytest.approx([a, b])
     assert found[1] is None
-    kept = refine_block(loss, [uniform(1.0), None, uniform(2.0)], choices, [True, True, True])
+    kept = refine_block(lambda best, index: loss, [uniform(1.0), None, uniform(2.0)], choices, [True, True, True])
     assert [float(kept[0].scale), float(kept[2].scale)] == [1.0, 2.0]
 
 

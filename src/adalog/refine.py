@@ -8,7 +8,7 @@
   |s + u|, u uniform in [-radius, radius].
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from adalog.build import Placed, built
 from adalog.config import BlockRefinement, Evolution, Refinement
-from adalog.program import Node, Program, Ref, leaves_of, map_refs
+from adalog.program import FAKE_QUANTIZE, Node, Program, Ref, leaves_of, map_refs
 from adalog.quantizers import MAX_BITS, Quantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.sites import Block, find_blocks
 
@@ -168,18 +168,27 @@ def _refined_blocks(
         fixed = [stays for index in indices for stays in (False, current[index].sites[0].left_source.kind == "softmax")]
         put = partial(_with_sides, [current[index] for index in indices])
 
-        def loss(
-            quantizers: Quantizers,
+        def near(
+            best: Quantizers,
+            index: int,
             put: Callable[..., list[Placed]] = put,
             alone: Program = alone,
             given: Sequence[Tensor] = given,
             wanted: Tensor = wanted,
             weights: Tensor = gradients[block.value_out],
-        ) -> float:
-            error = built(alone, put(quantizers)).run(given) - wanted
-            return largest_errors(error, weights, choices.eliminated)
+        ) -> Callable[[Quantizers], float]:
+            state = put(best)
+            whole = built(alone, state)
+            known = _read_by(whole, {site.node.name for site in state[index // 2].sites})
+            values = replace(whole, output=[Ref(name) for name in known]).pruned().run(given)
 
-        for index, each in zip(indices, put(refine_block(loss, start, choices, fixed)), strict=True):
+            def loss(quantizers: Quantizers) -> float:
+                rest = _resumed(built(alone, put(quantizers)), known)
+                return largest_errors(rest.run([*given, *values]) - wanted, weights, choices.eliminated)
+
+            return loss
+
+        for index, each in zip(indices, put(refine_block(near, start, choices, fixed)), strict=True):
             current[index] = each
     return current
 
@@ -231,27 +240,51 @@ def _between(program: Program, value_in: str, output: Any, numbers: Mapping[str,
             node, args=map_refs(node.args, fix), kwargs={key: map_refs(arg, fix) for key, arg in node.kwargs.items()}
         )
         for node in program.nodes
-        if node.name != value_in
     )
-    inputs = program.inputs if value_in in program.inputs else (*program.inputs, value_in)
-    return replace(program, inputs=inputs, nodes=nodes, output=output).pruned()
+    known = [] if value_in in program.inputs else [value_in]
+    return _resumed(replace(program, nodes=nodes, output=output), known)
+
+
+def _resumed(program: Program, known: Sequence[str]) -> Program:
+    """What is left to do where these values are known: it takes the program's inputs and, behind them, the values."""
+    nodes = tuple(node for node in program.nodes if node.name not in known)
+    return replace(program, inputs=(*program.inputs, *known), nodes=nodes).pruned()
+
+
+def _read_by(program: Program, names: Collection[str]) -> list[str]:
+    """The values that these nodes, with the quantizers before them, and all that hangs on them read from elsewhere."""
+    quantizers = {node.name for node in program.nodes if node.op == FAKE_QUANTIZE}
+    later = {ref for node in program.nodes if node.name in names for ref in node.refs()} & quantizers
+    later |= set(names)
+    read: dict[str, None] = {}
+    for node in program.nodes:
+        if node.name in later or not later.isdisjoint(node.refs()):
+            later.add(node.name)
+            read.update(dict.fromkeys(node.refs()))
+    return [name for name in read if name not in later | set(program.inputs) | set(program.tensors)]
 
 
 def refine_block(
-    loss: Callable[[Quantizers], float], start: Quantizers, choices: BlockRefinement, fixed: Sequence[bool]
+    near: Callable[[Quantizers, int], Callable[[Quantizers], float]],
+    start: Quantizers,
+    choices: BlockRefinement,
+    fixed: Sequence[bool],
 ) -> Quantizers:
     """The quantizers with scales multiplied, one quantizer after another, as far as the loss falls.
 
-    fixed: which of them stay as they are.
+    near: the loss of quantizers that differ from given ones at one index. fixed: which of them stay as they are.
     """
     low, high = choices.span
     factors = torch.linspace(low, high, choices.candidates, dtype=torch.float64).tolist()
-    best, least = list(start), loss(start)
+    best = list(start)
+    least: float | None = None
     for _ in range(choices.rounds):
         for index, stays in enumerate(fixed):
             quantizer = best[index]
             if stays or quantizer is None:
                 continue
+            loss = near(best, index)
+            least = loss(best) if least is None else least
             for factor in factors:
                 tried = list(best)
                 tried[index] = scaled(quantizer, factor)
