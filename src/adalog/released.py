@@ -10,14 +10,14 @@ It differs from Algorithm 1 as the paper prints it, which `search` and `calibrat
   rounds, each from the first grid again, and the last round stands even if an earlier one was better.
 - After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
 
-Of large operands the steps' survivors are found by rough losses (bfloat16 products, codes from a table), the last
-step's best by the exact one. Of small ones, the golden outputs' among them, every loss is exact.
+Of large operands the steps' survivors are found on some of the tokens, by bfloat16 products and codes from a table, the
+last step's best on all and exactly. Of small ones, the golden outputs' among them, every loss is exact.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ from adalog.search import Loss
 POINTS = 128  # n, of every step
 _RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
-_MANY = 1 << 20  # values of an operand, over which what a rough loss rounds evens out
-_FINALISTS = 16  # candidates that it leaves to the exact one
+# From so many values of an operand on, what bfloat16 rounds evens out, and so many tokens can stand for all.
+_MANY, _ROWS = 1 << 20, 4096
+_FINALISTS = 16  # candidates that a rough loss leaves to the exact one
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
@@ -83,27 +84,34 @@ def search_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
     """The product's error as a function of one operand, the other one as its quantizer leaves it."""
     exact, hat = (value.transpose(-1, -2) for value in (other.values, fake_quantize(other, quantizer)))
-    return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask)
+    return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask, operand.alike)
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What candidates cost in each group: points (K, P, *groups) -> (K, *groups); `rough` sooner but a little off."""
+    """What candidates cost in each group: points (K, P, *groups) -> (K, *groups).
 
-    loss: Loss
+    Of large operands there are quicker losses too: `rough`, a little off, and `sampled`, that of some tokens.
+    """
+
+    exact: Loss
     rough: Loss | None = None
+    sampled: Loss | None = None
 
     @staticmethod
     def of(
         error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
     ) -> "_Scores":
-        """Rough are products in bfloat16, and errors that may be a little off; where values are few, nothing is."""
-        many = error.left.numel() >= _MANY
-        return _Scores(error.loss_by(errors), error.fast().loss_by(rough or errors) if many else None)
+        """Of a product: rough is it in bfloat16. rough: errors that may be a little off, and come sooner."""
+        exact = error.loss_by(errors)
+        if error.left.numel() < _MANY:
+            return _Scores(exact)
+        rough = rough or errors
+        return _Scores(exact, error.fast().loss_by(rough), error.sample(_ROWS).fast().loss_by(rough))
 
     def survivors(self, points: Tensor, keep: int) -> Tensor:
-        """The `keep` points of least loss in each group, by the rough loss where there is one."""
-        return _gathered(points, _least((self.rough or self.loss)(points), keep))
+        """The `keep` points of least loss in each group, by the quickest loss."""
+        return _gathered(points, _least((self.sampled or self.rough or self.exact)(points), keep))
 
     def best(self, points: Tensor) -> Tensor:
         """The point of least loss in each group, (P, *groups), after the rough loss has left out all but a few.
@@ -116,7 +124,7 @@ class _Scores:
                 _least(self.rough(points), _FINALISTS).sort(dim=0).values
             )  # in their order, for the last of equal ones
             points = _gathered(points, few)
-        return _gathered(points, _least(self.loss(points), 1))[0]
+        return _gathered(points, _least(self.exact(points), 1))[0]
 
 
 def _least(losses: Tensor, count: int) -> Tensor:
@@ -150,6 +158,7 @@ class _UniformSpace:
     search_choices: ReleasedSearch
     least: float
 
+    @cached_property
     def _grid(self) -> tuple[Tensor, Tensor]:
         """The POINTS points, scales running fastest, (POINTS, 2, *groups), and the spacing of scales (*groups)."""
         values, form = self.operand.values, self.operand.format
@@ -167,7 +176,7 @@ class _UniformSpace:
         )
 
     def _found(self, scores: _Scores) -> UniformQuantizer:
-        grid, spacing = self._grid()
+        grid, spacing = self._grid
         steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
         return self._quantizer(_refined(scores, grid, spacing, steps, keep=16, least=self.least))
 
@@ -178,7 +187,7 @@ class _UniformSpace:
     def start(self, *, own_error: bool) -> UniformQuantizer:
         """By the operand's own error, or the last zero point with the last scale but one."""
         if not own_error:
-            return self._quantizer(self._grid()[0][POINTS - 2])
+            return self._quantizer(self._grid[0][POINTS - 2])
         form, given = self.operand.format, self.operand.values
         values, zeros = given.double(), torch.zeros_like(given)
         summed = [dim + 1 for dim in range(values.ndim) if dim not in form.keep]
@@ -237,6 +246,7 @@ class _LogSpace:
         q, r = form.log2_base
         return replace(quantizer, q=q, r=r, table=form.table) if q else quantizer
 
+    @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
         """The 0.9 quantile and the largest of the positive values, lifted."""
         values = self.operand.values
@@ -250,7 +260,7 @@ class _LogSpace:
         """q = 37 and the last scale but one of POINTS. own_error: not looked at."""
         if self.scale_is_one:
             return self._quantizer(self.operand.values.new_ones(()), _RADIX)
-        low, high = self._span()
+        low, high = self._span
         return self._quantizer(low + (high - low) * (POINTS - 2) / (POINTS - 1), _RADIX)
 
     def search(self, error: ProductError, current: Quantizer) -> LogQuantizer:
@@ -277,7 +287,7 @@ class _LogSpace:
         points = torch.stack([current.scale.expand(len(q)), q], dim=1)
         if self.scale_is_one:
             return self._quantizer(current.scale, round(float(scores.best(points)[1])))
-        low, high = self._span()
+        low, high = self._span
         progressive = self.search_choices.progressive
         count = 16 if progressive else POINTS
         bases = scores.survivors(points, 8) if progressive else scores.best(points)[None]
