@@ -40,7 +40,7 @@ POINTS = 128  # n, of every step
 _RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
 # From so many values of an operand on, what bfloat16 rounds evens out, and so many tokens can stand for all.
-_MANY, _ROWS = 1 << 20, 4096
+_MANY, _ROWS = 1 << 19, 4096
 _FINALISTS = 16  # candidates that a rough loss leaves to the exact one
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
