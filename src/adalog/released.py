@@ -120,10 +120,8 @@ class _Scores:
         here the last of equal ones wins, which came closest to it.
         """
         if self.rough is not None and len(points) > _FINALISTS:
-            few = (
-                _least(self.rough(points), _FINALISTS).sort(dim=0).values
-            )  # in their order, for the last of equal ones
-            points = _gathered(points, few)
+            few = _least(self.rough(points), _FINALISTS)
+            points = _gathered(points, few.sort(dim=0).values)  # in their order, for the last of equal ones
         return _gathered(points, _least(self.exact(points), 1))[0]
 
 
@@ -188,31 +186,34 @@ class _UniformSpace:
         """By the operand's own error, or the last zero point with the last scale but one."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
-        form, given = self.operand.format, self.operand.values
-        values, zeros = given.double(), torch.zeros_like(given)
-        summed = [dim + 1 for dim in range(values.ndim) if dim not in form.keep]
+        values, keep = self.operand.values.double(), self.operand.format.keep
+        summed = [dim + 1 for dim in range(values.ndim) if dim not in keep]
         chunk = max(1, CHUNK_ELEMENTS // values.numel())
 
-        def loss(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
+        def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
             errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
-        def rough(points: Tensor) -> Tensor:
-            return torch.cat([sums(self._errors(given, part), zeros, None, form.keep) for part in points.split(chunk)])
+        if values.numel() < _MANY:
+            return self._found(_Scores(exact))
+        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums of rows are quick ones
+        zeros = torch.zeros_like(rows)
 
-        return self._found(_Scores(loss, rough if values.numel() >= _MANY else None))
+        def rough(points: Tensor) -> Tensor:
+            parts = points.reshape(len(points), 2, -1).split(chunk)
+            errors = (uniform_errors(rows, part[:, 0], part[:, 1], bits, (0,), torch.float32) for part in parts)
+            return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
+
+        return self._found(_Scores(exact, rough))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """By the product's error. current: not looked at."""
+        form = self.operand.format
 
         def errors(values: Tensor) -> Errors:
-            return lambda points, dtype: self._errors(values, points, dtype)
+            return lambda points, dtype: uniform_errors(values, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
 
         return self._found(_Scores.of(error, errors))
-
-    def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        form = self.operand.format
-        return uniform_errors(values, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
         scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
