@@ -280,8 +280,12 @@ def test_ctrl_c(place, tmp_path):
         "adalog",
         *map(str, quantize(f"{place / 'own.py'}:endless", data=place / "images")),
     ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+
+    def heeding():  # a shell has what it starts in the background ignore it, and so would all that the tests start
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heeding}
+    with subprocess.Popen(command, cwd=tmp_path, **how) as process:
         try:
             for _ in range(4800):  # minutes, on a busy machine
                 if (tmp_path / "started").exists() or process.poll() is not None:
