@@ -420,10 +420,7 @@ class TwinUniformQuantizer:
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        def part(values: Tensor) -> Tensor:
-            return self.dequantize(self.quantize(values)).to(x.dtype)
-
-        return _in_parts(part, x) if self.scale.numel() == 1 and self.scale.ndim <= x.ndim else part(x)
+        return _fake_quantize(self, x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TwinUniformQuantizer":
         return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
@@ -465,13 +462,20 @@ class SplitUniformQuantizer:
         return torch.where(code < half, fine, coarse)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        def part(values: Tensor) -> Tensor:
-            return self.dequantize(self.quantize(values)).to(x.dtype)
-
-        return _in_parts(part, x) if self.scale.numel() == 1 and self.scale.ndim <= x.ndim else part(x)
+        return _fake_quantize(self, x)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
         return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)
+
+
+def _fake_quantize(quantizer: TwinUniformQuantizer | SplitUniformQuantizer, x: Tensor) -> Tensor:
+    """x quantized and dequantized, slice by slice where one pair of scales serves all of it."""
+
+    def part(values: Tensor) -> Tensor:
+        return quantizer.dequantize(quantizer.quantize(values)).to(x.dtype)
+
+    one = quantizer.scale.numel() == 1 and quantizer.scale.ndim <= x.ndim
+    return _in_parts(part, x) if one else part(x)
 
 
 Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer | SplitUniformQuantizer

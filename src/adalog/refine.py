@@ -224,13 +224,12 @@ def _block_inputs(
 
 
 def _inputs(program: Program, images: Sequence[Tensor], block: Block, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """Those of `_between` from this block on."""
+    """What `_between` takes from this block on."""
     return [*images, *([] if block.value_in in program.inputs else [given[block.value_in]])]
 
 
 def _between(program: Program, value_in: str, output: Any, numbers: Mapping[str, int]) -> Program:
-    """What leads from a block's input to an output. It takes the program's inputs and, behind them, that value; sizes
-    are fixed."""
+    """What leads from a block's input to an output, its sizes fixed. It takes what `_resumed` takes."""
 
     def fix(ref: Ref) -> Any:
         return numbers.get(ref.name, ref)
