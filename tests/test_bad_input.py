@@ -217,6 +217,7 @@ def whole_numbers_only(text):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_images_of_every_size_and_kind_calibrate(place, tmp_path):
     """Larger, smaller, with alpha, of 16 bits, CMYK, grey, and turned: as read the right way, each of them."""
     from adalog.data import find_images

@@ -147,6 +147,7 @@ def case():
     return benchmark.Case(model, images[:2], images[2:])
 
 
+@pytest.mark.slow
 def test_both_released_searches_find_the_same(case):
     """The library's and the one written for comparison, written apart."""
     ours = Calibration(case.model, case.images).search(SHORT)
@@ -175,6 +176,7 @@ def short(monkeypatch):
     monkeypatch.setattr(benchmark, "keep_memory", lambda: None)
 
 
+@pytest.mark.slow
 def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
     config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
     result = benchmark.compare(case, config, {"key": 1}, tmp_path, 0)
@@ -210,6 +212,7 @@ def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
         benchmark.compare(case, config, {"key": 2}, tmp_path, 0)
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_of_other_images(case, short):
     config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
     row, same = (
@@ -223,6 +226,7 @@ def test_held_out_losses_are_of_other_images(case, short):
         assert row[kind]["held_out_ratio"] != row[kind]["loss_ratio"]
 
 
+@pytest.mark.slow
 def test_parts_are_told_by_what_they_are_worth(case, tmp_path):
     short = replace(Config.preset("w3a3"), search=Search(steps=0, rough_rows=0, refit=False))
     configs = {"default": short, "same": short, "fitted": replace(short, search=Search(steps=0, rough_rows=0))}
@@ -240,6 +244,7 @@ def test_parts_are_told_by_what_they_are_worth(case, tmp_path):
     assert next(iter(benchmark.variants("w4a4"))) == "default"
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_measured(case, monkeypatch):
     monkeypatch.setattr(benchmark, "load_case", lambda *_: case)
     quick = Config(search=Search(steps=0))
@@ -312,6 +317,7 @@ def measured(model, **choices):
     return runtime.compare(model, (3, 32, 32), **few | choices)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
 def test_kernels_are_compared_with_peers(tiniest):
     result = measured(tiniest)

@@ -331,6 +331,7 @@ def search_figure(drawn):
     return figures.landscape_figure(drawn, "the search of $x_1$ & <y>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "form"), [(panel_figure, "svg"), (search_figure, "svg"), (search_figure, "png")])
 def test_pictures_are_the_same_bytes_each_time(drawn, make, form):
     """And leave matplotlib's settings as they are."""
@@ -353,6 +354,7 @@ def test_pictures_are_the_same_bytes_each_time(drawn, make, form):
     assert dict(mpl.rcParams) == before
 
 
+@pytest.mark.slow
 def test_an_index_of_pictures():
     files = figures.pictures(
         [Drawn("sqnr", "Heading", sqnr_figure({"one": LEDGER}))], "model", {"levels": "for a reason"}

@@ -20,7 +20,7 @@ from direct import Direct
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
 RIVALS = json.loads((FOLDER / "rivals.json").read_text())["settings"]
-SLOW = [name for name in SETTINGS if name not in ("w3a3", "w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
+SLOW = [name for name in SETTINGS if name not in ("w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
 every_setting = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
 )
@@ -77,9 +77,8 @@ def test_released_search_gives_the_released_outputs(search, name):
     assert golden.passes(content, row)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "w3a3" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
 def test_the_direct_search_gives_the_released_outputs(parts, name):
     """The reference that the library's search is timed against."""
     content, config = SETTINGS[name], golden.released_config(SETTINGS[name])

@@ -46,7 +46,7 @@ def refused(spec, **options):
     ("spec", "counts"),
     [
         ("demo", (25, 3, 6, 6, 6, 13)),
-        ("timm:deit_tiny_patch16_224", (49, 1, 12, 12, 12, 25)),
+        pytest.param("timm:deit_tiny_patch16_224", (49, 1, 12, 12, 12, 25), marks=slow),
         pytest.param("timm:swin_tiny_patch4_window7_224", (52, 1, 12, 12, 12, 27), marks=slow),
         pytest.param("torchvision:swin_t", (52, 1, 12, 12, 12, 27), marks=slow),
     ],

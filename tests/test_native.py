@@ -285,7 +285,14 @@ def test_workers_that_slept_keep_off_the_callers_processor(quantized, images):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "choices", [("w2a8", "log2"), ("w8a2s3", "log-sqrt2"), ("w8a8", "adalog"), ("w5a6", "uniform")]
+    "choices",
+    [
+        ("w2a8", "log2"),
+        *(
+            pytest.param(choices, marks=pytest.mark.slow)
+            for choices in (("w8a2s3", "log-sqrt2"), ("w8a8", "adalog"), ("w5a6", "uniform"))
+        ),
+    ],
 )
 def test_other_choices(calibration, fast, images, choices):
     model = calibration.quantize(replace(Config.preset(*choices), images=4, search=fast.search))
@@ -404,6 +411,7 @@ def windowed(fast):
     return Calibration(net.eval(), x).quantize(fast), x
 
 
+@pytest.mark.slow
 @every_level
 def test_windows_and_masks(level, windowed):
     model, x = windowed
@@ -425,6 +433,7 @@ def padded(fast):
     return Calibration(net.eval(), x).quantize(fast), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 @every_level
 def test_moves_of_rows_cost_nothing_and_change_nothing(level, batch, padded, monkeypatch):

@@ -323,6 +323,7 @@ def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_a
         Calibration(model, images).quantize(config, partial=tmp_path / "partial")
 
 
+@pytest.mark.slow
 def test_few_rows_of_many_find_as_good_quantizers():
     """Where the memory holds a third of the rows or less, the error on all of them is within a few percent."""
     model = zoo.make("demo")

@@ -164,6 +164,7 @@ def without_seconds(result):
     return {**result, "rows": [{**row, "seconds": None} for row in result["rows"]]}
 
 
+@pytest.mark.slow
 def test_rows_are_measured_as_evaluate_does(bench, two_tables):
     result = tables.run(["B", "1"], [bench], seeds=2)
     assert (result["finished"], result["of"], list(result["tables"])) == (7, 7, ["1", "B"])
@@ -203,6 +204,7 @@ def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
     assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
     whole = tables.run(["1", "B"], [bench], seeds=2)
     names = []
@@ -294,6 +296,7 @@ def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration,
 # --- as text ---
 
 
+@pytest.mark.slow
 def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     text = markdown(tables.run(["1", "B"], [bench], seeds=2))
     assert "| bits | method | top-1 [%] | published [%] | agreement [%] | p, float | CPU s |" in text
