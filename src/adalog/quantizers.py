@@ -280,10 +280,14 @@ def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tens
 # --- the quantizers that a model holds -------------------------------------------------------------------------------
 
 
-def _in_parts(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache."""
+def _in_parts(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache.
+
+    All at once where its scale varies along that dimension.
+    """
+    varies = scale is not None and (scale.ndim > x.ndim or (scale.ndim == x.ndim > 0 and len(scale) > 1))
     parts = min(-(-x.numel() // _PART_ELEMENTS), len(x) if x.ndim else 1)
-    if parts <= 1:
+    if varies or parts <= 1:
         return function(x)
     result = torch.empty_like(x)
     for given, put in zip(x.tensor_split(parts), result.tensor_split(parts), strict=True):
@@ -318,8 +322,7 @@ class UniformQuantizer:
         def part(values: Tensor) -> Tensor:
             return uniform_dequantize(self.quantize(values), self.scale, self.zero_point).to(x.dtype)
 
-        varies_first = self.scale.ndim == x.ndim and self.scale.ndim > 0 and self.scale.shape[0] > 1
-        return part(x) if varies_first else _in_parts(part, x)
+        return _in_parts(part, x, self.scale)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "UniformQuantizer":
         rounded_by = None if self.rounded_by is None else function(self.rounded_by)
@@ -420,7 +423,7 @@ class TwinUniformQuantizer:
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return _fake_quantize(self, x)
+        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x, self.scale)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "TwinUniformQuantizer":
         return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
@@ -462,20 +465,10 @@ class SplitUniformQuantizer:
         return torch.where(code < half, fine, coarse)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return _fake_quantize(self, x)
+        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x, self.scale)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
         return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)
-
-
-def _fake_quantize(quantizer: TwinUniformQuantizer | SplitUniformQuantizer, x: Tensor) -> Tensor:
-    """x quantized and dequantized, slice by slice where one pair of scales serves all of it."""
-
-    def part(values: Tensor) -> Tensor:
-        return quantizer.dequantize(quantizer.quantize(values)).to(x.dtype)
-
-    one = quantizer.scale.numel() == 1 and quantizer.scale.ndim <= x.ndim
-    return _in_parts(part, x) if one else part(x)
 
 
 Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer | SplitUniformQuantizer
