@@ -523,6 +523,22 @@ def test_uniform_quantizer_takes_integer_codes():
     assert quantizer.dequantize(torch.arange(16, dtype=torch.uint8)).tolist() == expected
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (4, 1), (1, 1, 1), (1, 4, 1), (6, 1, 1), (2, 1, 1, 1)])
+def test_slices_change_nothing(shape, monkeypatch):
+    """Whatever the scale varies along: codes and values are those of the whole at once."""
+    x = normal(6, 4, 5, dtype=torch.float32).abs()
+    scale = normal(math.prod(shape), seed=1, dtype=torch.float32).abs().view(shape) + 0.1
+    quantizers = (
+        UniformQuantizer(scale, torch.full_like(scale, 7), 4),
+        TwinUniformQuantizer(scale, scale / 3, 4),
+        SplitUniformQuantizer(scale / 8, scale, 4),
+    )
+    whole = [quantizer.dequantize(quantizer.quantize(x)) for quantizer in quantizers]
+    monkeypatch.setattr("adalog.quantizers._PART_ELEMENTS", 40)
+    for quantizer, wanted in zip(quantizers, whole, strict=True):
+        assert torch.equal(quantizer.fake_quantize(x), wanted)
+
+
 @quick
 @given(st.data(), bits, q, beyond, rounding, st.floats(0.0, 0.5))
 def test_offset_lifts_the_input_and_is_taken_off_unless_kept(data, bits, q, beyond, rounding, offset):
