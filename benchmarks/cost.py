@@ -13,9 +13,9 @@ import torch
 import typer
 
 from adalog import Calibration, Config, Search, artifact
-from adalog.cost import Cost, cost
-from adalog.doctor import machine
 from adalog.quantizers import LogQuantizer
+from adalog.study.cost import Cost, cost
+from adalog.study.doctor import machine
 from publish import RESULTS, publish
 
 MODEL = "deit_tiny_patch16_224"

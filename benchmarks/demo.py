@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from adalog.doctor import machine
+from adalog.study.doctor import machine
 from publish import RESULTS, publish
 
 

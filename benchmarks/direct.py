@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adalog.calibrate import Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+from adalog.search.product import Found, Operand, fake_quantize
 
 POINTS = 128  # candidates of a step
 TILE_ELEMENTS = 1 << 19  # of an operand and its output together, more or less

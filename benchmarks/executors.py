@@ -25,11 +25,12 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, QuantizedModel, Search, demo, library
+from adalog import Calibration, Config, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
-from adalog.doctor import machine
-from adalog.program import FAKE_QUANTIZE
+from adalog.graph.program import FAKE_QUANTIZE
+from adalog.inputs import demo
 from adalog.quantizers import LogQuantizer
+from adalog.study.doctor import machine
 from publish import RESULTS, publish
 
 BATCH = 20

@@ -19,10 +19,11 @@ from unittest import mock
 import torch
 import typer
 
-from adalog import Calibration, Config, demo
-from adalog.calibrate import search_channels
-from adalog.doctor import machine
+from adalog import Calibration, Config
+from adalog.inputs import demo
 from adalog.quantize import Searched, sample_images
+from adalog.search.product import search_channels
+from adalog.study.doctor import machine
 from publish import RESULTS, publish
 
 

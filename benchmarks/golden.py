@@ -29,9 +29,9 @@ from torch import nn
 
 from adalog import Calibration, Config
 from adalog.config import RangeSearch, ReleasedSearch, ScaleSearch
-from adalog.doctor import machine
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.study.doctor import machine
 from publish import RESULTS, publish
 
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}

@@ -24,11 +24,11 @@ from torch import nn
 
 import adalog
 from adalog import METHODS, Calibration, Config
-from adalog.data import Preprocessing, find_images
-from adalog.doctor import machine
-from adalog.evaluate import classify_by_nearest, predict, score
+from adalog.inputs.images import Preprocessing, find_images
 from adalog.runtime import quickest
-from adalog.tables import kept, p_value, packed
+from adalog.study.doctor import machine
+from adalog.study.evaluate import classify_by_nearest, predict, score
+from adalog.study.tables import kept, p_value, packed
 from publish import RESULTS, publish
 
 IMAGES = 32

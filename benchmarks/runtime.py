@@ -38,12 +38,12 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
-from adalog.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.cli import quiet
-from adalog.doctor import machine, version_of
 from adalog.errors import one_line
-from adalog.models import load_model
+from adalog.inputs.zoo import load_model
 from adalog.quantizers import LogQuantizer
+from adalog.study.bench import REST, in_turn, milliseconds, on_one_thread
+from adalog.study.doctor import machine, version_of
 from publish import RESULTS, publish
 
 IMAGES = 8  # that peers calibrate on

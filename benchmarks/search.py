@@ -53,16 +53,18 @@ from torch.nn import functional as F
 import adalog
 import golden
 import realbench
-from adalog import Calibration, Config, Search, demo, released
+from adalog import Calibration, Config, Search
 from adalog.artifact import write_whole
-from adalog.calibrate import Found, Operand, search_product
 from adalog.cli import progress_bar
 from adalog.config import ReleasedSearch
-from adalog.data import Preprocessing, find_images
-from adalog.doctor import machine
-from adalog.models import load_model
+from adalog.inputs import demo
+from adalog.inputs.images import Preprocessing, find_images
+from adalog.inputs.zoo import load_model
 from adalog.quantize import sample_images
-from adalog.tables import kept
+from adalog.search import released
+from adalog.search.product import Found, Operand, search_product
+from adalog.study.doctor import machine
+from adalog.study.tables import kept
 from direct import Direct
 from publish import RESULTS, publish
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog import METHODS, Calibration, Config, demo
-from adalog.doctor import machine
-from adalog.evaluate import predict
+from adalog import METHODS, Calibration, Config
+from adalog.inputs import demo
 from adalog.quantize import sample_images
 from adalog.runtime import quickest
+from adalog.study.doctor import machine
+from adalog.study.evaluate import predict
 from publish import RESULTS, publish
 
 BITS = ("w3a32", "w32a3", "w3a3")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adalog.tables import markdown
+from adalog.study.tables import markdown
 from publish import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adalog import Calibration, Config, Search
-from adalog.demo.model import DemoViT
+from adalog.inputs.demo.model import DemoViT
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,7 @@ from adalog.artifact import (
     write_whole,
 )
 from adalog.config import ReleasedSearch, ScaleSearch
-from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 from strategies import bits, quick
 

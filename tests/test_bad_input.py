@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adalog.data import Preprocessing
+from adalog.inputs.images import Preprocessing
 
 SIZE = Preprocessing((8, 8), (8, 8))
 
@@ -144,7 +144,10 @@ CASES = [
         quantize("own.py:branching"),
         "Branching could not be exported: Could not guard on data-dependent ... Capture the part that can be",
     ),
-    slow(quantize("own.py:bare"), "own.py:bare does not say how its images are prepared: return (module, adalog.data."),
+    slow(
+        quantize("own.py:bare"),
+        "own.py:bare does not say how its images are prepared: return (module, adalog.Preprocessing",
+    ),
     # weights
     (quantize(SMALL, "--checkpoint", "nan.safetensors"), "nan.safetensors: tensor 3.weight holds NaN: use other"),
     slow(quantize(SMALL, "--checkpoint", "images/alpha.png"), "images/alpha.png is damaged, or holds other things"),
@@ -220,9 +223,9 @@ def whole_numbers_only(text):
 @pytest.mark.slow
 def test_images_of_every_size_and_kind_calibrate(place, tmp_path):
     """Larger, smaller, with alpha, of 16 bits, CMYK, grey, and turned: as read the right way, each of them."""
-    from adalog.data import find_images
+    from adalog.inputs.images import find_images
+    from adalog.inputs.zoo import load_model
     from adalog.model import digest
-    from adalog.models import load_model
 
     file = tmp_path / "out.safetensors"
     code, out, err = run(place, *quantize(SMALL, "-o", file, "--json", "-", images=7))

@@ -12,12 +12,13 @@ import typer
 import direct
 import runtime
 import search as benchmark
-from adalog import Calibration, Config, Search, library, released
-from adalog.calibrate import Format, Found, Operand, fake_quantize
+from adalog import Calibration, Config, Search, library
 from adalog.config import ReleasedSearch
-from adalog.demo.model import DemoViT
+from adalog.inputs.demo.model import DemoViT
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.search import released
+from adalog.search.product import Format, Found, Operand, fake_quantize
 
 SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
 

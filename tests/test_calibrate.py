@@ -9,9 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
-import adalog.calibrate
-import adalog.objective
-from adalog.calibrate import Format, Found, Operand, minimise, refitted, search_channels, search_own, search_product
+import adalog.search.objective
+import adalog.search.product
 from adalog.config import Config, Search
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -20,6 +19,16 @@ from adalog.quantizers import (
     log_levels,
     log_thresholds,
     uniform_fake_quantize,
+)
+from adalog.search.product import (
+    Format,
+    Found,
+    Operand,
+    minimise,
+    refitted,
+    search_channels,
+    search_own,
+    search_product,
 )
 from strategies import R, bits, normal, q, quick
 
@@ -94,15 +103,15 @@ def many_rows(problem):
 @pytest.fixture
 def sampled(monkeypatch):
     """Samples of as few rows as the search says; the strides that were taken from now on."""
-    monkeypatch.setattr(adalog.objective, "_ROUGH_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "_ROUGH_ELEMENTS", 1)
     taken = []
-    rows = adalog.objective.ProductError._rows
+    rows = adalog.search.objective.ProductError._rows
 
     def recorded(error, stride):
         taken.append(stride)
         return rows(error, stride)
 
-    monkeypatch.setattr(adalog.objective.ProductError, "_rows", recorded)
+    monkeypatch.setattr(adalog.search.objective.ProductError, "_rows", recorded)
     return taken
 
 
@@ -125,7 +134,7 @@ def test_error_never_rises_from_round_to_round(problem):
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
     """Logarithmic candidates are approximate; what replaces an incumbent is judged exactly."""
-    monkeypatch.setattr(adalog.calibrate, "_DROPPED_BITS", 22)  # one bit of mantissa left
+    monkeypatch.setattr(adalog.search.product, "_DROPPED_BITS", 22)  # one bit of mantissa left
     left, right = problem()
     errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
     assert errors[1] <= errors[0] * (1 + 1e-12)
@@ -136,7 +145,7 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
 def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
     """The winner of each search meets the incumbent on all rows, in full precision."""
-    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: fast)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40)
     errors = [error_of(search_product(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
@@ -146,7 +155,7 @@ def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled
 
 @every_problem
 def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
-    monkeypatch.setattr(adalog.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40, rounds=2)
     first, second = (search_product(left, right, search) for _ in range(2))
@@ -169,14 +178,14 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
     search = replace(SMALL, rough_rows=rough_rows, rounds=2)
     whole = search_product(left, right, search)
     pieces = []
-    of = adalog.objective.ProductError.by_rows
+    of = adalog.search.objective.ProductError.by_rows
 
     def recorded(error):
         pieces.append(len(of(error)))
         return of(error)
 
-    monkeypatch.setattr(adalog.objective.ProductError, "by_rows", recorded)
-    monkeypatch.setattr(adalog.objective, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(adalog.search.objective.ProductError, "by_rows", recorded)
+    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", chunk)
     found = search_product(left, right, search)
     assert max(pieces) == {16: 12, 50: 3}[chunk]
     torch.testing.assert_close(found.right.scale, whole.right.scale, rtol=1e-12, atol=0)
@@ -188,13 +197,13 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
 def test_what_was_found_is_looked_for_nearby_where_rows_are_many(monkeypatch):
     left, right = linear()
     near = []
-    minimise = adalog.calibrate.minimise
+    minimise = adalog.search.product.minimise
 
     def recorded(*args, nearby=False):
         near.append(nearby)
         return minimise(*args, nearby=nearby)
 
-    monkeypatch.setattr(adalog.calibrate, "minimise", recorded)
+    monkeypatch.setattr(adalog.search.product, "minimise", recorded)
     for rough_rows, expected in ((0, False), (63, True), (64, False)):
         near.clear()
         search_product(left, right, replace(SMALL, rough_rows=rough_rows, rounds=2))
@@ -222,13 +231,13 @@ def test_looking_nearby_scores_33_points_and_loses_nothing(problem):
 @every_problem
 def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
     searches = []
-    minimise = adalog.calibrate.minimise
+    minimise = adalog.search.product.minimise
 
     def counted(*args, **options):
         searches.append(args[1])
         return minimise(*args, **options)
 
-    monkeypatch.setattr(adalog.calibrate, "minimise", counted)
+    monkeypatch.setattr(adalog.search.product, "minimise", counted)
     left, right = problem()
     found = search_product(left, right, replace(SMALL, rounds=40))
     assert 3 <= len(searches) < 80  # left by its own error, right, then both a round, or left alone in the last
@@ -240,13 +249,13 @@ def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
 def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_error(problem, monkeypatch):
     left, right = problem()
     seen = []
-    of = adalog.calibrate.ProductError.of
+    of = adalog.search.product.ProductError.of
 
     def recorded(values, exact, hat, *rest):
         seen.append((values, hat))
         return of(values, exact, hat, *rest)
 
-    monkeypatch.setattr(adalog.calibrate.ProductError, "of", recorded)
+    monkeypatch.setattr(adalog.search.product.ProductError, "of", recorded)
     search_product(left, right, ONE_ROUND)
     start = left.quantizer(search_own(left, ONE_ROUND)).fake_quantize(left.values)
     assert seen[0][0] is right.values

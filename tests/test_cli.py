@@ -16,11 +16,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import adalog
-from adalog import METHODS, Config, QuantizedModel, Search, artifact, library, models
+from adalog import METHODS, Config, QuantizedModel, Search, artifact, library
 from adalog.cli import main
-from adalog.data import ImageSet, find_images
-from adalog.evaluate import predict
+from adalog.inputs import zoo
+from adalog.inputs.images import ImageSet, find_images
 from adalog.runtime import EXECUTORS
+from adalog.study.evaluate import predict
 
 
 def run(*arguments, cwd=None, code=0):
@@ -169,7 +170,7 @@ def test_bad_usage_is_code_2(monkeypatch, capsys, arguments):
 OWN = """
 import sys, warnings
 from torch import nn
-from adalog.data import Preprocessing
+from adalog.inputs.images import Preprocessing
 
 def model():
     print("a word of its own")
@@ -207,11 +208,11 @@ def run_quietly(*arguments, **environment):
 def test_inspect_a_model(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     target, file = f"{tmp_path / 'own.py'}:model", tmp_path / "w.safetensors"
-    save_file(models.load_model(target).module.state_dict(), file)
+    save_file(zoo.load_model(target).module.state_dict(), file)
     code, out, err = run_quietly("inspect", target, "--checkpoint", file, "--json", "-")
     assert (code, err) == (0, "")
     told = json.loads(out)
-    assert told == models.inspect(models.load_model(target)) | {"preprocessing": told["preprocessing"]}
+    assert told == zoo.inspect(zoo.load_model(target)) | {"preprocessing": told["preprocessing"]}
     assert (told["linears"], told["post_gelu"], told["images"]) == (2, 1, [3, 8, 8])
     assert told["preprocessing"]["size"] == [8, 8]
     assert {path.name for path in tmp_path.iterdir()} == {"own.py", "w.safetensors"}
@@ -284,7 +285,7 @@ def test_models_that_are_refused(tmp_path, monkeypatch, capsys, arguments, told)
 CLASSIFIER = """
 import torch
 from torch import nn
-from adalog.data import Preprocessing
+from adalog.inputs.images import Preprocessing
 
 def model():
     torch.manual_seed(0)
@@ -317,7 +318,7 @@ def folder(tmp_path_factory):
         Image.fromarray(generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(path)
     rows = [f"{'asked' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
     (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
-    loaded = models.load_model(f"{folder / 'own.py'}:model")
+    loaded = zoo.load_model(f"{folder / 'own.py'}:model")
     found = find_images(folder / "images")
     images = found.load(loaded.preprocessing)
     config = Config(3, 3, 3, images=28, search=Search(steps=1))
@@ -529,7 +530,7 @@ def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, caps
 def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     """The same choices give the same file; a pattern and a checkpoint are heeded."""
     folder = folder[0]
-    save_file(models.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
+    save_file(zoo.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
     arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
     arguments += ["--bits", "w3a4", "--method", "log2", "--keep", "3=8", "--threads", 1]
     text = say(monkeypatch, capsys, *arguments, "-o", tmp_path / "a")

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from adalog import Calibration, Config
-from adalog.capture import capture
-from adalog.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
-from adalog.program import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
+from adalog.graph.capture import capture
+from adalog.graph.program import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
+from adalog.study.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
 from zoo import IMAGES, NAMES, captured
 
 TINY = [(3, 32, 32)]  # the input of DemoViT

@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from adalog import CalibrationError, DataError
-from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, find_support, read_image, side_before_crop
+from adalog.inputs.images import (
+    ImageSet,
+    Preprocessing,
+    draw_indices,
+    find_images,
+    find_support,
+    read_image,
+    side_before_crop,
+)
 from adalog.quantize import sample_images
 
 

@@ -38,10 +38,10 @@ def test_rows_are_whole(row):
 
 @by_row
 def test_functions_can_be_imported(row):
-    name = re.fullmatch(r"`([a-z]+)((?:\.\w+)+)`", row[2])
+    name = re.fullmatch(r"`((?:[a-z_]+\.)+)((?:[A-Z]\w*\.)?\w+)`", row[2])
     assert name is not None
-    module = importlib.import_module(f"adalog.{name[1]}")
-    function = functools.reduce(getattr, name[2].strip(".").split("."), module)
+    module = importlib.import_module(f"adalog.{name[1].strip('.')}")
+    function = functools.reduce(getattr, name[2].split("."), module)
     assert callable(function)
     assert function.__module__ == module.__name__
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from adalog import bench, doctor, library
+from adalog import library
 from adalog.cli import main
 from adalog.runtime import EXECUTORS
+from adalog.study import bench, doctor
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adalog import DataError
-from adalog.evaluate import Score, classify_by_nearest, mcnemar, predict, score, wilson
-from adalog.program import Output
+from adalog.graph.program import Output
+from adalog.study.evaluate import Score, classify_by_nearest, mcnemar, predict, score, wilson
 
 # --- predict ---------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import torch
 import adalog
 import zoo
 from adalog import Config, Search
-from adalog.capture import capture
-from adalog.sites import GELUS, find_blocks, find_pairs, find_sites
+from adalog.graph.capture import capture
+from adalog.graph.sites import GELUS, find_blocks, find_pairs, find_sites
 
 # --- counts at full size ---------------------------------------------------------------------------------------------
 

@@ -16,12 +16,9 @@ from PIL import Image
 from torch import nn
 
 import adalog
-from adalog import Calibration, Config, Search, figures, landscape
-from adalog.calibrate import fake_quantize, minimise
+from adalog import Calibration, Config, Search
 from adalog.cli import main
-from adalog.figures import Drawn, Panel, histogram, level_figure, levels_of, rendered, sqnr_figure, thresholds_of
 from adalog.model import LedgerRow
-from adalog.objective import ProductError
 from adalog.quantizers import (
     LogQuantizer,
     SplitUniformQuantizer,
@@ -30,7 +27,11 @@ from adalog.quantizers import (
     log_levels,
     log_thresholds,
 )
-from adalog.search import brute_force
+from adalog.search.objective import ProductError
+from adalog.search.product import fake_quantize, minimise
+from adalog.search.strategies import brute_force
+from adalog.study import figures, landscape
+from adalog.study.figures import Drawn, Panel, histogram, level_figure, levels_of, rendered, sqnr_figure, thresholds_of
 
 UNIFORM = UniformQuantizer(torch.tensor(0.25), torch.tensor(3.0), 3)
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
@@ -217,7 +218,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
 
 
 def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
-    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+    monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     search = Search(steps=1, rough_rows=64)
     left, right = landscape.landscapes(searched, search, size=3)
     assert len(right.path.judged) == 1  # a row of a weight is no sample
@@ -235,7 +236,7 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
 
 def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatch):
     """Also where the search takes the Gram matrix, since the product has more columns than the operand."""
-    monkeypatch.setattr("adalog.objective._ROUGH_ELEMENTS", 1)
+    monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     (wide,) = calibration.search(Config(3, 3, 3, images=4, search=Search(steps=1)), ["blocks.0.mlp.fc1"])
     left, _ = landscape.landscapes(wide, Search(steps=1, rough_rows=64), size=3)
     hat = fake_quantize(wide.right, wide.found.right)
@@ -371,7 +372,7 @@ def test_an_index_of_pictures():
 MODEL = """
 import torch
 from torch import nn
-from adalog.data import Preprocessing
+from adalog.inputs.images import Preprocessing
 
 def model():
     torch.manual_seed(0)
@@ -438,11 +439,11 @@ def test_what_is_not_drawn_is_told():
 
 def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
     file = tmp_path / "out.safetensors"
-    found = adalog.data.find_images(folder / "images")
-    loaded = adalog.models.load_model(f"{folder / 'own.py'}:model")
+    found = adalog.inputs.images.find_images(folder / "images")
+    loaded = adalog.inputs.zoo.load_model(f"{folder / 'own.py'}:model")
     images = found.load(loaded.preprocessing)
     quantized = Calibration(loaded.module, images).quantize(Config(3, 3, 3, images=4, search=Search(steps=1)))
-    quantized.provenance["preprocessing"] = adalog.models.asdict(loaded.preprocessing)
+    quantized.provenance["preprocessing"] = adalog.inputs.zoo.asdict(loaded.preprocessing)
     quantized.save(file)
     quantized = adalog.load(file)
     drawn, left_out = figures.of_artifact(quantized, "out", None)

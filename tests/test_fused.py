@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adalog import fused, library
+from adalog import library
 from adalog.quantizers import UniformQuantizer
+from adalog.search import fused
 from strategies import quick
 
 SHAPES = [

@@ -15,8 +15,8 @@ from torch import nn
 import zoo
 from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
 from adalog.artifact import KEY, deserialise, serialise
-from adalog.demo.model import DemoViT
-from adalog.program import OPERATIONS
+from adalog.graph.program import OPERATIONS
+from adalog.inputs.demo.model import DemoViT
 
 FAST = Config(images=4, search=Search(rounds=1, steps=0))
 
@@ -227,7 +227,7 @@ def hunt(bases, seeds):
     counts = {"refused": 0, "fails": 0, "runs": 0}
     seed = -1
     try:
-        with mock.patch("adalog.program.MAX_ELEMENTS", 2**22):
+        with mock.patch("adalog.graph.program.MAX_ELEMENTS", 2**22):
             for seed in seeds:
                 counts[outcome(*mutant(bases, seed))] += 1
     except Exception as error:

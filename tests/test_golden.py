@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import golden
-from adalog import Calibration, Config, released
+from adalog import Calibration, Config
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.search import released
 from direct import Direct
 
 FOLDER = Path(__file__).parent / "golden"

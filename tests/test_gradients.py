@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from adalog.capture import capture
+from adalog.calibration.gradients import BATCH, given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.errors import CalibrationError
-from adalog.gradients import BATCH, given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.sites import find_sites
+from adalog.graph.capture import capture
+from adalog.graph.sites import find_sites
 from strategies import normal
 
 

@@ -16,9 +16,8 @@ from torch import nn
 
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
-from adalog.calibrate import Format, Operand, output_power, search_product, with_table
 from adalog.config import ReleasedSearch, ScaleSearch
-from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import (
     LogQuantizer,
     TwinUniformQuantizer,
@@ -28,13 +27,14 @@ from adalog.quantizers import (
     most_headroom,
 )
 from adalog.runtime import EXECUTORS as ALL
-from adalog.runtime import Compiled, reference, regions, torch_int
+from adalog.runtime import Compiled, integer, reference, regions
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
+from adalog.search.product import Format, Operand, output_power, search_product, with_table
 from strategies import bits, normal, q, quick, seeds
 
-ROOMS = (reference, torch_int)
+ROOMS = (reference, integer)
 PORTABLE = ("reference", "torch")
 EXECUTORS = [name for name in ALL if name in PORTABLE or library.levels()]  # native: see test_native.py too
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
@@ -299,7 +299,7 @@ def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
     expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
     # as they are summed: (B, groups, L, O / groups)
     ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
-    with mock.patch.object(torch_int, "_SUMS_DIRECTLY", direct and torch_int._SUMS_DIRECTLY):
+    with mock.patch.object(integer, "_SUMS_DIRECTLY", direct and integer._SUMS_DIRECTLY):
         check_accumulators(model, codes, None, ordered)
 
 
@@ -336,7 +336,7 @@ def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transpose
         other = None if weight is not None else (1, *x.shape[1:-2], x.shape[-1], 1)[-x.ndim :]
         model = model_of(op, quantizer, right, x.shape, other, weight)
         (site,) = reference.plan(model.program, model.example)
-        encoder = torch_int.Encoder(quantizer, site)
+        encoder = integer.Encoder(quantizer, site)
         wanted = encoder.lift(quantizer.quantize(x))
         assert all(map(torch.equal, encoder(x), wanted))
         if encoder.pure is not None:  # what torch.compile is given
@@ -428,12 +428,10 @@ def test_large_products_of_bytes(zero_point, transposed):
         codes[..., :40] = 2**quantizer.bits - 1
         values = quantizer.dequantize(codes)
         values = values.mT.contiguous().mT if transposed and quantizer is right else values
-        pure = torch_int.Encoder(quantizer, site).pure
+        pure = integer.Encoder(quantizer, site).pure
         sides.append(pure.function(*pure.choices, values, *pure.tensors))
-    assert torch_int._pays(sides[0][0], sides[1][0]) == torch_int._multiplies_bytes(
-        left.scale.device, sides[0][0].dtype
-    )
-    sums = torch_int.Product(site).opened[0](*sides)
+    assert integer._pays(sides[0][0], sides[1][0]) == integer._multiplies_bytes(left.scale.device, sides[0][0].dtype)
+    sums = integer.Product(site).opened[0](*sides)
     assert torch.equal(sums.double(), sides[0][0].double() @ sides[1][0].double())
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 import adalog
 import zoo
-from adalog import Calibration, CalibrationError, Config, QuantizedModel, Search, demo, quantize
+from adalog import Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
 from adalog.artifact import deserialise, serialise
-from adalog.program import FAKE_QUANTIZE, Output
-from adalog.sites import find_sites
+from adalog.graph.program import FAKE_QUANTIZE, Output
+from adalog.graph.sites import find_sites
+from adalog.inputs import demo
 from test_capture import Toy
 
 BITS4 = Config(images=4, search=Search(rounds=1, steps=1))
@@ -292,7 +293,7 @@ def test_stored_values_are_those_of_the_codes(quantized):
 def test_timm_loads_the_bundled_weights():
     from timm.models import VisionTransformer
 
-    from adalog.demo.model import ConvStem
+    from adalog.inputs.demo.model import ConvStem
 
     ours = demo.load_model()
     theirs = VisionTransformer(

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zoo
-from adalog import CaptureError, DataError, demo
-from adalog.capture import capture
-from adalog.data import Preprocessing
-from adalog.demo.model import DemoViT
-from adalog.models import inspect, is_model, load_model
-from adalog.sites import census, find_pairs, find_sites
+from adalog import CaptureError, DataError
+from adalog.graph.capture import capture
+from adalog.graph.sites import census, find_pairs, find_sites
+from adalog.inputs import demo
+from adalog.inputs.demo.model import DemoViT
+from adalog.inputs.images import Preprocessing
+from adalog.inputs.zoo import inspect, is_model, load_model
 from test_capture import IMAGES, Toy
 
 pytest.importorskip("timm")
@@ -430,7 +431,7 @@ def test_hf_folder_that_is_not_there(name):
 OWN = """
 import dataclasses
 from torch import nn
-from adalog.data import Preprocessing
+from adalog.inputs.images import Preprocessing
 from beside import WIDTH
 
 @dataclasses.dataclass
@@ -645,7 +646,10 @@ class Evil:
         (lambda path, state: path.write_bytes(b""), "is neither safetensors nor a whole file of torch.save"),
         (lambda path, state: path.write_bytes(b"<html>" * 9), "is damaged, or holds other things than tensors"),
         (lambda path, state: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a whole safetensors file"),
-        (lambda path, state: torch.save(DemoViT(32, 1, 2), path), "holds adalog.demo.model.DemoViT, which is not read"),
+        (
+            lambda path, state: torch.save(DemoViT(32, 1, 2), path),
+            "holds adalog.inputs.demo.model.DemoViT, which is not read",
+        ),
         (lambda path, state: torch.save([1, 2], path), "holds no tensors by name"),
         (lambda path, state: torch.save({"model": {"epoch": 1}}, path), "holds no tensors by name"),
         (

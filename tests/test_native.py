@@ -19,15 +19,16 @@ import test_integer as integer
 from adalog import ArtifactError, Calibration, Config, library
 from adalog.artifact import deserialise, serialise
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.runtime import native, plan, reference
-from adalog.runtime.plan import Plan, search_tables, steps_of
+from adalog.runtime import native, reference
+from adalog.runtime.native import plan
+from adalog.runtime.native.plan import Plan, search_tables, steps_of
 from strategies import bits, normal, quick, seeds
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
 every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
 few = settings(quick, max_examples=12)  # at each level
-SOURCES = [Path(native.__file__).with_name("native.cpp"), Path(library.__file__).with_name("fused.cpp")]
+SOURCES = [Path(native.__file__).with_name("native.cpp"), Path(library.__file__).parent / "search" / "fused.cpp"]
 
 
 def room(level, threads=1):
@@ -689,7 +690,7 @@ def under_sanitizers(tmp_path_factory):
         "ADALOG_NATIVE": str(built),
         "LD_PRELOAD": " ".join(preloaded),
         "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": os.pathsep.join([str(Path(native.__file__).parents[2]), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(Path(library.__file__).parents[1]), str(Path(__file__).parent)]),
         "OMP_NUM_THREADS": "1",
     }
 

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from adalog import Calibration, CalibrationError, Config, DataError, Search, artifact
-from adalog.capture import capture
-from adalog.observe import Need, Observed, measured
-from adalog.program import Program
-from adalog.sites import find_sites
+from adalog.calibration.observe import Need, Observed, measured
+from adalog.graph.capture import capture
+from adalog.graph.program import Program
+from adalog.graph.sites import find_sites
 from test_capture import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))

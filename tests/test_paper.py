@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from adalog import Calibration
-from adalog.calibrate import Format, Operand, search_product
 from adalog.config import METHODS, Config, Search
-from adalog.objective import ProductError
+from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
 from adalog.quantizers import (
     LogQuantizer,
     UniformQuantizer,
@@ -27,8 +26,9 @@ from adalog.quantizers import (
     log_tables,
     table_step,
 )
-from adalog.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
-from adalog.search import Loss, fpcs, grid
+from adalog.search.objective import ProductError
+from adalog.search.product import Format, Operand, search_product
+from adalog.search.strategies import Loss, fpcs, grid
 from strategies import R, normal
 
 BITS = [2, 3, 4, 6, 8]

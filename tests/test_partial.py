@@ -14,10 +14,10 @@ import torch
 
 import adalog
 from adalog import DataError, artifact
-from adalog.calibrate import Found
-from adalog.partial import Partial
+from adalog.calibration.partial import Partial
 from adalog.quantize import _Room
 from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.search.product import Found
 
 
 class StopHere(Exception):
@@ -180,7 +180,7 @@ def test_other_searches_are_told_apart(tmp_path, tiniest, images, fast, change):
 SCRIPT = """
 import sys, torch, adalog
 from pathlib import Path
-from adalog.demo.model import DemoViT
+from adalog.inputs.demo.model import DemoViT
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = DemoViT(width=32, depth=3, heads=2).eval()
@@ -235,7 +235,7 @@ def test_a_search_waits_until_there_is_room(size):
 
 MEMORY_SCRIPT = """
 import resource, sys, torch
-from adalog.calibrate import Format, Operand, search_product
+from adalog.search.product import Format, Operand, search_product
 from adalog.config import Search
 from adalog.quantize import MEMORY
 torch.set_num_threads(1)

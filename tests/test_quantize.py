@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Search
-from adalog.calibrate import Format, Operand, search_product, with_table
 from adalog.config import ReleasedSearch
 from adalog.model import digest
+from adalog.search.product import Format, Operand, search_product, with_table
 from test_capture import Toy
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))

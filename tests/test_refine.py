@@ -8,11 +8,7 @@ import torch
 
 import zoo
 from adalog import Calibration, Config
-from adalog.build import Placed, built
-from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
-from adalog.program import Ref
-from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.refine import (
+from adalog.calibration.refine import (
     _between,
     _block_inputs,
     _first_output,
@@ -25,7 +21,11 @@ from adalog.refine import (
     refined,
     scaled,
 )
-from adalog.sites import find_blocks
+from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.graph.program import Ref
+from adalog.graph.rewrite import Placed, built
+from adalog.graph.sites import find_blocks
+from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 from strategies import normal
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog import released
-from adalog.calibrate import Format, Operand
 from adalog.config import Config, ReleasedSearch
-from adalog.objective import ProductError
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, TwinUniformQuantizer
-from adalog.released import search_channels, search_product
+from adalog.search import released
+from adalog.search.objective import ProductError
+from adalog.search.product import Format, Operand
+from adalog.search.released import search_channels, search_product
 from strategies import normal
 
 DELTA = 0.16997124254703522

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import conv2d, gelu, layer_norm
 
+from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, patches, shared_scale
 from adalog.quantizers import LogQuantizer, uniform_quantize
-from adalog.reparam import absorb_offset, fold_linear, fold_norm, patches, shared_scale
 from strategies import R, normal
 
 CHANNELS = 16

@@ -11,16 +11,17 @@ from torch import nn
 from torch.nn.functional import gelu
 
 import zoo
-from adalog import Calibration, Config, rivals
+from adalog import Calibration, Config
 from adalog.artifact import deserialise, serialise
-from adalog.calibrate import Format, Operand
-from adalog.capture import capture
 from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.errors import ArtifactError
+from adalog.graph.capture import capture
+from adalog.graph.reparam import fold_linear, fold_norm
+from adalog.graph.sites import find_parts, find_sites
 from adalog.quantizers import FLOAT_BITS, SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.reparam import fold_linear, fold_norm
-from adalog.rivals import search_ranges, search_scales
-from adalog.sites import find_parts, find_sites
+from adalog.search import rivals
+from adalog.search.product import Format, Operand
+from adalog.search.rivals import search_ranges, search_scales
 from strategies import normal
 
 RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")

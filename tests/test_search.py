@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adalog.search import alternating, brute_force, fpcs, grid, grid_spacing, rescaled, walk
+from adalog.search.strategies import alternating, brute_force, fpcs, grid, grid_spacing, rescaled, walk
 from strategies import normal, quick, seeds
 
 

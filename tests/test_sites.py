@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zoo
-from adalog.capture import capture
-from adalog.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_refused, find_sites, minimum_of
+from adalog.graph.capture import capture
+from adalog.graph.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_refused, find_sites, minimum_of
 from test_capture import IMAGES, Attention, Toy
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from adalog import Calibration, Config, DataError, Search, tables
+from adalog import Calibration, Config, DataError, Search
 from adalog.cli import main
 from adalog.config import RangeSearch
-from adalog.cost import cost
-from adalog.data import Preprocessing
-from adalog.evaluate import mcnemar
-from adalog.models import LoadedModel
-from adalog.tables import TABLES, Bench, Row, Table, find_published, kept, markdown, plan, published
+from adalog.inputs.images import Preprocessing
+from adalog.inputs.zoo import LoadedModel
+from adalog.study import tables
+from adalog.study.cost import cost
+from adalog.study.evaluate import mcnemar
+from adalog.study.tables import TABLES, Bench, Row, Table, find_published, kept, markdown, plan, published
 from test_bad_input import MODELS
 
 FIGURES = published()["figures"]

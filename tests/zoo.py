@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from adalog.capture import capture
-from adalog.demo.model import DemoViT
-from adalog.program import Program
+from adalog.graph.capture import capture
+from adalog.graph.program import Program
+from adalog.inputs.demo.model import DemoViT
 
 
 def demo():

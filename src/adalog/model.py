@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from adalog.config import Config
-from adalog.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
-from adalog.submodule import Call
+from adalog.graph.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
+from adalog.graph.submodule import Call
 
 if TYPE_CHECKING:
     from adalog.runtime import Compiled

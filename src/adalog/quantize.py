@@ -18,22 +18,17 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import refine, released, rivals
-from adalog.build import Placed, built, describe
-from adalog.calibrate import Format, Found, Operand, output_power, search_channels, search_product, with_table
-from adalog.capture import batched, capture, take
+from adalog.calibration import refine
+from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.calibration.observe import Need, Observed, measured
+from adalog.calibration.partial import Fold, Partial
 from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
-from adalog.data import draw_indices
 from adalog.errors import CalibrationError
-from adalog.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.model import LedgerRow, QuantizedModel, digest
-from adalog.objective import coprime
-from adalog.observe import Need, Observed, measured
-from adalog.partial import Fold, Partial
-from adalog.program import Node, Program, Ref
-from adalog.quantizers import FLOAT_BITS, UniformQuantizer
-from adalog.reparam import patches, shared_scale
-from adalog.sites import (
+from adalog.graph.capture import batched, capture, take
+from adalog.graph.program import Node, Program, Ref
+from adalog.graph.reparam import patches, shared_scale
+from adalog.graph.rewrite import Placed, built, describe
+from adalog.graph.sites import (
     GELUS,
     POWER_LAW_ACTIVATIONS,
     Pair,
@@ -45,7 +40,21 @@ from adalog.sites import (
     find_refused,
     find_sites,
 )
-from adalog.submodule import exchange, record_call
+from adalog.graph.submodule import exchange, record_call
+from adalog.inputs.images import draw_indices
+from adalog.model import LedgerRow, QuantizedModel, digest
+from adalog.quantizers import FLOAT_BITS, UniformQuantizer
+from adalog.search import released, rivals
+from adalog.search.objective import coprime
+from adalog.search.product import (
+    Format,
+    Found,
+    Operand,
+    output_power,
+    search_channels,
+    search_product,
+    with_table,
+)
 
 MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
 _BYTES_AN_ELEMENT = 16  # of temporaries for each element of a left operand, more or less

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from adalog import library
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.model import QuantizedModel
-from adalog.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.runtime import native, reference, regions, torch_int
-from adalog.runtime.plan import Plan, shapes_of
+from adalog.runtime import integer, native, reference, regions
+from adalog.runtime.native.plan import Plan, shapes_of
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
 Executor = Literal["reference", "torch", "native"]
@@ -100,9 +100,9 @@ class Compiled(nn.Module):
             self._check_native()
             room: Any = native.Room(self._context)
         else:
-            room = {"reference": reference, "torch": torch_int}[self.executor]
+            room = {"reference": reference, "torch": integer}[self.executor]
         self._apart = _compiled(self.model.program, planned, room)
-        self._fused = torch_int.fuse(*self._apart) if self.executor == "torch" else self._apart
+        self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
         self._plans: dict[int, Plan] = {}

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.program import FAKE_QUANTIZE, PRODUCTS, Node, Program, Ref
+from adalog.graph.program import FAKE_QUANTIZE, PRODUCTS, Node, Program, Ref
+from adalog.graph.reparam import output_sizes, patches
+from adalog.graph.sites import conv_geometry, find_sites
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -21,8 +23,6 @@ from adalog.quantizers import (
     UniformQuantizer,
     symmetric_zero_point,
 )
-from adalog.reparam import output_sizes, patches
-from adalog.sites import conv_geometry, find_sites
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
 INT32 = 2**31  # what accumulators of 32 bits stay below

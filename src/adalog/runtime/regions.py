@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from adalog.program import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, map_refs, refs_of, resolve
+from adalog.graph.program import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, map_refs, refs_of, resolve
 from adalog.runtime.reference import ENCODE, PRODUCT
 
 REGION, SUMS = "adalog.region", "adalog.sums"  # operations of fused programs alone

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
+from adalog.graph.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
 
 # Operations that move values about without changing them: a value's source is looked for through these.
 MOVES = {"getitem"} | aten(

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config, PostSoftmax, Search, Tables
-from adalog.fused import spread, table_errors, uniform_errors
-from adalog.objective import Errors, OwnError, ProductError, quantiles, thinned
 from adalog.quantizers import (
     FLOAT_BITS,
     Beyond,
@@ -26,7 +24,9 @@ from adalog.quantizers import (
     most_headroom,
     symmetric_zero_point,
 )
-from adalog.search import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
+from adalog.search.fused import spread, table_errors, uniform_errors
+from adalog.search.objective import Errors, OwnError, ProductError, quantiles, thinned
+from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
 # Of the table that codes search candidates: octaves below the largest value, and mantissa bits that are left out of it.
 _OCTAVES, _DROPPED_BITS = 20, 13

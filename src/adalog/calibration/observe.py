@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from adalog.errors import CalibrationError
-from adalog.objective import coprime
-from adalog.program import Node, Program, Ref, map_refs
+from adalog.graph.program import Node, Program, Ref, map_refs
+from adalog.search.objective import coprime
 
 LEAST_ROWS = 1024  # that are left of a value, or all where it has fewer
 

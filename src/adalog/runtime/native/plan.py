@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from adalog.errors import AdalogError, ProgramError, one_line
-from adalog.program import Node, Program, Ref, aten, evaluate, refs_of
+from adalog.graph.program import Node, Program, Ref, aten, evaluate, refs_of
+from adalog.graph.sites import MOVES
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime import native
 from adalog.runtime.native import CODES, FLOATS, STEPS, Context, Encoder, Output, Planes, Product, place, room_of
 from adalog.runtime.reference import ENCODE, PRODUCT, Whole
-from adalog.sites import MOVES
 
 SAME = "adalog.same"  # a value by another name, in programs of this module alone
 _NORM = "aten.layer_norm.default"

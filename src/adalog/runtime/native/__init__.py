@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adalog import library
 from adalog.quantizers import LogQuantizer, UniformQuantizer
-from adalog.runtime import torch_int
+from adalog.runtime import integer
 from adalog.runtime.reference import INT32, Site, Whole, finish
 
 # --- the library -----------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Encoder:
     """From values to the bytes of what their codes stand for."""
 
     def __new__(cls, quantizer: Whole, site: Site) -> Any:
-        return object.__new__(cls) if takes(site) else torch_int.Encoder(quantizer, site)
+        return object.__new__(cls) if takes(site) else integer.Encoder(quantizer, site)
 
     def __init__(self, quantizer: Whole, site: Site):
         self.quantizer = quantizer
@@ -263,7 +263,7 @@ class Encoder:
     @staticmethod
     def key(site: Site) -> str:
         """Sites of the same key share what is encoded for one of them."""
-        return "planes" if takes(site) else torch_int.Encoder.key(site)
+        return "planes" if takes(site) else integer.Encoder.key(site)
 
     def __call__(self, x: Tensor) -> Planes:
         return self.lift(self.quantizer.quantize(x))
@@ -281,7 +281,7 @@ class Room:
         self.context = context
 
     def Product(self, site: Site) -> Any:
-        return Product(site, self.context) if takes(site) else torch_int.Product(site)
+        return Product(site, self.context) if takes(site) else integer.Product(site)
 
 
 class Product:

@@ -18,12 +18,12 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from adalog.config import Config, Search
-from adalog.landscape import Landscape, SearchPath, View, example_site, landscapes
+from adalog.graph.program import FAKE_QUANTIZE, Node
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.model import LedgerRow, QuantizedModel
-from adalog.program import FAKE_QUANTIZE, Node
 from adalog.quantize import Calibration, Progress
 from adalog.quantizers import LogQuantizer, Quantizer, at_least_float32
-from adalog.sites import GELUS, POWER_LAW_ACTIVATIONS
+from adalog.study.landscape import Landscape, SearchPath, View, example_site, landscapes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -25,29 +25,19 @@ from torch import Tensor, nn
 from typer.core import TyperGroup
 
 import adalog
-from adalog import (
-    METHODS,
-    AdalogError,
-    Calibration,
-    Config,
-    DataError,
-    QuantizedModel,
-    artifact,
-    demo,
-    figures,
-    models,
-    report,
-    tables,
-)
-from adalog.bench import FAKE, bench, executors_here
-from adalog.cost import cost
-from adalog.data import ImageSet, Preprocessing, draw_indices, find_images, find_support
-from adalog.doctor import available_cores, examine
+from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact
+from adalog.cli import views
 from adalog.errors import printable
-from adalog.evaluate import Share, check_classes, classify_by_nearest, predict, score
+from adalog.inputs import demo, zoo
+from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images, find_support
 from adalog.quantize import sample_images
 from adalog.runtime import EXECUTORS, Compiled, quickest
 from adalog.runtime.vectors import vectors
+from adalog.study import figures, tables
+from adalog.study.bench import FAKE, bench, executors_here
+from adalog.study.cost import cost
+from adalog.study.doctor import available_cores, examine
+from adalog.study.evaluate import Share, check_classes, classify_by_nearest, predict, score
 
 
 class Interrupted(Exception):
@@ -185,7 +175,7 @@ def emit_json(result: Any, target: str | None) -> None:
 
 def source_of(target: str | None) -> str | None:
     """The file that is named by a model's or an artifact's name, if any."""
-    if target is None or not models.is_model(target):
+    if target is None or not zoo.is_model(target):
         return target
     file, _, _ = target.rpartition(":")
     return file if file.endswith(".py") else None
@@ -234,9 +224,9 @@ def read_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter) + 1 if letter else 0))
 
 
-def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> models.LoadedModel:
+def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> zoo.LoadedModel:
     with waiting(f"load {name}"):
-        return models.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
+        return zoo.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
 
 
 @app.command(name="demo")
@@ -274,14 +264,14 @@ def demo_command(
         reference = predict(model, images, jobs=jobs)
         fp32 = score(reference, labels)
         size = sum(value.numel() * 4 for value in model.state_dict().values())
-        table.add_row("fp32", "", report.interval(fp32.top1), "", f"{size:,}", "")
+        table.add_row("fp32", "", views.interval(fp32.top1), "", f"{size:,}", "")
         progress.advance(whole)
         calibration = Calibration(model, sample_images(demo.calibration_images(), plans[0][1].images, seed), seed=seed)
         for method, config in plans:
             start = time.perf_counter()
             watch = _site_progress(progress, part, f"{config.bits} {method}")
             quantized = calibration.quantize(config, watch, jobs=jobs)
-            quantized.provenance["preprocessing"] = dataclasses.asdict(models.DEMO_PREPROCESSING)
+            quantized.provenance["preprocessing"] = dataclasses.asdict(zoo.DEMO_PREPROCESSING)
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)
@@ -294,8 +284,8 @@ def demo_command(
             table.add_row(
                 config.bits,
                 method,
-                report.interval(result.top1),
-                report.percent(result.agreement),
+                views.interval(result.top1),
+                views.percent(result.agreement),
                 f"{count:,}",
                 f"{seconds:.1f}",
                 end_section=method == names[-1],
@@ -332,7 +322,7 @@ def find_calibration(target: str, data: Path | None, count: int) -> Tensor | Ima
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help=f"The model: {models.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
     data: Annotated[
         Path | None, typer.Option(help="Folder of images, of which some calibrate; demo has images of its own.")
     ] = None,
@@ -360,8 +350,8 @@ def quantize(
     """Quantize a model and write its artifact."""
     limit = read_size(memory)
     config = dataclasses.replace(Config.preset(bits, method), images=images, keep=tuple(map(read_keep, keep or ())))
-    if not models.is_model(model):
-        raise DataError(f"model {model!r} is none of {models.KINDS}")
+    if not zoo.is_model(model):
+        raise DataError(f"model {model!r} is none of {zoo.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
     if partial.exists() and not resume:
@@ -408,9 +398,7 @@ def evaluate(
         Path | None,
         typer.Option(help="For features without a classifier: images whose nearest gives its label; may be in --data."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help=f"The full-precision model to compare with: {models.KINDS}.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"The full-precision model to compare with: {zoo.KINDS}.")] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     executor: Annotated[
@@ -433,14 +421,12 @@ def evaluate(
         raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
     quantized = adalog.load(file)
     stranger = DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
-    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [
-        (3, *models.DEMO_PREPROCESSING.size)
-    ]:
+    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [(3, *zoo.DEMO_PREPROCESSING.size)]:
         raise stranger
     reference = "demo" if model is None and data is None else model
     loaded = None if reference is None else load_model(reference, no_pretrained, checkpoint)
     preprocessing = find_preprocessing(file, quantized, loaded)
-    if queries is None and preprocessing != models.DEMO_PREPROCESSING:
+    if queries is None and preprocessing != zoo.DEMO_PREPROCESSING:
         raise stranger
     runs = quantized if executor is None else compiled(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
@@ -473,7 +459,7 @@ def evaluate(
     result = score(answers[0], labels, *answers[1:])
     full = None if labels is None or reference is None else score(answers[1], labels)
     if json_out != "-":
-        say(report.judgement(str(file), result, reference, full))
+        say(views.judgement(str(file), result, reference, full))
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
     emit_json(told | {"sites": artifact.describe(quantized)["sites"]}, json_out)  # SQNRs on the calibration images
@@ -494,7 +480,7 @@ def integers_of(file: Path) -> Iterator[None]:
         raise type(cause)(f"{file} does not run in integers: {cause}") from cause
 
 
-def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: models.LoadedModel | None) -> Preprocessing:
+def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.LoadedModel | None) -> Preprocessing:
     """What is done to the images of an artifact: as it says itself, or else as its full-precision model says."""
     found: list[tuple[Preprocessing, str]] = []
     stored = quantized.provenance.get("preprocessing")
@@ -529,7 +515,7 @@ def _image_progress(progress: Progress) -> Callable[[int], None]:
 
 @app.command()
 def inspect(
-    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
     by_bytes: Annotated[bool, typer.Option("--bytes", help="An artifact's bytes by part and tensor.")] = False,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
@@ -537,22 +523,22 @@ def inspect(
 ) -> None:
     """Say what an artifact holds: its sites, their bits, its bytes by part; or what a model would have of them."""
     check_outputs(json_out, reads=(source_of(target), checkpoint))
-    if models.is_model(target):
+    if zoo.is_model(target):
         if by_bytes:
             raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capture {target}"):
-            told = models.inspect(loaded)
+            told = zoo.inspect(loaded)
         if json_out != "-":
-            say(report.census_table(told), report.census_lines(told))
+            say(views.census_table(told), views.census_lines(told))
         emit_json(told, json_out)
         return
     refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
     if json_out != "-":
         quantized: QuantizedModel = artifact.deserialise(content, target)
-        sums = f"{report.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
-        say(report.bytes_table(content) if by_bytes else quantized.summary(), sums)
+        sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
+        say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
     told = artifact.inspect(content, target)
     emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)
 
@@ -563,7 +549,7 @@ def methods_command(json_out: JsonOption = None) -> None:
     check_outputs(json_out)
     rows = [{"name": name, "source": method.source, "choices": method.to_json()} for name, method in METHODS.items()]
     if json_out != "-":
-        say(report.methods_table(rows))
+        say(views.methods_table(rows))
     emit_json(rows, json_out)
 
 
@@ -574,7 +560,7 @@ def tables_command(
         typer.Argument(metavar="[N]...", help=f"Some of {', '.join(tables.TABLES)}; without, they are listed."),
     ] = None,
     model_names: Annotated[
-        str, typer.Option("--models", help=f"Comma-separated: {models.KINDS}. demo has images of its own.")
+        str, typer.Option("--models", help=f"Comma-separated: {zoo.KINDS}. demo has images of its own.")
     ] = "demo",
     data: Annotated[
         Path | None, typer.Option(help="Folder with the folders train, of which some images calibrate, and val.")
@@ -595,7 +581,7 @@ def tables_command(
     if not names:
         check_outputs(json_out)
         if json_out != "-":
-            say(report.tables_list(tables.TABLES))
+            say(views.tables_list(tables.TABLES))
         emit_json([{"table": name, "title": table.title} for name, table in tables.TABLES.items()], json_out)
         return
     tables.plan(names)
@@ -606,8 +592,8 @@ def tables_command(
     rows = base.with_name(f"{base.name}.rows") if work is None else work
     artifact.check_writable(rows / "row.json")
     for name in specs:
-        if not models.is_model(name):
-            raise DataError(f"model {name!r} is none of {models.KINDS}")
+        if not zoo.is_model(name):
+            raise DataError(f"model {name!r} is none of {zoo.KINDS}")
     place = find_device(device)
     benches = [tables.Bench.of(load_model(name, False, None), data, images) for name in specs]
     for each in benches:
@@ -632,7 +618,7 @@ def tables_command(
 
 @app.command(name="figures")
 def figures_command(
-    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and their index.")],
     data: Annotated[
         Path | None, typer.Option(help="Folder of images, of which some calibrate a model, or go through an artifact.")
@@ -656,7 +642,7 @@ def figures_command(
     possible = [out / f"{name}.{form}" for name in figures.CAPTIONS for form in figures.FORMS]
     check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint))
     jobs = cores(threads)
-    if models.is_model(target):
+    if zoo.is_model(target):
         names, width = (methods or ",".join(FIGURE_METHODS)).split(","), bits or "w4a4"
         for name in names:  # before the long part
             Config.preset(width, name)
@@ -676,7 +662,7 @@ def figures_command(
         refuse_weights(target, no_pretrained, checkpoint)
         for option, value in (("--bits", bits), ("--methods", methods), ("--site", site)):
             if value is not None:
-                raise ValueError(f"{option} is of a model, {target} is none of {models.KINDS}")
+                raise ValueError(f"{option} is of a model, {target} is none of {zoo.KINDS}")
         quantized = adalog.load(target)
         sample = _sample_for(Path(target), quantized, data, images, seed, jobs)
         with waiting(f"draw {target}"):
@@ -701,7 +687,7 @@ def _sample_for(
         assert isinstance(found, ImageSet)
         return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
     stored = quantized.provenance.get("preprocessing")
-    if stored is None or find_preprocessing(file, quantized, None) != models.DEMO_PREPROCESSING:
+    if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
         return None
     bundled = find_calibration("demo", None, count)
     assert isinstance(bundled, Tensor)
@@ -714,7 +700,7 @@ def doctor(json_out: JsonOption = None) -> None:
     check_outputs(json_out)
     told = examine()
     if json_out != "-":
-        say(*report.health(told))
+        say(*views.health(told))
     emit_json(told, json_out)
 
 
@@ -727,7 +713,7 @@ def bench_command(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Images at once; may be repeated. Without: 1.")] = None,
     model: Annotated[
-        str | None, typer.Option(help=f"The full-precision model to time beside them: {models.KINDS}.")
+        str | None, typer.Option(help=f"The full-precision model to time beside them: {zoo.KINDS}.")
     ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
@@ -756,7 +742,7 @@ def bench_command(
         )
     told = {"file": str(file), "threads": count, "rows": rows, "absent": {} if executor else missing}
     if json_out != "-":
-        say(*report.times(told))
+        say(*views.times(told))
     emit_json(told, json_out)
 
 
@@ -797,22 +783,22 @@ def vectors_command(
 
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
     if checkpoint is not None or no_pretrained:
-        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {models.KINDS}")
+        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {zoo.KINDS}")
 
 
 @app.command(name="cost")
 def cost_command(
-    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {models.KINDS}.")],
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
     """Count what one image costs: multiplications, FixOPs, BOPs and bytes, by operation."""
     check_outputs(json_out, reads=(source_of(target), checkpoint))
-    if models.is_model(target):
+    if zoo.is_model(target):
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capture {target}"):
-            program, images = models.captured(loaded)
+            program, images = zoo.captured(loaded)
         inputs = [list(images.shape[1:])]
     else:
         refuse_weights(target, no_pretrained, checkpoint)
@@ -821,5 +807,5 @@ def cost_command(
     result = cost(program, inputs)
     if json_out != "-":
         title = f"{target}, inputs {' and '.join(map(str, inputs))}"
-        say(report.cost_table(title, result), report.cost_lines(result))
+        say(views.cost_table(title, result), views.cost_lines(result))
     emit_json({"target": target, "inputs": inputs, **result.to_json()}, json_out)

@@ -7,10 +7,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import artifact
-from adalog.cost import PRODUCT_ROLES, Cost
-from adalog.evaluate import Score, Share
 from adalog.model import float_lines
-from adalog.tables import Table as PaperTable
+from adalog.study.cost import PRODUCT_ROLES, Cost
+from adalog.study.evaluate import Score, Share
+from adalog.study.tables import Table as PaperTable
 
 
 def percent(value: float | None) -> str:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ProgramError
-from adalog.program import FAKE_QUANTIZE, Node, Program, aten
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, aten
+from adalog.graph.sites import Site, find_refused, find_sites
 from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.sites import Site, find_refused, find_sites
 
 FLOAT_BITS = 32
 BOPS_PER_FIXOP = 64

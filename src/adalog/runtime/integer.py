@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.program import Node, Program, refs_of
+from adalog.graph.program import Node, Program, refs_of
 from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
 from adalog.runtime.reference import ENCODE, INT32, PRODUCT, Site, Whole, finish, integers, limits
 from adalog.runtime.regions import Pure

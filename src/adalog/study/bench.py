@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import doctor, library
+from adalog import library
 from adalog.model import QuantizedModel
+from adalog.study import doctor
 
 FAKE = "fake"  # not an executor: the quantized model in float, which computes what its integers stand for
 FP32 = "fp32"  # the full-precision model beside it

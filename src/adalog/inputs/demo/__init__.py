@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
-from adalog.demo.model import DemoViT
+from adalog.inputs.demo.model import DemoViT
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from adalog.calibrate import Found
-from adalog.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm
+from adalog.graph.sites import Site, conv_geometry
 from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.reparam import absorb_offset, fold_linear, fold_norm
-from adalog.sites import Site, conv_geometry
+from adalog.search.product import Found
 
 
 def describe(quantizer: Quantizer | None, count: int = 0) -> str:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.calibrate import Operand, fake_quantize, minimise
 from adalog.config import Search
-from adalog.objective import ProductError
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.quantize import Calibration, Searched
-from adalog.search import Loss, best_points, grid
-from adalog.sites import GELUS, POWER_LAW_ACTIVATIONS
+from adalog.search.objective import ProductError
+from adalog.search.product import Operand, fake_quantize, minimise
+from adalog.search.strategies import Loss, best_points, grid
 
 
 @dataclass(frozen=True)

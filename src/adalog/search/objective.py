@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.fused import sums
 from adalog.quantizers import at_least_float32
+from adalog.search.fused import sums
 
 # Candidates are scored over so many elements at a time, at least: fewer, and what surrounds each product takes longer
 # than the product (half of a search on two threads at 2**17); more, and temporaries leave the cache.

@@ -30,10 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import RangeSearch, ScaleSearch
-from adalog.fused import uniform_errors
-from adalog.objective import Errors, coprime
+from adalog.graph.reparam import shared_scale
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -44,7 +42,9 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.reparam import shared_scale
+from adalog.search.fused import uniform_errors
+from adalog.search.objective import Errors, coprime
+from adalog.search.product import Format, Found, Operand, fake_quantize
 
 _SPLITS = 20  # powers of two
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes

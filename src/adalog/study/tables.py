@@ -21,18 +21,18 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog import demo
 from adalog.artifact import write_whole
 from adalog.config import METHODS, Config, ReleasedSearch, Search
-from adalog.cost import cost
-from adalog.data import ImageSet, find_images
-from adalog.doctor import machine
 from adalog.errors import DataError
-from adalog.evaluate import check_classes, mcnemar, predict, score
-from adalog.models import LoadedModel
-from adalog.program import Program
+from adalog.graph.program import Program
+from adalog.inputs import demo
+from adalog.inputs.images import ImageSet, find_images
+from adalog.inputs.zoo import LoadedModel
 from adalog.quantize import Calibration, raw_bytes, sample_images
 from adalog.runtime import quickest
+from adalog.study.cost import cost
+from adalog.study.doctor import machine
+from adalog.study.evaluate import check_classes, mcnemar, predict, score
 
 IMAGES = 32  # that calibrate (Sec. 4.1)
 _BITS = ("w4a4", "w3a3", "w6a6")
@@ -164,7 +164,7 @@ def published() -> dict[str, Any]:
     A figure has its table, model, bits, method, measure ("top1" [%], "fixops", "megabytes", "gpu_minutes"), value, the
     number of calibration images (0 where nothing was calibrated), and source.
     """
-    content: dict[str, Any] = json.loads(resources.files("adalog").joinpath("published.json").read_text("utf-8"))
+    content: dict[str, Any] = json.loads(resources.files("adalog.study").joinpath("published.json").read_text("utf-8"))
     return content
 
 

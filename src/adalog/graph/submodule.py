@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from adalog.capture import inference
 from adalog.errors import CalibrationError
-from adalog.program import leaves_of
+from adalog.graph.capture import inference
+from adalog.graph.program import leaves_of
 
 
 @dataclass(frozen=True)

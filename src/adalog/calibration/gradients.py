@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import CalibrationError
-from adalog.program import Node, Program, leaves_of
+from adalog.graph.program import Node, Program, leaves_of
 
 # (the program's floating outputs for some images, which images) -> the gradient of a loss by each of these outputs.
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]

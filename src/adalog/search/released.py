@@ -22,10 +22,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from adalog.calibrate import Format, Found, Operand, fake_quantize
 from adalog.config import ReleasedSearch
-from adalog.fused import sums, uniform_errors
-from adalog.objective import CHUNK_ELEMENTS, Errors, ProductError
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -34,7 +31,10 @@ from adalog.quantizers import (
     symmetric_zero_point,
     uniform_fake_quantize,
 )
-from adalog.search import Loss
+from adalog.search.fused import sums, uniform_errors
+from adalog.search.objective import CHUNK_ELEMENTS, Errors, ProductError
+from adalog.search.product import Format, Found, Operand, fake_quantize
+from adalog.search.strategies import Loss
 
 POINTS = 128  # n, of every step
 _RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take

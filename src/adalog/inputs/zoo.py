@@ -25,13 +25,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from adalog import demo
-from adalog.capture import capture
-from adalog.data import Preprocessing, side_before_crop
-from adalog.demo.model import DemoViT
 from adalog.errors import AdalogError, CaptureError, DataError
-from adalog.program import Program
-from adalog.sites import census, find_pairs, find_sites
+from adalog.graph.capture import capture
+from adalog.graph.program import Program
+from adalog.graph.sites import census, find_pairs, find_sites
+from adalog.inputs import demo
+from adalog.inputs.demo.model import DemoViT
+from adalog.inputs.images import Preprocessing, side_before_crop
 
 KINDS = "timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py:function"
 OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
@@ -57,7 +57,7 @@ class LoadedModel:
         if self.preprocessing is None:
             raise DataError(
                 f"{self.name} does not say how its images are prepared: return (module, "
-                "adalog.data.Preprocessing(...)) from the function"
+                "adalog.Preprocessing(...)) from the function"
             )
         return self.preprocessing
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from adalog.build import Placed, built
 from adalog.config import BlockRefinement, Evolution, Refinement
-from adalog.program import FAKE_QUANTIZE, Node, Program, Ref, leaves_of, map_refs
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref, leaves_of, map_refs
+from adalog.graph.rewrite import Placed, built
+from adalog.graph.sites import Block, find_blocks
 from adalog.quantizers import MAX_BITS, Quantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.sites import Block, find_blocks
 
 Quantizers = list[Quantizer | None]
 

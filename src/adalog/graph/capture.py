@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
-from adalog.program import (
+from adalog.graph.program import (
     OPERATIONS,
     PLACEMENT,
     PRODUCTS,
@@ -34,7 +34,7 @@ from adalog.program import (
     map_refs,
     refs_of,
 )
-from adalog.sites import find_source
+from adalog.graph.sites import find_source
 
 TOLERANCE = 1e-4  # of the largest output, between graph and model in float32
 BATCHES = (1, 2, 7)

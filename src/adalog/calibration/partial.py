@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from adalog.artifact import decode_quantizer, encode_quantizer, write_error
-from adalog.calibrate import Found
 from adalog.errors import ArtifactError, DataError
 from adalog.quantizers import Quantizer
+from adalog.search.product import Found
 
 Fold = tuple[Tensor, Tensor] | None
 

@@ -1,0 +1,1 @@
+"""What runs between a captured program and its assignments: observing, searching, refining."""

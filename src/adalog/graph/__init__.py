@@ -1,0 +1,1 @@
+"""Programs: captured, rewritten, and what is found in their flow of data."""

@@ -1,0 +1,1 @@
+"""Images and models by name, and what the package bundles of both."""

@@ -1,0 +1,1 @@
+"""The searches of one product's quantizers. Nothing here knows a graph."""
