@@ -37,12 +37,11 @@ from adalog.artifact import (
 from adalog.config import ReleasedSearch, ScaleSearch
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
 from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
-from strategies import bits, quick
+from strategies import bits
 
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
-@quick
 @given(bits, st.integers(0, 65), st.randoms(use_true_random=False))
 def test_pack_and_unpack_are_inverse(width, count, random):
     codes = torch.tensor([random.randrange(2**width) for _ in range(count)], dtype=torch.uint8)
@@ -498,13 +497,11 @@ def test_flipped_header_bytes(content):
     assert found > harmless
 
 
-@quick
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes(content):
     refused(content, "not an adalog artifact")
 
 
-@quick
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5)
 )

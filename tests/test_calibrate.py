@@ -30,7 +30,7 @@ from adalog.search.product import (
     search_own,
     search_product,
 )
-from strategies import R, bits, normal, q, quick
+from strategies import R, bits, normal, q
 
 SEARCH = Search(rough_rows=0)
 SMALL = Search(init=(8, 4), keep=4, steps=3, rough_rows=0)
@@ -442,7 +442,6 @@ def test_uniform_candidates_are_their_quantizers(problem):
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 @pytest.mark.parametrize("rounding", ["log", "nearest"])
 @pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
-@quick
 @given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
 @example(4, 2, 1.0, 2.0)
 def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):

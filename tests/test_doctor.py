@@ -115,7 +115,8 @@ def test_the_environment_holds_kernels_to_a_level(monkeypatch, capsys):
         assert f"ADALOG_LEVEL holds the kernels to {level}" in " ".join(say(monkeypatch, capsys, "doctor").split())
     monkeypatch.setenv("ADALOG_LEVEL", "fast")
     error = say(monkeypatch, capsys, "doctor", code=2)
-    assert error == f"error: ADALOG_LEVEL = 'fast' is none of {', '.join(library.LEVELS)}: name one of these, or unset it\n"
+    names = ", ".join(library.LEVELS)
+    assert error == f"error: ADALOG_LEVEL = 'fast' is none of {names}: name one of these, or unset it\n"
 
 
 def test_features_are_those_of_the_first_core(monkeypatch):

@@ -32,7 +32,7 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from adalog.search.product import Format, Operand, output_power, search_product, with_table
-from strategies import bits, normal, q, quick, seeds
+from strategies import bits, normal, q, seeds
 
 ROOMS = (reference, integer)
 PORTABLE = ("reference", "torch")
@@ -55,7 +55,6 @@ def written_out(base, r, width_of_code, headroom, table):
     return rows
 
 
-@quick
 @given(bits, q, st.sampled_from([8, 16]), st.sampled_from(list(LOGS)), st.integers(0, 15))
 def test_tables_are_the_formula(width_of_code, base, width, kind, room):
     fixed, r, table = LOGS[kind]
@@ -91,7 +90,6 @@ def test_zero_coded_tables_end_in_zero():
         assert torch.equal(each.dequantize(code), (each.integers() * each.unit).float())
 
 
-@quick
 @given(bits, q, seeds, st.sampled_from([8, 16]), st.sampled_from(["saturate", "zero-coded"]))
 def test_fake_quantization_is_the_table_that_runs(width_of_code, base, seed, width, beyond):
     most = most_headroom(width_of_code, width)
@@ -315,10 +313,9 @@ PRODUCTS = {
 @pytest.mark.parametrize("examples", [15, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_accumulators(product, examples):
-    settings(quick, max_examples=examples)(given(*PRODUCTS[product], extremes, seeds)(product))()
+    settings(max_examples=examples)(given(*PRODUCTS[product], extremes, seeds)(product))()
 
 
-@quick
 @given(kinds, bits, tables, seeds, st.sampled_from([(3, 5, 7), (1, 9, 4), (2, 2, 3, 4)]), st.booleans())
 def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transposed):
     """The torch executor finds digits from values directly: those of the codes, on ties, ends and far beyond too."""
