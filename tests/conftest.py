@@ -1,10 +1,17 @@
-"""What several test modules share: one thread, a tiny model, a search that takes no time."""
+"""What several test modules share: one thread, a tiny model, a search that takes no time, how hypothesis draws."""
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from adalog import Calibration, Config, Search
 from adalog.inputs.demo.model import DemoViT
+
+# Property tests draw the same examples everywhere, and a busy machine fails none of them.
+settings.register_profile(
+    "steady", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,12 +1,8 @@
-"""What hypothesis draws in several test modules, and how it runs."""
+"""What hypothesis draws in several test modules; how it runs is said in conftest.py."""
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-# Deterministic, and without a deadline: a busy machine fails no test.
-quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 R = 37
 

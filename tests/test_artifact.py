@@ -21,7 +21,7 @@ from safetensors.torch import save as to_bytes
 import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
 from adalog.artifact import FORMAT, KEY, deserialise, encode_quantizer, inspect, serialise, sizes
-from adalog.choices import ReleasedSearch, ScaleSearch
+from adalog.config import ReleasedSearch, ScaleSearch
 from adalog.files import check_writable, write_whole
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantizers import (
@@ -32,12 +32,11 @@ from adalog.quantizers import (
     UniformQuantizer,
 )
 from adalog.quantizers.codec import decode_quantizer, pack, unpack
-from strategies import bits, quick
+from strategies import bits
 
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
-@quick
 @given(bits, st.integers(0, 65), st.randoms(use_true_random=False))
 def test_pack_and_unpack_are_inverse(width, count, random):
     codes = torch.tensor([random.randrange(2**width) for _ in range(count)], dtype=torch.uint8)
@@ -493,13 +492,11 @@ def test_flipped_header_bytes(content):
     assert found > harmless
 
 
-@quick
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes(content):
     refused(content, "not an adalog artifact")
 
 
-@quick
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5)
 )

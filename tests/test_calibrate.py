@@ -11,8 +11,7 @@ from torch.nn.functional import gelu
 
 import adalog.search.objective
 import adalog.search.product
-from adalog.choices import Search
-from adalog.config import Config
+from adalog.config import Config, Search
 from adalog.quantizers import (
     FLOAT_BITS,
     LogQuantizer,
@@ -24,7 +23,7 @@ from adalog.quantizers import (
 from adalog.search.bounds import minimise, search_channels, search_own, search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Found, refitted
-from strategies import R, bits, normal, q, quick
+from strategies import R, bits, normal, q
 
 SEARCH = Search(rough_rows=0)
 SMALL = Search(init=(8, 4), parents=4, steps=3, rough_rows=0)
@@ -438,7 +437,6 @@ def test_uniform_candidates_are_their_quantizers(problem):
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 @pytest.mark.parametrize("rounding", ["log", "nearest"])
 @pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
-@quick
 @given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
 @example(4, 2, 1.0, 2.0)
 def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):

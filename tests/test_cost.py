@@ -290,7 +290,7 @@ def test_products_that_are_no_sites(layer, shape, macs):
 # --- convolutions, shapes, totals ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.sampled_from([(1, 4, 6), (2, 4, 6), (3, 6, 9), (6, 6, 6)]),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -337,6 +337,7 @@ def test_a_weight_that_serves_twice_is_stored_once():
     assert found.size_bytes["float"] == 4 * (36 + 6)
 
 
+@settings(max_examples=100)
 @given(
     st.lists(
         st.builds(

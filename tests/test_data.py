@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
@@ -297,6 +297,7 @@ def test_without_resizing_it_is_a_formula():
     assert np.allclose(ours(Image.fromarray(codes)).numpy(), want.transpose(2, 0, 1), atol=1e-5)
 
 
+@settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
     more=st.integers(0, 20),
@@ -498,6 +499,7 @@ def test_samples(ten):
         ten.sample(11, 0)
 
 
+@settings(max_examples=100)
 @given(total=st.integers(0, 50), count=st.integers(0, 60), seed=st.integers(0, 2**31))
 def test_a_draw_is_without_replacement_and_repeats(total, count, seed):
     if count > total:

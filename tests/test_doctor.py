@@ -15,6 +15,7 @@ import torch
 from adalog import library
 from adalog.cli import main
 from adalog.runtime import EXECUTORS
+from adalog.runtime.native import Context
 from adalog.study import bench, doctor
 
 ROOT = Path(__file__).parent.parent
@@ -98,6 +99,24 @@ def test_a_library_of_another_version(monkeypatch, exchange):
     assert told["interface"] == {"library": library.ABI - 1, "package": library.ABI}
     assert "install it again" in told["why"]
     assert told["level"] is None
+
+
+@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+def test_the_environment_holds_kernels_to_a_level(monkeypatch, capsys):
+    monkeypatch.delenv("ADALOG_LEVEL", raising=False)
+    every = library.levels()
+    assert library.about()["held"] is None
+    for level in library.LEVELS:
+        monkeypatch.setenv("ADALOG_LEVEL", level)
+        assert library.levels() == [name for name in every if library.LEVELS.index(name) <= library.LEVELS.index(level)]
+        told = doctor.examine()["native"]
+        assert (told["held"], told["level"]) == (level, library.levels()[-1])
+        assert Context(1).level == library.levels()[-1]
+        assert f"ADALOG_LEVEL holds the kernels to {level}" in " ".join(say(monkeypatch, capsys, "doctor").split())
+    monkeypatch.setenv("ADALOG_LEVEL", "fast")
+    error = say(monkeypatch, capsys, "doctor", code=2)
+    names = ", ".join(library.LEVELS)
+    assert error == f"error: ADALOG_LEVEL = 'fast' is none of {names}: name one of these, or unset it\n"
 
 
 def test_features_are_those_of_the_first_core(monkeypatch):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -151,6 +151,7 @@ def test_wilson_inverts_the_score_test(hits, count):
     assert wilson(hits, count) == pytest.approx((low, high), abs=1e-9)
 
 
+@settings(max_examples=100)
 @given(lost=st.integers(0, 40), gained=st.integers(0, 40))
 def test_mcnemar_is_a_fair_coins_two_tails(lost, gained):
     """The probability of every split that is no likelier than the one that was seen."""

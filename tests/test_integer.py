@@ -16,7 +16,7 @@ from torch import nn
 
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
-from adalog.choices import ReleasedSearch, ScaleSearch
+from adalog.config import ReleasedSearch, ScaleSearch
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantizers import (
     LogQuantizer,
@@ -35,7 +35,7 @@ from adalog.runtime.vectors import vectors
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import output_power, with_table
-from strategies import bits, normal, q, quick, seeds
+from strategies import bits, normal, q, seeds
 
 ROOMS = (reference, integer)
 PORTABLE = ("reference", "torch")
@@ -58,7 +58,6 @@ def written_out(base, r, width_of_code, headroom, table):
     return rows
 
 
-@quick
 @given(bits, q, st.sampled_from([8, 16]), st.sampled_from(list(LOGS)), st.integers(0, 15))
 def test_tables_are_the_formula(width_of_code, base, width, kind, room):
     fixed, r, table = LOGS[kind]
@@ -94,7 +93,6 @@ def test_zero_coded_tables_end_in_zero():
         assert torch.equal(each.dequantize(code), (each.integers() * each.unit).float())
 
 
-@quick
 @given(bits, q, seeds, st.sampled_from([8, 16]), st.sampled_from(["saturate", "zero-coded"]))
 def test_fake_quantization_is_the_table_that_runs(width_of_code, base, seed, width, beyond):
     most = most_headroom(width_of_code, width)
@@ -318,10 +316,9 @@ PRODUCTS = {
 @pytest.mark.parametrize("examples", [15, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_accumulators(product, examples):
-    settings(quick, max_examples=examples)(given(*PRODUCTS[product], extremes, seeds)(product))()
+    settings(max_examples=examples)(given(*PRODUCTS[product], extremes, seeds)(product))()
 
 
-@quick
 @given(kinds, bits, tables, seeds, st.sampled_from([(3, 5, 7), (1, 9, 4), (2, 2, 3, 4)]), st.booleans())
 def test_codes_are_the_quantizers_own(kind, width, table, seed, shape, transposed):
     """The torch executor finds digits from values directly: those of the codes, on ties, ends and far beyond too."""

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adalog.search.objective
 from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.quantiles import coprime, quantiles, thinned
-from strategies import R, normal, quick
+from strategies import R, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
 
@@ -171,7 +171,6 @@ def test_a_sample_takes_other_rows_of_each_image(monkeypatch):
 @given(
     st.integers(1, 40), st.integers(1, 4), st.integers(1, 120), st.integers(1, 300), st.sampled_from([(), (1,), (0,)])
 )
-@quick
 def test_a_sample_meets_no_row_twice_and_no_matrix_more_often(batch, heads, length, rows, keep):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
@@ -398,6 +397,7 @@ def test_chunks_do_not_change_an_own_error(monkeypatch):
 # --- thinning --------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=100)
 @given(st.integers(1, 40), st.sampled_from([15, 96, 192, 196, 384, 1000]))
 def test_a_stride_meets_every_column(stride, width):
     rows = 50

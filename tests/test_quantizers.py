@@ -26,7 +26,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
     uniform_quantize,
 )
-from strategies import R, beyond, bits, dtypes, normal, q, quick, rounding, scales, tensors, zero_points
+from strategies import R, beyond, bits, dtypes, normal, q, rounding, scales, tensors, zero_points
 
 READINGS = ["saturate", "zero", "zero-coded"]
 ROUNDINGS = ["log", "nearest"]
@@ -49,7 +49,6 @@ def distance_to_nearest(x: Tensor, levels: Tensor) -> Tensor:
 # --- uniform --------------------------------------------------------------------------------------------------
 
 
-@quick
 @given(st.data(), bits, scales, dtypes)
 def test_uniform_representable_values_are_fixed_points(data, bits, scale, dtype):
     zero_point = torch.tensor(data.draw(zero_points(bits)), dtype=dtype)
@@ -59,7 +58,6 @@ def test_uniform_representable_values_are_fixed_points(data, bits, scale, dtype)
     assert torch.equal(uniform_fake_quantize(value, scale, zero_point, bits), value)
 
 
-@quick
 @given(st.data(), bits, scales, dtypes)
 def test_uniform_codes_are_whole_in_range_and_monotone(data, bits, scale, dtype):
     zero_point = torch.tensor(data.draw(zero_points(bits)), dtype=dtype)
@@ -73,7 +71,6 @@ def test_uniform_codes_are_whole_in_range_and_monotone(data, bits, scale, dtype)
     assert bool((code.diff() >= 0).all())
 
 
-@quick
 @given(st.data(), bits, st.floats(2.0**-6, 2.0**4))
 def test_uniform_takes_the_nearest_level(data, bits, scale):
     zero_point, x = data.draw(zero_points(bits)), data.draw(tensors())
@@ -94,7 +91,6 @@ def test_symmetric_zero_point(width):
     assert ends.tolist() == [-(2 ** (width - 1)), 0, 2 ** (width - 1) - 1]
 
 
-@quick
 @given(bits, st.floats(-50, 50, width=32), st.floats(0, 100, width=32), dtypes)
 def test_bounds_to_uniform_keeps_zero_and_spans_the_bounds(bits, lower, length, dtype):
     lower = torch.tensor(lower, dtype=dtype)
@@ -202,7 +198,6 @@ def test_log_representable_values_are_fixed_points(width, table, rounds, reading
         assert torch.equal(value, levels), base
 
 
-@quick
 @given(st.data(), bits, scales, q, beyond, rounding, dtypes)
 def test_log_codes_are_whole_in_range_and_monotone(data, bits, scale, q, beyond, rounding, dtype):
     x = data.draw(tensors(dtype, -1.0)).sort(descending=True).values
@@ -218,7 +213,6 @@ def test_log_codes_are_whole_in_range_and_monotone(data, bits, scale, q, beyond,
     assert bool((value <= scale).all())
 
 
-@quick
 @given(st.data(), bits, st.floats(2.0**-6, 2.0**4), q, beyond, st.booleans(), dtypes)
 def test_log_nearest_takes_the_nearest_level(data, bits, scale, q, beyond, table, dtype):
     x = data.draw(tensors(dtype, 0.0, 32.0)) * torch.logspace(0, -6, 3, dtype=dtype)[:, None]
@@ -231,7 +225,6 @@ def test_log_nearest_takes_the_nearest_level(data, bits, scale, q, beyond, table
     assert bool((error <= distance_to_nearest(x, levels) + slack).all())
 
 
-@quick
 @given(st.data(), bits, q)
 def test_log_rounding_differs_only_between_the_two_thresholds(data, bits, q):
     """Rounding "nearest" moves the threshold between v and v / b from v / sqrt(b) to v (1 + 1 / b) / 2."""
@@ -388,7 +381,6 @@ def twin_of(scale, negative, width, dtype=torch.float64):
     return TwinUniformQuantizer(torch.tensor(scale, dtype=dtype), torch.tensor(negative, dtype=dtype), width)
 
 
-@quick
 @given(bits, scales, scales, dtypes)
 def test_twin_representable_values_are_fixed_points(width, scale, negative, dtype):
     quantizer, code = twin_of(scale, negative, width, dtype), torch.arange(2**width, dtype=dtype)
@@ -397,7 +389,6 @@ def test_twin_representable_values_are_fixed_points(width, scale, negative, dtyp
     assert torch.equal(quantizer.fake_quantize(value), value)
 
 
-@quick
 @given(tensors(), bits, scales, scales)
 def test_twin_codes_are_whole_in_range_and_monotone(x, width, scale, negative):
     code = twin_of(scale, negative, width).quantize(x.sort().values)
@@ -406,7 +397,6 @@ def test_twin_codes_are_whole_in_range_and_monotone(x, width, scale, negative):
     assert bool((code.diff() >= 0).all())
 
 
-@quick
 @given(tensors(), bits, scales, scales)
 def test_twin_takes_the_nearest_level_of_the_values_sign(x, width, scale, negative):
     """By brute force over the levels: h of them above zero with zero, h below."""
@@ -428,7 +418,6 @@ def test_twin_keeps_zero_and_the_offset():
     assert float(quantizer.fake_quantize(f64(100.0))) == 3.5
 
 
-@quick
 @given(tensors(), bits, st.integers(-10, 10))
 def test_twin_with_equal_scales_is_symmetric_uniform(x, width, exponent):
     scale = 2.0**exponent
@@ -464,7 +453,6 @@ def split_of(power, width, sums=False, dtype=torch.float64):
     )
 
 
-@quick
 @given(tensors(low=0.0, high=1.0), bits, st.integers(0, 12), st.booleans())
 def test_split_takes_the_finer_grid_below_the_split(x, width, power, sums):
     quantizer = split_of(power, width, sums)
@@ -539,7 +527,6 @@ def test_slices_change_nothing(shape, monkeypatch):
         assert torch.equal(quantizer.fake_quantize(x), wanted)
 
 
-@quick
 @given(st.data(), bits, q, beyond, rounding, st.floats(0.0, 0.5))
 def test_offset_lifts_the_input_and_is_taken_off_unless_kept(data, bits, q, beyond, rounding, offset):
     x = data.draw(tensors(low=-offset, high=4.0))
@@ -569,7 +556,6 @@ def test_map_keeps_everything_but_the_tensors():
 # --- tables that are kept --------------------------------------------------------------------------------------------
 
 
-@quick
 @given(bits, q, beyond, rounding, dtypes)
 def test_tables_that_are_kept_are_never_written_to(bits, q, beyond, rounding, dtype):
     """A float64 scale of 1 and an offset, so that nothing but the code itself stands between a table and the result."""

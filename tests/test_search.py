@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adalog.search.strategies import alternating, brute_force, fpcs, grid, grid_spacing, rescaled, walk
-from strategies import normal, quick, seeds
+from strategies import normal, seeds
 
 
 def box(*lines, groups=()):
@@ -108,7 +108,6 @@ def test_the_result_is_deterministic(search):
 
 
 @every_search
-@quick
 @given(seeds, st.integers(0, 2**31 - 1))
 def test_never_worse_than_the_incumbent(search, seed, place):
     low, high = box((-1, 1), (0, 2), groups=(3,))
@@ -272,7 +271,6 @@ def test_a_rough_loss_that_orders_alike_costs_nothing():
     assert bool((rough[1] <= exact[1]).all())
 
 
-@quick
 @given(seeds)
 def test_a_misleading_rough_loss_never_costs_the_incumbent(seed):
     low, high = box((-1, 1), (0, 2))
@@ -301,7 +299,6 @@ def test_without_steps_half_of_the_survivors_of_the_grid_are_judged(keep, half):
 # --- the walk ------------------------------------------------------------------------------------------------------
 
 
-@quick
 @given(seeds, st.sampled_from([1, 2]), st.sampled_from([(), (5,), (2, 3)]))
 def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
     point, loss = normal(count, *groups, seed=seed), white(seed % 1000)
@@ -314,7 +311,6 @@ def test_a_walk_never_ends_at_a_worse_point(seed, count, groups):
     assert torch.equal(best[:, same], point[:, same])  # it moves for a lower loss only
 
 
-@quick
 @given(seeds)
 def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(seed):
     """From up to 15 spacings away in each of two dimensions, to half a spacing; each group for itself."""
@@ -325,7 +321,6 @@ def test_a_walk_reaches_the_lowest_point_of_a_bowl_around(seed):
     assert ((best - point) / spacing - away).abs().max() <= 0.5 + 1e-9
 
 
-@quick
 @given(seeds, st.floats(-0.3, 0.3))
 def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
     away = (torch.rand(2, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * 28
@@ -339,7 +334,6 @@ def test_a_walk_down_a_tilted_bowl_ends_within_a_spacing(seed, tilt):
     assert (best / spacing - away).abs().max() <= 1
 
 
-@quick
 @given(seeds)
 def test_a_walk_in_one_dimension_reaches_farther(seed):
     """Neighbours -4 ... 4: from 60 spacings away."""

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from adalog.errors import AdalogError
+
 ABI = 3  # of its interface
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of the bits of `adalog_features`
 
@@ -45,18 +47,31 @@ def why() -> str:
 
 
 def levels() -> list[str]:
-    """The kernels that run here, slowest first; none where there is no library."""
+    """The kernels that run here, slowest first; none where there is no library.
+
+    The environment's ADALOG_LEVEL holds them to that level, as a processor without faster ones would.
+    Raises AdalogError where it names no level.
+    """
     library, _ = load()
     found = library.adalog_features() if library else 0
-    return [name for bit, name in enumerate(LEVELS) if found >> bit & 1]
+    highest = LEVELS.index(held() or LEVELS[-1])
+    return [name for bit, name in enumerate(LEVELS) if found >> bit & 1 and bit <= highest]
+
+
+def held() -> str | None:
+    """The level to which the environment's ADALOG_LEVEL holds the kernels; None where it is not set."""
+    asked = os.environ.get("ADALOG_LEVEL") or None
+    if asked is not None and asked not in LEVELS:
+        raise AdalogError(f"ADALOG_LEVEL = {asked!r} is none of {', '.join(LEVELS)}: name one of these, or unset it")
+    return asked
 
 
 def about() -> dict[str, Any]:
     """What there is of kernels here, as JSON.
 
     library: its file, from the package's folder on if it lies there, or None; interface: the library's, and what this
-    package needs; kernels: whether each level's run; level: what is used unless another is asked for, or None; why:
-    there are none, and what helps, or None.
+    package needs; kernels: whether each level's run; level: what is used unless another is asked for, or None; held:
+    the level that ADALOG_LEVEL holds them to, or None; why: there are none, and what helps, or None.
     """
     path, found, interface = _path(), levels(), None
     if path is not None:
@@ -69,5 +84,6 @@ def about() -> dict[str, Any]:
         "interface": {"library": interface, "package": ABI},
         "kernels": {name: name in found for name in LEVELS},
         "level": found[-1] if found else None,
+        "held": held(),
         "why": None if found else why(),
     }

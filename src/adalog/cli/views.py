@@ -122,6 +122,8 @@ def health(told: Mapping[str, Any]) -> list[str | Table]:
         f"{told['system']}, {told['processor']}, {told['cores']} cores; of use to kernels: {features}",
         f"executors: {', '.join(told['executors'])}",
     ]
+    if native["held"] is not None:
+        lines.append(f"ADALOG_LEVEL holds the kernels to {native['held']}")
     if native["level"] is None:
         return ["\n".join([*lines, f"native is off: {native['why']}"])]
     table = Table(title=f"native: {escape(native['library'])}, interface {native['interface']['library']}")
