@@ -28,13 +28,14 @@ from adalog.quantizers import (
 )
 from adalog.runtime import EXECUTORS as ALL
 from adalog.runtime import Compiled, integer, reference, regions
+from adalog.runtime.integer import products
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from adalog.search.product import Format, Operand, output_power, search_product, with_table
 from strategies import bits, normal, q, quick, seeds
 
-ROOMS = (reference, integer)
+MAKERS = (reference.Encoder, reference.Product), (integer.Encoder, integer.product)
 PORTABLE = ("reference", "torch")
 EXECUTORS = [name for name in ALL if name in PORTABLE or library.levels()]  # native: see test_native.py too
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
@@ -231,11 +232,11 @@ def codes_of(generator, width, shape, extreme):
 def check_accumulators(model, left, right, expected):
     """Both executors' from these codes, and their outputs beside the fake-quantized model's."""
     (site,) = reference.plan(model.program, model.example)
-    for room in ROOMS:
-        lifted = [room.Encoder(site.left, site).lift(left)]
+    for encoder, product in MAKERS:
+        lifted = [encoder(site.left, site).lift(left)]
         if site.weight is None:
-            lifted.append(room.Encoder(site.right, site).lift(right))
-        found = room.Product(site).accumulate(*lifted)
+            lifted.append(encoder(site.right, site).lift(right))
+        found = product(site).accumulate(*lifted)
         assert len(found) == len(expected) == len(site.scales)
         for sums, wanted, bound in zip(found, expected, site.bounds, strict=True):
             assert sums.dtype == torch.int64
@@ -282,7 +283,7 @@ def attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
     check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(left, codes)])
 
 
-def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
+def convolution(kind, widths, sizes, geometry, plain, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
     generator = torch.Generator().manual_seed(seed)
     width, weight_width, table = widths
@@ -299,7 +300,7 @@ def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
     expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
     # as they are summed: (B, groups, L, O / groups)
     ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
-    with mock.patch.object(integer, "_SUMS_DIRECTLY", direct and integer._SUMS_DIRECTLY):
+    with mock.patch.object(products, "_SUMS_PLAINLY", plain and products._SUMS_PLAINLY):
         check_accumulators(model, codes, None, ordered)
 
 
@@ -407,7 +408,7 @@ def test_regions_change_nothing(uncompiled, quantized, images):
     program, steps = model._regions
     assert len(program.nodes) < len(model._apart[0].nodes)
     assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
-    assert sum(isinstance(step, regions._Rowwise) for step in steps.values()) == 2  # an fc1 a block
+    assert sum(isinstance(step, regions.Rowwise) for step in steps.values()) == 2  # an fc1 a block
     torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
     for count in (3, 1, 0):
         torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
@@ -430,9 +431,10 @@ def test_large_products_of_bytes(zero_point, transposed):
         values = values.mT.contiguous().mT if transposed and quantizer is right else values
         pure = integer.Encoder(quantizer, site).pure
         sides.append(pure.function(*pure.choices, values, *pure.tensors))
-    assert integer._pays(sides[0][0], sides[1][0]) == integer._multiplies_bytes(left.scale.device, sides[0][0].dtype)
-    sums = integer.Product(site).opened[0](*sides)
-    assert torch.equal(sums.double(), sides[0][0].double() @ sides[1][0].double())
+    x, y = sides[0][0], sides[1][0]
+    assert products.pays_as_bytes(x, y) == products.multiplies_bytes(x.device, x.dtype)
+    sums = integer.product(site).opened[0](*sides)
+    assert torch.equal(sums.double(), x.double() @ y.double())
 
 
 def test_regions_of_other_types(uncompiled, quantized, images):

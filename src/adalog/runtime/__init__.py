@@ -96,12 +96,14 @@ class Compiled(nn.Module):
     def _plan(self) -> None:
         planned = reference.plan(self.model.program, self.model.example)
         self.sites = {site.name: site for site in planned}
+        encoder: Any = reference.Encoder
+        product: Callable[[Site], Any] = reference.Product
         if self._context is not None:
             self._check_native()
-            room: Any = native.Room(self._context)
-        else:
-            room = {"reference": reference, "torch": integer}[self.executor]
-        self._apart = _compiled(self.model.program, planned, room)
+            encoder, product = native.Encoder, native.Room(self._context).Product
+        elif self.executor == "torch":
+            encoder, product = integer.Encoder, integer.product
+        self._apart = _compiled(self.model.program, planned, encoder, product)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
@@ -203,9 +205,12 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
     return model, None, threads
 
 
-def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Program, dict[str, Any]]:
+def _compiled(
+    program: Program, planned: Sequence[Site], encoder: Any, product: Callable[[Site], Any]
+) -> tuple[Program, dict[str, Any]]:
     """The program with the planned sites in integers, and what their nodes do, by name.
 
+    encoder, product: the executor's; `encoder.key(site)` names what a site's product takes.
     A quantizer of several sites encodes once for all that take the same; it stays where something float reads it too.
     """
     sites = {site.node.name: site for site in planned}
@@ -215,9 +220,9 @@ def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Pro
 
     def encoded(arg: Ref, quantizer: Whole, site: Site) -> Ref:
         fake = fakes[arg.name]
-        name = f"{fake.name}#{room.Encoder.key(site)}"
+        name = f"{fake.name}#{encoder.key(site)}"
         if name not in steps:
-            steps[name] = room.Encoder(quantizer, site)
+            steps[name] = encoder(quantizer, site)
             nodes.append(Node(name, ENCODE, fake.args[:1], scope=fake.scope))
         return Ref(name)
 
@@ -230,6 +235,6 @@ def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Pro
         left = encoded(left, site.left, site)
         right = encoded(right, site.right, site) if site.weight is None else None
         bias = rest[0] if rest and site.weight is not None else None
-        steps[node.name] = room.Product(site)
+        steps[node.name] = product(site)
         nodes.append(Node(node.name, PRODUCT, (left, right, bias), scope=node.scope))
     return replace(program, nodes=tuple(nodes)).pruned(), steps

@@ -281,7 +281,7 @@ class Room:
         self.context = context
 
     def Product(self, site: Site) -> Any:
-        return Product(site, self.context) if takes(site) else integer.Product(site)
+        return Product(site, self.context) if takes(site) else integer.product(site)
 
 
 class Product:
