@@ -28,7 +28,7 @@ from adalog.quantizers import (
 )
 from adalog.runtime import EXECUTORS as ALL
 from adalog.runtime import Compiled, integer, reference, regions
-from adalog.runtime.integer import products
+from adalog.runtime.integer import memory, products
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
@@ -360,6 +360,34 @@ def test_large_sums(terms, width, accumulators):
     check_accumulators(model, codes, None, [wanted])
 
 
+@pytest.mark.parametrize("zero_point", [300, -300, 70_000])
+@pytest.mark.parametrize("op", ["aten.linear.default", "aten.matmul.default", "aten.conv2d.default"])
+def test_zero_points_far_from_the_codes(op, zero_point):
+    """Values that are all far from zero have such zero points: their integers do not fit in a byte."""
+    generator = torch.Generator().manual_seed(0)
+    left = UniformQuantizer(torch.tensor(0.5), torch.tensor(float(zero_point)), 4)
+    shapes = {"aten.linear.default": (2, 3, 5), "aten.matmul.default": (2, 3, 5), "aten.conv2d.default": (2, 4, 5, 4)}
+    codes = codes_of(generator, 4, shapes[op], 0)
+    (whole_left,) = whole(left, codes)
+    if op == "aten.matmul.default":
+        right = UniformQuantizer(torch.tensor(0.25), torch.tensor(-float(zero_point)), 4)
+        others = codes_of(generator, 4, (2, 5, 4), 0)
+        model = model_of(op, left, right, codes.shape, others.shape)
+        check_accumulators(model, codes, others, [multiplied(whole_left, *whole(right, others))])
+        return
+    right = uniform(generator, 4, 6, 1) if op == "aten.linear.default" else uniform(generator, 4, 4, 1, 1, 1)
+    weight = codes_of(generator, 4, (6, 5) if op == "aten.linear.default" else (4, 2, 2, 2), 0)
+    (other,) = whole(right, weight)
+    if op == "aten.linear.default":
+        model = model_of(op, left, right, codes.shape, None, weight)
+        check_accumulators(model, codes, None, [multiplied(whole_left, other.T)])
+        return
+    geometry = (1, 1), (1, 0), (1, 1), 2
+    model = model_of(op, left, right, codes.shape, None, weight, geometry)
+    sums = convolved(whole_left, other, *geometry).reshape(2, 2, 2, -1).transpose(0, 1, 3, 2)
+    check_accumulators(model, codes, None, [sums])
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -637,6 +665,14 @@ def test_threads_have_memory_of_their_own(quantized, images):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(run, [*images] * 8))
     assert all(map(torch.equal, found, wanted * 8))
+
+
+def test_scratch_memory_outlives_inference_mode(quantized, images):
+    model = quantized.compile("torch")
+    memory._scratch.blocks.clear()
+    with torch.inference_mode():
+        wanted = model(images).clone()
+    assert torch.equal(model(images), wanted)
 
 
 def test_no_images(quantized, images):

@@ -52,7 +52,7 @@ def read_image(path: str | Path) -> Image.Image:
     """Read an image file in RGB, 8 bits per channel, the right way up.
 
     The EXIF orientation is applied, transparent pixels become white, and CMYK is converted without its profile. Grey
-    images of 16 bits keep the upper 8, as coloured ones do in Pillow. An animation gives its first image.
+    images of 16 bits keep the upper 8 bits, as coloured ones do in Pillow. An animation gives its first image.
     Raises DataError for a file that is no image, is damaged, has more pixels than PIL.Image.MAX_IMAGE_PIXELS, or holds
     numbers without a known range (float, 32 bits).
     """
