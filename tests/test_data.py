@@ -591,7 +591,7 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
     with pytest.raises(DataError, match="has no images but those of"):
         find_support(tmp_path / "beside", tmp_path / "beside")
     fill(tmp_path / "bare", "1.png")
-    with pytest.raises(DataError, match=r"bare has no labels: lay it out as a subfolder a class, or with a CSV file"):
+    with pytest.raises(DataError, match=r"bare has no labels: give it one subfolder per class, or a CSV file"):
         find_support(tmp_path / "all", tmp_path / "bare")
 
 
@@ -603,7 +603,7 @@ def test_labels_of_other_folders_are_not_mixed(tmp_path):
     images, known = find_support(tmp_path / "data", tmp_path / "same")
     assert images.classes == known.classes == ("cat", "dog")
     assert images.select([1]).classes == ("cat", "dog")
-    with pytest.raises(DataError, match="have not the same subfolders, one a class: only one of them has ant; give"):
+    with pytest.raises(DataError, match="do not have the same subfolders, one per class: only one of them has ant;"):
         find_support(tmp_path / "data", tmp_path / "other")
     (tmp_path / "other" / "labels.csv").write_text("file,label\nant/5.png,7\n")
     images, known = find_support(tmp_path / "data", tmp_path / "other")

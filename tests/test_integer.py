@@ -29,6 +29,7 @@ from adalog.quantizers import (
 )
 from adalog.runtime import EXECUTORS as ALL
 from adalog.runtime import Compiled, integer, reference, regions
+from adalog.runtime.integer import memory, products
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
@@ -38,7 +39,7 @@ from adalog.search.product import output_power, with_table
 from stored import deserialise, serialise
 from strategies import bits, normal, q, seeds
 
-ROOMS = (reference, integer)
+MAKERS = (reference.Encoder, reference.Product), (integer.Encoder, integer.product)
 PORTABLE = ("reference", "torch")
 EXECUTORS = [name for name in ALL if name in PORTABLE or library.levels()]  # native: see test_native.py too
 LOGS = {"log2": (1, 1, False), "log-sqrt2": (1, 2, False), "adalog": (0, 37, True)}
@@ -233,11 +234,11 @@ def codes_of(generator, width, shape, extreme):
 def check_accumulators(model, left, right, expected):
     """Both executors' from these codes, and their outputs beside the fake-quantized model's."""
     (site,) = reference.plan(model.program, model.example)
-    for room in ROOMS:
-        lifted = [room.Encoder(site.left, site).lift(left)]
+    for encoder, product in MAKERS:
+        lifted = [encoder(site.left, site).lift(left)]
         if site.weight is None:
-            lifted.append(room.Encoder(site.right, site).lift(right))
-        found = room.Product(site).accumulate(*lifted)
+            lifted.append(encoder(site.right, site).lift(right))
+        found = product(site).accumulate(*lifted)
         assert len(found) == len(expected) == len(site.scales)
         for sums, wanted, bound in zip(found, expected, site.bounds, strict=True):
             assert sums.dtype == torch.int64
@@ -284,7 +285,7 @@ def attention(kind, width, other_width, table, sizes, per_head, extreme, seed):
     check_accumulators(model, codes, others, [multiplied(part, wanted) for part in whole(left, codes)])
 
 
-def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
+def convolution(kind, widths, sizes, geometry, plain, extreme, seed):
     """Padded ones too, whose places are zero whatever code that would be, and offsets that no bias can absorb."""
     generator = torch.Generator().manual_seed(seed)
     width, weight_width, table = widths
@@ -301,7 +302,7 @@ def convolution(kind, widths, sizes, geometry, direct, extreme, seed):
     expected = [convolved(part, other, *pairs, groups) for part in whole(left, codes)]
     # as they are summed: (B, groups, L, O / groups)
     ordered = [sums.reshape(batch, groups, outputs, -1).transpose(0, 1, 3, 2) for sums in expected]
-    with mock.patch.object(integer, "_SUMS_DIRECTLY", direct and integer._SUMS_DIRECTLY):
+    with mock.patch.object(products, "_SUMS_PLAINLY", plain and products._SUMS_PLAINLY):
         check_accumulators(model, codes, None, ordered)
 
 
@@ -360,6 +361,34 @@ def test_large_sums(terms, width, accumulators):
     check_accumulators(model, codes, None, [wanted])
 
 
+@pytest.mark.parametrize("zero_point", [300, -300, 70_000])
+@pytest.mark.parametrize("op", ["aten.linear.default", "aten.matmul.default", "aten.conv2d.default"])
+def test_zero_points_far_from_the_codes(op, zero_point):
+    """Values that are all far from zero have such zero points: their integers do not fit in a byte."""
+    generator = torch.Generator().manual_seed(0)
+    left = UniformQuantizer(torch.tensor(0.5), torch.tensor(float(zero_point)), 4)
+    shapes = {"aten.linear.default": (2, 3, 5), "aten.matmul.default": (2, 3, 5), "aten.conv2d.default": (2, 4, 5, 4)}
+    codes = codes_of(generator, 4, shapes[op], 0)
+    (whole_left,) = whole(left, codes)
+    if op == "aten.matmul.default":
+        right = UniformQuantizer(torch.tensor(0.25), torch.tensor(-float(zero_point)), 4)
+        others = codes_of(generator, 4, (2, 5, 4), 0)
+        model = model_of(op, left, right, codes.shape, others.shape)
+        check_accumulators(model, codes, others, [multiplied(whole_left, *whole(right, others))])
+        return
+    right = uniform(generator, 4, 6, 1) if op == "aten.linear.default" else uniform(generator, 4, 4, 1, 1, 1)
+    weight = codes_of(generator, 4, (6, 5) if op == "aten.linear.default" else (4, 2, 2, 2), 0)
+    (other,) = whole(right, weight)
+    if op == "aten.linear.default":
+        model = model_of(op, left, right, codes.shape, None, weight)
+        check_accumulators(model, codes, None, [multiplied(whole_left, other.T)])
+        return
+    geometry = (1, 1), (1, 0), (1, 1), 2
+    model = model_of(op, left, right, codes.shape, None, weight, geometry)
+    sums = convolved(whole_left, other, *geometry).reshape(2, 2, 2, -1).transpose(0, 1, 3, 2)
+    check_accumulators(model, codes, None, [sums])
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -408,7 +437,7 @@ def test_regions_change_nothing(uncompiled, quantized, images):
     program, steps = model._regions
     assert len(program.nodes) < len(model._apart[0].nodes)
     assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
-    assert sum(isinstance(step, regions._Rowwise) for step in steps.values()) == 2  # an fc1 a block
+    assert sum(isinstance(step, regions.Rowwise) for step in steps.values()) == 2  # an fc1 a block
     torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
     for count in (3, 1, 0):
         torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
@@ -431,9 +460,10 @@ def test_large_products_of_bytes(zero_point, transposed):
         values = values.mT.contiguous().mT if transposed and quantizer is right else values
         pure = integer.Encoder(quantizer, site).pure
         sides.append(pure.function(*pure.choices, values, *pure.tensors))
-    assert integer._pays(sides[0][0], sides[1][0]) == integer._multiplies_bytes(left.scale.device, sides[0][0].dtype)
-    sums = integer.Product(site).opened[0](*sides)
-    assert torch.equal(sums.double(), sides[0][0].double() @ sides[1][0].double())
+    x, y = sides[0][0], sides[1][0]
+    assert products.pays_as_bytes(x, y) == products.multiplies_bytes(x.device, x.dtype)
+    sums = integer.product(site).opened[0](*sides)
+    assert torch.equal(sums.double(), x.double() @ y.double())
 
 
 def test_regions_of_other_types(uncompiled, quantized, images):
@@ -636,6 +666,14 @@ def test_threads_have_memory_of_their_own(quantized, images):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(run, [*images] * 8))
     assert all(map(torch.equal, found, wanted * 8))
+
+
+def test_scratch_memory_outlives_inference_mode(quantized, images):
+    model = quantized.compile("torch")
+    memory._scratch.blocks.clear()
+    with torch.inference_mode():
+        wanted = model(images).clone()
+    assert torch.equal(model(images), wanted)
 
 
 def test_no_images(quantized, images):

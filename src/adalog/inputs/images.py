@@ -1,4 +1,4 @@
-"""Images from disk: folders and their labels, reading a file rightly, what a model wants done to it, seeded draws."""
+"""Images from disk: folders and their labels, how one file is read, how it is prepared for a model, seeded draws."""
 
 import csv
 import dataclasses
@@ -25,9 +25,9 @@ SUFFIXES = (
 )
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Pixels that resizing may make, so that an image of one row of pixels does not fill the memory.
+# Resizing makes no more pixels than this: otherwise an image of a single row of pixels could fill the memory.
 _MOST_RESIZED = 2**27
-_TURNS = {  # EXIF orientation: what undoes it
+_TURNS = {  # what undoes each EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -39,7 +39,7 @@ _TURNS = {  # EXIF orientation: what undoes it
 
 
 def draw_indices(total: int, count: int, seed: int) -> Tensor:
-    """`count` of the numbers below `total`, drawn without replacement from a generator of its own: int64, (count,)."""
+    """Draw `count` of the numbers below `total` without replacement, from a generator of its own: int64, (count,)."""
     if not 0 <= count <= total:
         raise ValueError(f"count = {count} is not a whole number from 0 to {total}, of which it would be drawn")
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
@@ -49,20 +49,20 @@ def draw_indices(total: int, count: int, seed: int) -> Tensor:
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """An image file in RGB, 8 bits a channel, the right way up.
+    """Read an image file in RGB, 8 bits per channel, the right way up.
 
-    Its EXIF orientation is applied; what is transparent shows white; 16 bits become the upper 8, in grey as Pillow does
-    it in colour; CMYK is converted without its profile; of an animation it is the first image.
-    Raises DataError for what is no image, is damaged, has more pixels than PIL.Image.MAX_IMAGE_PIXELS, or holds numbers
-    without a range (float, 32 bits).
+    The EXIF orientation is applied, transparent pixels become white, and CMYK is converted without its profile. Grey
+    images of 16 bits keep the upper 8 bits, as coloured ones do in Pillow. An animation gives its first image.
+    Raises DataError for a file that is no image, is damaged, has more pixels than PIL.Image.MAX_IMAGE_PIXELS, or holds
+    numbers without a known range (float, 32 bits).
     """
     try:
         odd = Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())
-        if odd:  # a pipe or a device may never end
+        if odd:  # reading a pipe or a device might never end
             raise ValueError("not a regular file")
-        # Given a path, Pillow maps the file, and scrambles uncompressed TIFFs that are to be turned.
+        # Given a path, Pillow maps the file into memory, and then scrambles uncompressed TIFFs that need turning.
         with Path(path).open("rb") as file, Image.open(file) as image:
-            # Pillow only warns up to twice its limit.
+            # Pillow itself only warns, up to twice its limit.
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise Image.DecompressionBombError
             image.load()
@@ -78,13 +78,13 @@ def read_image(path: str | Path) -> Image.Image:
         raise DataError(
             f"{path} is not an image that Pillow can read: leave it out, or convert it to PNG or JPEG"
         ) from cause
-    except Exception as cause:  # on damaged files Pillow's readers raise whatever their parsing runs into
+    except Exception as cause:  # Pillow's readers raise all kinds of errors on damaged files
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         raise DataError(f"{path} cannot be read as an image: {reason}; replace it, or leave it out") from cause
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation of a loaded image; 1 where there is none, or where the EXIF is damaged and the image not."""
+    """The EXIF orientation of a loaded image: 1 where there is none, or where only the EXIF data is damaged."""
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # as in read_image
@@ -93,7 +93,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits, in 16 or 32, which converting would clip to 8
+    if image.mode.startswith("I"):  # 16 bits, which Pillow's conversion would clip to 8
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(
@@ -105,7 +105,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("it holds floating-point numbers, whose range is not known: make it one of 8 bits")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        if image.mode == "La":  # multiplied by its alpha, and converts to nothing but LA
+        if image.mode == "La":  # premultiplied alpha, which Pillow converts to LA only
             image = image.convert("LA")
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -114,11 +114,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to an image before a model sees it: resized, cropped at its centre, scaled and normalised.
+    """Prepares an image for a model: resizes it, crops it at its centre, rescales and normalises it.
 
-    size: (H, W) that the model takes. resize: the image's shorter side before the crop, its shape kept, or its exact
-    (H, W), its shape squashed; never smaller than the crop, so that nothing need be padded.
-    mean, std: of a channel after its codes 0-255 were multiplied by `rescale`.
+    size: the (H, W) that the model takes. resize: the size before the crop, either of the shorter side, which keeps the
+    image's proportions, or an exact (H, W), which may not; it is never smaller than the crop, so nothing is padded.
+    mean, std: per channel, after the pixel values 0-255 are multiplied by `rescale`.
     """
 
     size: tuple[int, int] = (224, 224)
@@ -144,7 +144,10 @@ class Preprocessing:
 
     @staticmethod
     def from_json(fields: Any) -> "Preprocessing":
-        """What `dataclasses.asdict` makes of one, also by way of JSON. Raises ValueError for anything else."""
+        """The preprocessing that `dataclasses.asdict` turned into `fields`, possibly through JSON.
+
+        Raises ValueError for anything else.
+        """
         names = {field.name for field in dataclasses.fields(Preprocessing)}
         if not isinstance(fields, dict) or fields.keys() != names:
             raise ValueError(f"a preprocessing has the fields {', '.join(sorted(names))}")
@@ -161,7 +164,7 @@ class Preprocessing:
         return Preprocessing(**given)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An RGB image as float32, (3, H, W). Raises DataError for one too long and thin to be resized."""
+        """An RGB image as float32, (3, H, W). Raises DataError for an image too long and thin to be resized."""
         width, height = self._resized(*image.size)
         if width * height > _MOST_RESIZED:
             raise DataError(
@@ -178,7 +181,7 @@ class Preprocessing:
         return (pixels * self.rescale - mean) / std
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) after resizing; the longer side is rounded down, as torchvision does."""
+        """(width, height) after resizing; the longer side is rounded down, as in torchvision."""
         if not isinstance(self.resize, int):
             return self.resize[1], self.resize[0]
         longer = int(self.resize * max(width, height) / min(width, height))
@@ -186,7 +189,7 @@ class Preprocessing:
 
 
 def side_before_crop(side: int, crop_share: float) -> int:
-    """`resize` for a crop of `side` pixels that is `crop_share` of the image's shorter side, timm's crop_pct."""
+    """The `resize` with which a crop of `side` pixels is `crop_share` (timm's crop_pct) of the image's shorter side."""
     return math.floor(side / crop_share)
 
 
@@ -195,9 +198,9 @@ def side_before_crop(side: int, crop_share: float) -> int:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Image files, in an order that is the same on every machine, with their classes where these are known.
+    """Image files in an order that is the same on every machine, with labels where these are known.
 
-    classes: the names that labels are the ranks of, where these are folders; labels of a CSV file are just numbers.
+    classes: the names of the classes by label, where each class is a folder; the labels of a CSV file have no names.
     """
 
     paths: tuple[Path, ...]
@@ -218,7 +221,7 @@ class ImageSet:
         return ImageSet(tuple(self.paths[index] for index in chosen), labels, self.classes)
 
     def sample(self, count: int, seed: int) -> "ImageSet":
-        """`count` of the images, drawn without replacement with `seed`. Raises DataError where there are fewer."""
+        """Draw `count` of the images without replacement, with `seed`. Raises DataError where there are fewer."""
         if count > len(self):
             raise DataError(f"{count} images are wanted, {len(self)} are there: give more images, or ask for fewer")
         return self.select(draw_indices(len(self), count, seed).tolist())
@@ -247,22 +250,26 @@ class ImageSet:
         jobs: int = 1,
         progress: Callable[[int], None] | None = None,
     ) -> Iterator[Tensor]:
-        """The images in batches, (B, 3, H, W), each read when it is asked for. progress(done): images read so far."""
+        """The images in batches (B, 3, H, W), each read when it is asked for.
+
+        progress: called with the number of images read so far. Raises DataError.
+        """
         for start in range(0, len(self), batch):
-            part = self.select(range(start, min(start + batch, len(self))))
-            images = part.load(preprocessing, jobs=jobs)
+            chosen = self.select(range(start, min(start + batch, len(self))))
+            images = chosen.load(preprocessing, jobs=jobs)
             if progress is not None:
-                progress(start + len(part))
+                progress(start + len(chosen))
             yield images
 
 
 def find_images(folder: str | Path) -> ImageSet:
-    """The images of a folder, known by their suffix; other files and hidden ones are passed over.
+    """Find the images of a folder by their suffix; other files and hidden ones are passed over.
 
-    With one CSV file in the folder, the files it names, with their labels: columns `file` (relative to the folder, with
-    forward slashes) and `label`. Without, if there are subfolders, one subfolder a class, as ImageNet is laid out: the
-    label is the rank of the folder's name. Otherwise the images of the folder itself, without labels.
-    Sorted by folder and name. Raises DataError for a folder of no such layout, without images, or with a wrong CSV.
+    If the folder has a CSV file, the images are the files that it names, with their labels: its columns are `file`
+    (relative to the folder, with forward slashes) and `label`. Otherwise, if there are subfolders with images, each is
+    a class, as in ImageNet, and the label is the rank of its name. Otherwise the images of the folder itself have no
+    labels. The order is by folder and name. Raises DataError for a folder of another layout, without images, or with a
+    wrong CSV file.
     """
     folder = Path(folder)
     try:
@@ -286,47 +293,47 @@ def find_images(folder: str | Path) -> ImageSet:
         )
     if len(empty) == len(classes):
         raise DataError(
-            f"{folder} has no images: give a folder of images, or of one subfolder a class, or with a CSV file of "
-            "file,label"
+            f"{folder} has no images: give a folder of images, one with a subfolder per class, or one with a CSV "
+            "file of file,label"
         )
-    if empty:  # dropping it might shift the labels of those behind it, and so might keeping it
+    if empty:  # whether it is dropped or kept may shift the labels of the folders after it
         raise DataError(f"{folder / empty[0]} has no images, so it is not clear what the classes are: remove it")
     pairs = [(folder / name / image, label) for label, name in enumerate(classes) for image in classes[name]]
     return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs), tuple(classes))
 
 
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
-    """The images of a folder without those of `support`, a folder in it or elsewhere, and these, which have labels.
+    """The images of a folder `data` without those of `support`, and the images of `support`, which have labels.
 
-    Raises DataError as `find_images` does, and where either of them has no images, the support no labels, or the two
-    not the same folders of classes.
+    support: a folder inside `data` or elsewhere; None: there are no such images. Raises DataError as `find_images`
+    does, and where either folder has no images, `support` has no labels, or the two have different classes.
     """
     images = find_images(data)
     if support is None:
         return images, None
-    known, place, root = None, Path(support).absolute(), Path(data).absolute()  # links stay links
+    known, place, root = None, Path(support).absolute(), Path(data).absolute()  # without following links
     if place.is_relative_to(root):
-        part = Path(data) / place.relative_to(root)
-        inside = [path.is_relative_to(part) for path in images.paths]
+        folder = Path(data) / place.relative_to(root)
+        inside = [path.is_relative_to(folder) for path in images.paths]
         if any(inside):
             known = images.select(index for index, belongs in enumerate(inside) if belongs)
             images = images.select(index for index, belongs in enumerate(inside) if not belongs)
     known = known or find_images(support)
     if known.labels is None:
-        raise DataError(f"{support} has no labels: lay it out as a subfolder a class, or with a CSV file of file,label")
+        raise DataError(f"{support} has no labels: give it one subfolder per class, or a CSV file of file,label")
     if not len(images):
         raise DataError(f"{data} has no images but those of {support}: give the images to be judged too")
     if images.classes is not None and known.classes is not None and images.classes != known.classes:
         odd = sorted(set(images.classes) ^ set(known.classes))
         raise DataError(
-            f"{data} and {support} have not the same subfolders, one a class: only one of them has "
-            f"{', '.join(odd[:3])}; give both the same, or a CSV file of file,label each"
+            f"{data} and {support} do not have the same subfolders, one per class: only one of them has "
+            f"{', '.join(odd[:3])}; give both the same classes, or each a CSV file of file,label"
         )
     return images, known
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of a folder's files and of its subfolders, sorted, hidden ones left out, links followed."""
+    """The names of a folder's files and of its subfolders, sorted, without hidden ones. Links are followed."""
     with os.scandir(folder) as found:
         entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith("."))
     return [name for name, is_folder in entries if not is_folder], [name for name, is_folder in entries if is_folder]

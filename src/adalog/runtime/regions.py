@@ -1,7 +1,7 @@
-"""What lies between products as one kernel each, by `torch.compile`, where a C++ compiler is there.
+"""Everything between two products as one kernel of `torch.compile`, where a C++ compiler is installed.
 
-A region is a run of float operations with what makes floats of accumulators before them, and digits after them. Regions
-of the same structure, as the blocks of a transformer have them, share a kernel.
+A region is a run of float operations, with the conversion of accumulators to floats before it and the encoding into
+digits after it. Regions of the same structure, such as those of a transformer's blocks, share a kernel.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,61 +14,60 @@ import torch
 from torch import Tensor, fx, nn
 
 from adalog.graph.program import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, map_refs, refs_of, resolve
+from adalog.runtime.integer.encode import Encoder
+from adalog.runtime.integer.products import RowProduct
+from adalog.runtime.integer.pure import Pure
 from adalog.runtime.reference import ENCODE, PRODUCT
 
-REGION, SUMS = "adalog.region", "adalog.sums"  # operations of fused programs alone
+REGION, SUMS = "adalog.region", "adalog.sums"  # operations that only programs with regions have
 _OUTSIDE = {"aten.sym_size.int", *FACTORIES, *FLOAT_PRODUCTS, *PRODUCTS}
 _ELEMENTWISE = {"aten.gelu.default", "aten.relu.default", "aten.silu.default"}
-# Values in between are not stored, however many operations there are.
+# Values within a region are computed again rather than stored, however many operations they take.
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
-
-@dataclass(frozen=True)
-class Pure:
-    """A step without effects, that `torch.compile` reads: function(*choices, *values, *tensors)."""
-
-    function: Callable[..., Any]
-    choices: tuple[Any, ...]
-    tensors: tuple[Tensor, ...]
+Kernel = Callable[..., tuple[Any, ...]]  # from a region's inputs to its results
 
 
 def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """The same program with a step for each region, which its first call compiles."""
+    """The same program with one step per region, whose first call compiles it.
+
+    apart: what the encoders and products of the program do, by the name of their node.
+    """
     steps = dict(apart)
-    kernels: dict[str, _Kernel] = {}
-    split = list(_split(program, steps))
+    opened = list(_open(program, steps))
+    later = set(refs_of(program.output))  # what the nodes behind the present one read, and the output
+    runs: list[tuple[bool, list[Node], set[str]]] = []
+    for node in reversed(opened):
+        inside = _is_inside(node, steps)
+        if not runs or not inside or not runs[-1][0]:
+            runs.append((inside, [], set(later)))
+        runs[-1][1].insert(0, node)
+        later |= set(node.refs())
+    kernels: dict[str, _Compiled] = {}
     nodes: list[Node] = []
-    region: list[Node] = []
-    for index, node in enumerate(split):
-        inside = isinstance(steps.get(node.name), Pure) or (
-            node.name not in steps and node.op not in _OUTSIDE and node.op.startswith(("aten.", "getitem"))
-        )
-        if inside:
-            region.append(node)
-        if region and (not inside or index == len(split) - 1):
-            later = {name for each in split[index + inside :] for name in each.refs()} | set(refs_of(program.output))
-            results = [each.name for each in region if each.name in later]
-            if not any(each.name in steps for each in region):
-                nodes += region
-            else:
-                kernel = _kernel(region, results, steps, kernels)
-                if results == [region[-1].name] and _by_rows(region, apart):
-                    first, last = region[0], region[-1]
-                    steps[last.name] = _Rowwise(apart[first.name], kernel, apart[last.name])
-                    nodes[-1] = replace(nodes[-1], name=last.name, args=(*nodes[-1].args, first.args[1]))
-                else:
-                    name = f"{region[0].name}#region"
-                    steps[name] = kernel
-                    nodes.append(Node(name, REGION, tuple(map(Ref, _inputs(region))), scope=region[0].scope))
-                    nodes += [Node(result, "getitem", (Ref(name), i)) for i, result in enumerate(results)]
-            region = []
-        if not inside:
-            nodes.append(node)
+    for inside, run, read in reversed(runs):
+        if not inside or not any(node.name in steps for node in run):
+            nodes += run
+            continue
+        results = [node.name for node in run if node.name in read]
+        kernel = _kernel(run, results, steps, kernels)
+        first, last = run[0], run[-1]
+        if results == [last.name] and _is_by_rows(run, apart):
+            steps[last.name] = Rowwise(apart[first.name], kernel, apart[last.name])
+            nodes[-1] = replace(nodes[-1], name=last.name, args=(*nodes[-1].args, first.args[1]))
+        else:
+            name = f"{first.name}#region"
+            steps[name] = kernel
+            nodes.append(Node(name, REGION, tuple(map(Ref, _inputs(run))), scope=first.scope))
+            nodes += [Node(result, "getitem", (Ref(name), i)) for i, result in enumerate(results)]
     return replace(program, nodes=tuple(nodes)), steps
 
 
-def _split(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
-    """Encoders follow what they encode, and a product becomes its sums and what makes floats of them."""
+def _open(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
+    """The nodes of a program, where a product becomes two steps: its sums, and what makes floats of them.
+
+    Encoders come right after what they encode. Their steps, and those of opened products, become `Pure`.
+    """
     encoders: dict[str, list[Node]] = {}
     for node in program.nodes:
         if node.op == ENCODE:
@@ -90,30 +89,35 @@ def _split(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
         yield from encoders.get(node.name, [])
 
 
+def _is_inside(node: Node, steps: Mapping[str, Any]) -> bool:
+    """Whether a node can be part of a region."""
+    if node.name in steps:
+        return isinstance(steps[node.name], Pure)
+    return node.op not in _OUTSIDE and node.op.startswith(("aten.", "getitem"))
+
+
 def _inputs(nodes: list[Node]) -> list[str]:
-    """What they read that they do not make, in order."""
+    """What these nodes read that they do not make, in order."""
     made = {node.name for node in nodes}
     return list(dict.fromkeys(name for node in nodes for name in node.refs() if name not in made))
 
 
-class _Kernel:
-    """A module compiled by its first call: that takes time, and fails where there is no compiler."""
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A module that its first call compiles, which takes time, and fails where there is no compiler."""
 
-    def __init__(self, module: nn.Module):
-        self._module = module
+    module: nn.Module
 
     def __call__(self, *args: Tensor) -> tuple[Any, ...]:
-        return self._compiled(*args)
+        return self._function(*args)
 
     @cached_property
-    def _compiled(self) -> Callable[..., tuple[Any, ...]]:
-        return torch.compile(self._module, fullgraph=True, options=_OPTIONS)
+    def _function(self) -> Kernel:
+        return torch.compile(self.module, fullgraph=True, options=_OPTIONS)
 
 
-def _kernel(
-    nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _Kernel]
-) -> Callable[..., tuple[Any, ...]]:
-    """From a region's inputs to its results; kernels: those of other structures, by their code."""
+def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _Compiled]) -> Kernel:
+    """What computes these results of a region. kernels: those made so far, by their code."""
     graph = fx.Graph()
     values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(_inputs(nodes))}
     pure = {node.name: steps.pop(node.name) for node in nodes if node.name in steps}
@@ -134,34 +138,34 @@ def _kernel(
             values[node.name] = graph.call_function(resolve(node.op), args, kwargs)
     graph.output(tuple(values[name] for name in results))
     module = fx.GraphModule(nn.Module(), graph)
-    kernel = kernels.setdefault(module.code, _Kernel(module))
+    kernel = kernels.setdefault(module.code, _Compiled(module))
     return lambda *args: kernel(*args, *tensors)
 
 
-def _by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
-    """Whether a region is a linear's outputs, an activation and an encoder: large, but one row like another."""
-    last = nodes[-1]
+def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
+    """Whether a region is a linear's outputs, activation functions and an encoder: large, but each row by itself."""
+    last = apart.get(nodes[-1].name)
     return (
-        last.op == ENCODE
-        and apart[last.name].by_value
-        and hasattr(apart.get(nodes[0].name), "sums_by_rows")
+        isinstance(last, Encoder)
+        and last.by_value
+        and isinstance(apart.get(nodes[0].name), RowProduct)
         and all(node.op in _ELEMENTWISE for node in nodes[1:-1])
         and all(list(node.refs()) == [before.name] for before, node in pairwise(nodes))
     )
 
 
-class _Rowwise:
-    """A linear and what follows, some rows at a time, whose accumulators stay in the cache."""
+class Rowwise:
+    """A linear and the region after it, some rows at a time, so that the accumulators stay in the cache."""
 
-    def __init__(self, product: Any, kernel: Callable[..., tuple[Any, ...]], encoder: Any):
+    def __init__(self, product: RowProduct, kernel: Kernel, encoder: Encoder):
         self._product, self._kernel, self._encoder = product, kernel, encoder
 
     def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:
         shape = (*left[0].shape[:-1], self._product.columns)
-        results: list[Tensor] = self._encoder.room(shape, left[0].device)
-        rows = [result.view(-1, shape[-1]) for result in results]
+        results = self._encoder.empty(shape, left[0].device)
+        flat = [result.view(-1, shape[-1]) for result in results]
         for span, sums in self._product.sums_by_rows(left):
             (digits,) = self._kernel(sums, *([] if bias is None else [bias]))
-            for put, digit in zip(rows, digits, strict=True):
-                put[span] = digit
+            for result, digit in zip(flat, digits, strict=True):
+                result[span] = digit
         return results

@@ -1,4 +1,4 @@
-"""What one site computes, as files: the golden model of a hardware implementation (docs/integer.md)."""
+"""What one site computes, as files for testing a hardware implementation against (docs/integer.md)."""
 
 import json
 from io import BytesIO
@@ -8,33 +8,36 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adalog.artifact import encode_quantizer
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime import Compiled
+from adalog.runtime.reference import integers, units
 
 FORMAT = 1
 
 
 def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
-    """Files by name: codes of both operands, what each code stands for, accumulators, scales, bias and output as .npy,
-    and site.json, which describes them. Raises ValueError for a site that the model does not run in integers."""
+    """The files of one site, by name, for these inputs.
+
+    Codes of both operands, what each code stands for, accumulators, scales, bias and output are .npy files; site.json
+    describes them. Raises ValueError for a site that the model does not run in integers.
+    """
     trace = model.trace(name, *inputs)
     site = trace.site
     values: dict[str, Tensor] = {"left_codes": trace.left, "right_codes": trace.right, "output": trace.output}
     sides: dict[str, Any] = {}
     for side, quantizer in (("left", site.left), ("right", site.right)):
-        told = quantizer.fields()
-        parts = len(quantizer.units())
         if isinstance(quantizer, UniformQuantizer):
             values[f"{side}_zero_point"] = quantizer.zero_point.to(torch.int64)
         else:
             codes = torch.arange(2**quantizer.bits)
-            for index, table in enumerate(quantizer.integers(codes)):
+            for index, table in enumerate(integers(quantizer, codes)):
                 values[f"{side}_table_{index}"] = table
-        for index, unit in enumerate(quantizer.units()):
+        for index, unit in enumerate(units(quantizer)):
             values[f"{side}_unit_{index}"] = unit
-        long = ("scale", "zero_point", "negative_scale")  # which are files
-        kept = {key: value for key, value in told.items() if key not in long}
-        sides[side] = {**kept, "parts": parts}
+        written = ("scale", "zero_point", "negative_scale")  # these are in files of their own
+        fields = {key: value for key, value in encode_quantizer(quantizer).items() if key not in written}
+        sides[side] = {**fields, "parts": len(units(quantizer))}
     for index, (sums, scale) in enumerate(zip(trace.accumulators, site.scales, strict=True)):
         values |= {f"accumulators_{index}": sums, f"scale_{index}": scale}
     if trace.bias is not None:
@@ -59,6 +62,7 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
 
 
 def _npy(value: np.ndarray[Any, Any]) -> bytes:
+    """The content of a .npy file."""
     content = BytesIO()
     np.save(content, value, allow_pickle=False)
     return content.getvalue()

@@ -1,4 +1,4 @@
-"""The bundled model, a ViT trained on CIFAR-10 by tools/train_demo_vit.py, and the bundled CIFAR-10 images."""
+"""The bundled model, a ViT that tools/train_demo_vit.py trained on CIFAR-10, and the bundled CIFAR-10 images."""
 
 import io
 from importlib import resources
@@ -13,11 +13,11 @@ from adalog.inputs.demo.model import DemoViT
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
-TILES_PER_ROW = 48  # of the packed sheet of images
+TILES_PER_ROW = 48  # in the packed sheet of images
 
 
 def load_model() -> DemoViT:
-    """The trained model in float32, evaluation mode: (B, 3, 32, 32) normalised images -> logits (B, 10)."""
+    """The trained model in float32 and evaluation mode: normalised images (B, 3, 32, 32) -> logits (B, 10)."""
     model = DemoViT()
     model.load_state_dict({name: value.float() for name, value in _read("demo_vit.safetensors").items()})
     return model.eval()
@@ -30,7 +30,7 @@ def calibration_images() -> Tensor:
 
 
 def test_images() -> tuple[Tensor, Tensor]:
-    """2,000 images of the test set, 200 a class: normalised (2000, 3, 32, 32), and their labels (2000,)."""
+    """2,000 images of the test set, 200 per class: normalised (2000, 3, 32, 32), and their labels (2000,)."""
     stored = _read("cifar10.safetensors")
     start, count = len(stored["calibration_index"]), len(stored["test_index"])
     return normalise(_unpack(stored["sheet_webp"])[start : start + count]), stored["test_labels"].long()
@@ -43,7 +43,7 @@ def normalise(images: Tensor) -> Tensor:
 
 
 def pack_sheet(images: Tensor) -> Tensor:
-    """uint8 images (N, 3, 32, 32) as one lossless WebP sheet of tiles: its bytes, uint8."""
+    """Pack uint8 images (N, 3, 32, 32) as the tiles of one lossless WebP sheet: its bytes, uint8."""
     rows = -(-len(images) // TILES_PER_ROW)
     tiles = torch.zeros(rows * TILES_PER_ROW, 3, 32, 32, dtype=torch.uint8)
     tiles[: len(images)] = images
@@ -54,7 +54,7 @@ def pack_sheet(images: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """`pack_sheet` undone, with the empty tiles of the last row: uint8 (tiles, 3, 32, 32)."""
+    """The tiles of a packed sheet, with the empty ones of its last row: uint8 (tiles, 3, 32, 32)."""
     sheet = torch.from_numpy(np.array(Image.open(io.BytesIO(packed.numpy().tobytes())).convert("RGB")))
     rows = sheet.shape[0] // 32
     return sheet.view(rows, 32, TILES_PER_ROW, 32, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)

@@ -8,9 +8,9 @@ WIDTH, DEPTH, HEADS, CLASSES = 192, 6, 3, 10
 
 
 class ConvStem(nn.Module):
-    """Three 3x3 convolutions of strides 1, 2, 2 in place of the patch projection: (B, 3, 32, 32) -> (B, 64, embed_dim).
+    """Three 3 x 3 convolutions with strides 1, 2, 2 as the patch embedding: (B, 3, 32, 32) -> (B, 64, embed_dim).
 
-    Accepts the arguments that timm gives an `embed_layer`; only `in_chans` and `embed_dim` shape it.
+    It accepts the arguments that timm gives an `embed_layer`; only `in_chans` and `embed_dim` change its weights.
     """
 
     def __init__(self, img_size: int = 32, patch_size: int = 4, in_chans: int = 3, embed_dim: int = WIDTH, **_: object):
@@ -68,8 +68,8 @@ class Block(nn.Module):
 class DemoViT(nn.Module):
     """A pre-norm ViT for 32 x 32 images: (B, 3, 32, 32), normalised by `MEAN` and `STD` -> logits (B, 10).
 
-    timm equivalent: VisionTransformer(img_size=32, patch_size=4, num_classes=10, embed_dim=192, depth=6, num_heads=3,
-    class_token=False, global_pool="avg", embed_layer=ConvStem).
+    The same model in timm: VisionTransformer(img_size=32, patch_size=4, num_classes=10, embed_dim=192, depth=6,
+    num_heads=3, class_token=False, global_pool="avg", embed_layer=ConvStem).
     """
 
     def __init__(self, width: int = WIDTH, depth: int = DEPTH, heads: int = HEADS, classes: int = CLASSES):

@@ -1,0 +1,224 @@
+"""Models that timm, torchvision and transformers publish, with the preprocessing that belongs to their weights.
+
+Weights are looked for on this machine first. A download is tried only where its server answers, because the libraries
+repeat a hopeless request for a minute.
+"""
+
+import difflib
+import importlib
+import types
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from adalog.errors import DataError
+from adalog.inputs.images import Preprocessing, side_before_crop
+from adalog.inputs.refusals import SHOWN, listed, refusal
+
+OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
+PATIENCE = 5  # seconds until a server that does not answer counts as out of reach
+_WEIGHTS = "the pretrained weights of "  # before a name
+_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
+
+
+def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    timm = _package("timm", "timm")
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        raise _unknown("timm", name, timm.list_models())
+    try:
+        settings = timm.models.get_pretrained_cfg(name)
+    except RuntimeError as cause:  # there are no weights with that tag
+        raise _unknown("timm", name, timm.list_pretrained(f"{architecture}.*")) from cause
+    repository, file = getattr(settings, "hf_hub_id", None), None
+    if pretrained and repository:
+        names = (settings.hf_hub_filename, "model.safetensors", "pytorch_model.bin")
+        file = _cached(repository.partition("@")[0], filter(None, names))
+    with refusal(f"{_WEIGHTS * pretrained}timm:{name} cannot be loaded", OTHER_WEIGHTS):
+        if pretrained and repository and file is None:
+            _reach_hub()
+        overlay = None if file is None else {"file": file}
+        module = timm.create_model(name, pretrained=pretrained, pretrained_cfg_overlay=overlay)
+    given = timm.data.resolve_model_data_config(module)
+    channels, height, width = given["input_size"]
+    _only_rgb(f"timm:{name}", channels)
+    resize: int | tuple[int, int] = side_before_crop(max(height, width), given["crop_pct"])
+    if given["crop_mode"] not in ("center", "squash"):
+        raise DataError(
+            f"timm:{name} prepares images by crop_mode {given['crop_mode']!r}, which Preprocessing does not have: "
+            "return (module, Preprocessing) from a path.py:function of your own"
+        )
+    if given["crop_mode"] == "squash":
+        resize = (side_before_crop(height, given["crop_pct"]), side_before_crop(width, given["crop_pct"]))
+    mean, std = _three(given["mean"]), _three(given["std"])
+    return module, Preprocessing((height, width), resize, mean, std, given["interpolation"])
+
+
+def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    models = _package("torchvision", "timm").models
+    names = models.list_models(module=models)
+    if name not in names:
+        raise _unknown("torchvision", name, names)
+    weights = models.get_model_weights(name).DEFAULT
+    given = weights.transforms()
+    size, mean, std = _pair(given.crop_size), _three(given.mean), _three(given.std)
+    with refusal(f"{_WEIGHTS * pretrained}torchvision:{name} cannot be loaded", OTHER_WEIGHTS):
+        if pretrained and not Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2]).exists():
+            urllib.request.urlopen(urllib.request.Request(weights.url, method="HEAD"), timeout=PATIENCE).close()
+        if pretrained:  # left to itself, torchvision would unpickle whatever its cache holds
+            weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        module = models.get_model(name, weights=weights if pretrained else None, progress=False)
+        if getattr(module, "image_size", size[0]) != size[0]:  # without weights it is made for another size than theirs
+            module = models.get_model(name, weights=None, image_size=size[0])
+    resize = given.resize_size[0] if len(given.resize_size) == 1 else _pair(given.resize_size)
+    return module, Preprocessing(size, resize, mean, std, given.interpolation.value)
+
+
+def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    transformers = _package("transformers", "hf")
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise DataError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1):
+        raise DataError(
+            f"{folder} is not a folder: give one that save_pretrained wrote, or a model of the hub as hf:ID"
+        )
+
+    def fetch(function: Callable[..., Any], **options: Any) -> Any:
+        """Read from this machine, or download from the hub."""
+        try:
+            return function(str(folder), local_files_only=True, trust_remote_code=False, **options)
+        except OSError:
+            if folder.is_dir():
+                raise
+        _reach_hub()
+        return function(name, trust_remote_code=False, **options)
+
+    with refusal(f"the config of hf:{name} cannot be loaded", "give hf:DIR, a folder that save_pretrained wrote"):
+        config = fetch(transformers.AutoConfig.from_pretrained)
+        config.dtype = torch.float32  # whatever type the weights are stored in
+        _only_rgb(f"hf:{name}", getattr(config, "num_channels", 3))
+        config.architectures = config.architectures or []  # transformers iterates over them
+        classifies = any("ForImageClassification" in architecture for architecture in config.architectures)
+        if not config.architectures:
+            classifies = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+        maker = transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
+    absent: list[str] = []
+    with refusal(f"{_WEIGHTS * pretrained}hf:{name} cannot be loaded", OTHER_WEIGHTS):
+        if pretrained:
+            module, told = fetch(maker.from_pretrained, config=config, output_loading_info=True, weights_only=True)
+            absent = sorted(told["missing_keys"])
+        else:
+            module = maker.from_config(config, trust_remote_code=False)
+    if absent:
+        raise DataError(
+            f"the weights of hf:{name} lack {listed(absent)} of {type(module).__name__}: load the part that has "
+            "weights in a path.py:function of your own"
+        )
+    with refusal(f"the preprocessing of hf:{name} cannot be read", "mend its preprocessor_config.json, or remove it"):
+        return module, _hf_preprocessing(transformers, fetch, folder, config)
+
+
+def _hf_preprocessing(
+    transformers: types.ModuleType, fetch: Callable[..., Any], folder: Path, config: Any
+) -> Preprocessing:
+    """What preprocessor_config.json says, or else the defaults of the model's processor, for the model's size."""
+    size = _pair(getattr(config, "image_size", None) or 224)
+    given: Mapping[str, Any] = {**_HALF, "resample": Image.Resampling.BILINEAR}
+    files = ("preprocessor_config.json", "processor_config.json")
+    stored = not folder.is_dir() or any((folder / file).exists() for file in files)
+    if stored:
+        try:
+            given = fetch(transformers.AutoImageProcessor.from_pretrained).to_dict()
+        except OSError:  # the hub has no such file
+            if folder.is_dir():
+                raise
+            stored = False
+    if not stored:
+        try:
+            choices = transformers.IMAGE_PROCESSOR_MAPPING[type(config)]
+        except KeyError:
+            choices = ()
+        for choice in choices.values() if isinstance(choices, Mapping) else choices:
+            try:  # a processor may need a package that is not installed
+                given = choice().to_dict()
+            except (ImportError, TypeError):
+                continue
+            break
+        given = {**given, "size": {"height": size[0], "width": size[1]}, "do_center_crop": False}
+    return _from_processor(given, size)
+
+
+def _from_processor(given: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
+    """given: a processor as a dictionary. size: what the model takes, used where the processor does not say."""
+    wanted, crop = given.get("size") or {}, given.get("crop_size")
+    edge = wanted.get("shortest_edge")
+    exact = (wanted["height"], wanted["width"]) if "height" in wanted else None
+    if given.get("do_center_crop") and crop:
+        size = (crop["height"], crop["width"]) if isinstance(crop, Mapping) else _pair(crop)
+    elif exact is not None:
+        size = exact
+    resize = edge or exact or size
+    if not given.get("do_resize", True):
+        resize = size
+    normalises = given.get("do_normalize", True)
+    return Preprocessing(
+        size=size,
+        resize=resize,
+        mean=_three(given["image_mean"] if normalises else (0, 0, 0)),
+        std=_three(given["image_std"] if normalises else (1, 1, 1)),
+        interpolation=Image.Resampling(int(given.get("resample", 2))).name.lower(),  # type: ignore[arg-type]
+        rescale=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 1.0,
+    )
+
+
+def _package(name: str, extra: str) -> types.ModuleType:
+    """An optional package, or a DataError that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as cause:
+        if cause.name != name:
+            raise DataError(f"{name} cannot be imported: {cause}") from cause
+        raise DataError(f"{name} is not installed: pip install 'adalog[{extra}]'") from cause
+    except Exception as cause:  # such as a torchvision built for another torch
+        raise DataError(f"{name} cannot be imported: {cause}; install it again beside this torch") from cause
+
+
+def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
+    close = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
+    hint = f"is it {' or '.join(close)}?" if close else f"see {package}'s list_models()"
+    return DataError(f"{package} has no model {name!r}: {hint}")
+
+
+def _cached(repository: str, names: Iterable[str]) -> str | None:
+    """The first of these files that was downloaded before from this repository of the hub, or None."""
+    hub = importlib.import_module("huggingface_hub")
+    paths = (hub.try_to_load_from_cache(repository, name) for name in names)
+    return next((path for path in paths if isinstance(path, str)), None)
+
+
+def _reach_hub() -> None:
+    """Raise at once what a download would raise after many trials, where the hub is out of reach or switched off."""
+    hub = importlib.import_module("huggingface_hub")
+    hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
+
+
+def _only_rgb(spec: str, channels: int) -> None:
+    if channels != 3:
+        raise DataError(f"{spec} takes images of {channels} channels: only models of 3 channels can be loaded by name")
+
+
+def _pair(side: int | Sequence[int]) -> tuple[int, int]:
+    """(H, W) from one side, for a square, or from both."""
+    sides = (side,) if isinstance(side, int) else tuple(side)
+    return sides[0], sides[-1]
+
+
+def _three(values: Sequence[float]) -> tuple[float, float, float]:
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue

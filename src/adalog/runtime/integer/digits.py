@@ -1,0 +1,52 @@
+"""Integers as sums of digits that a product of bytes or of floats can take."""
+
+import torch
+from torch import Tensor
+
+from adalog.runtime.reference import Site
+
+
+def multiplies_rows(site: Site) -> bool:
+    """Whether a site is one product of two matrices with a stored one on the right: it then multiplies signed bytes."""
+    return site.weight is not None and site.groups == 1
+
+
+class Digits:
+    """Integers from `least` to `most`, each as `constant` plus the sum over `factors` of a factor times a digit.
+
+    signed: the digits are signed bytes; otherwise they are whole numbers in float32, and `constant` is 0. Integers that
+    need no cutting are their own digit. `largest` is the largest magnitude of a digit.
+    """
+
+    def __init__(self, least: int, most: int, *, signed: bool):
+        self.dtype = torch.int8 if signed else torch.float32
+        self._limits = least, most
+        # Only the tables of 16 bits, from 0 to 65,535, are cut for floats: with 8 bits each, sums fit in float32.
+        self._fits = least >= -128 and most <= 127 if signed else least != 0 or most <= 255
+        self._least = 0 if self._fits else least
+        count = 1 if self._fits else max(1, -(-(most - least).bit_length() // 8))
+        self.factors = tuple(256**place for place in range(count))
+        self._middle = 128 if signed and not self._fits else 0  # subtracted from each digit to make it signed
+        self.constant = self._least + self._middle * sum(self.factors)
+        self.largest = max(-least, most) if self._fits else 128 if signed else 255
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The narrowest type that holds the digits: a byte where an integer is its own digit, else `dtype`."""
+        least, most = self._limits
+        if self.dtype == torch.int8 or len(self.factors) > 1:
+            return self.dtype
+        if least >= -128 and most <= 127:
+            return torch.int8
+        return torch.uint8 if 0 <= least <= most <= 255 else self.dtype
+
+    def padding(self, factor: int) -> int:
+        """The digit of this factor in an integer of zero."""
+        return 0 if self._fits else (-self._least // factor) % 256 - self._middle
+
+    def split(self, integers: Tensor) -> list[Tensor]:
+        """The digits of these integers, of type `dtype`: one tensor per factor."""
+        if self._fits:
+            return [integers.to(self.dtype)]
+        raised = integers - self._least
+        return [(((raised >> (8 * place)) & 255) - self._middle).to(self.dtype) for place in range(len(self.factors))]

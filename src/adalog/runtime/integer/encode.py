@@ -1,0 +1,234 @@
+"""From values to the digits of what their codes stand for."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
+from adalog.runtime.integer.digits import Digits, multiplies_rows
+from adalog.runtime.integer.memory import CHUNK, chunks, is_channels_last, is_transposed, scratch
+from adalog.runtime.integer.pure import Pure, log_digits, uniform_digit
+from adalog.runtime.reference import Site, Whole, integers, limits
+
+_COMPARED_BITS = 4  # up to which a compiled kernel finds logarithmic codes by comparing with thresholds
+_LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # below which bins do not tell thresholds apart
+
+
+class Encoder:
+    """Turns values into the digits of the integers that their codes stand for: one tensor per part and factor.
+
+    The codes are those of `Quantizer.quantize`, bit for bit. Float32 values of the common quantizers become digits
+    directly, without codes in between.
+    """
+
+    def __init__(self, quantizer: Whole, site: Site):
+        self.quantizer = quantizer
+        self._digits = [Digits(*limit, signed=multiplies_rows(site)) for limit in limits(quantizer)]
+        self._dtype = self._digits[0].dtype
+        self._direct: _UniformDigits | _LogDigits | None = None
+        if len(self._digits) == 1 and quantizer.scale.dtype == torch.float32:
+            (digits,) = self._digits
+            if isinstance(quantizer, UniformQuantizer) and len(digits.factors) == 1:
+                self._direct = _uniform_digits(quantizer, digits)
+            elif isinstance(quantizer, LogQuantizer) and quantizer.rounding == "nearest":
+                self._direct = _log_digits(quantizer, digits)
+
+    @staticmethod
+    def key(site: Site) -> str:
+        """Names what a site's product takes: sites of the same key share what is encoded for one of them."""
+        return "bytes" if multiplies_rows(site) else "floats"
+
+    @property
+    def by_value(self) -> bool:
+        """Whether a value's code does not depend on where the value is."""
+        return self.quantizer.scale.numel() == 1
+
+    @property
+    def pure(self) -> Pure | None:
+        """The same step for `torch.compile`, or None where it would be many operations."""
+        if isinstance(self._direct, _UniformDigits):
+            return self._direct.pure(self._digits[0].narrowest)
+        if isinstance(self._direct, _LogDigits) and self.quantizer.bits <= _COMPARED_BITS:
+            return self._direct.pure(self._digits[0].narrowest, self.lift(torch.arange(2**self.quantizer.bits)))
+        return None
+
+    def __call__(self, x: Tensor, outs: list[Tensor] | None = None) -> list[Tensor]:
+        """outs: memory for the digits, as `empty` and `scratch` give it."""
+        if self._direct is None or x.dtype != torch.float32 or not x.numel():
+            digits = self.lift(self.quantizer.quantize(x))
+            return digits if outs is None else [out.copy_(digit) for out, digit in zip(outs, digits, strict=True)]
+        if outs is None:
+            if is_channels_last(x):
+                rows = x.permute(0, 2, 3, 1)
+                if self.by_value:
+                    return [_as_image(digit) for digit in self(rows)]
+                outs = [_as_image(out) for out in self.empty(rows.shape, x.device)]
+            elif is_transposed(x) and isinstance(self.quantizer, UniformQuantizer):
+                outs = [out.mT for out in self.empty(x.mT.shape, x.device)]
+            else:
+                outs = self.empty(x.shape, x.device)
+        self._direct(x, outs)
+        return outs
+
+    def lift(self, code: Tensor) -> list[Tensor]:
+        """The digits of codes."""
+        parts = integers(self.quantizer, code)
+        return [digit for part, digits in zip(parts, self._digits, strict=True) for digit in digits.split(part)]
+
+    def empty(self, shape: Sequence[int], device: torch.device) -> list[Tensor]:
+        """Fresh memory for the digits of a value of this shape."""
+        return [torch.empty(shape, dtype=self._dtype, device=device) for _ in range(self._count)]
+
+    def scratch(self, shape: Sequence[int], device: torch.device) -> list[Tensor]:
+        """This thread's memory for the digits of a value of this shape, valid until it is asked for again."""
+        return [scratch(f"digit {i}", shape, self._dtype, device) for i in range(self._count)]
+
+    @property
+    def _count(self) -> int:
+        return sum(len(digits.factors) for digits in self._digits)
+
+
+def _as_image(x: Tensor) -> Tensor:
+    """(B, H, W, C) -> (B, C, H, W), with the channels last in memory."""
+    return x.permute(0, 3, 1, 2)
+
+
+# --- uniform codes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _UniformDigits:
+    """Writes the only digit of uniform codes: clamp(round(x / scale) - constant, *bounds).
+
+    scale: of no dimensions where there is only one. bounds: two numbers, or two tensors shaped like the scale.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    bits: int
+    constant: int
+    bounds: tuple[Any, Any]
+
+    def __call__(self, x: Tensor, outs: list[Tensor]) -> None:
+        (result,) = outs
+        for values, out in self._pieces(x, result):
+            if out.dtype == torch.float32:  # whose constant is 0
+                torch.div(values, self.scale, out=out).round_().clamp_(*self.bounds)
+                continue
+            code = scratch("values", values.shape, torch.float32, x.device)
+            torch.div(values, self.scale, out=code).round_()
+            if self.constant:
+                code.sub_(self.constant)
+            out.copy_(code.clamp_(*self.bounds))
+
+    def _pieces(self, x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Values and where their digits go, a cacheful at a time."""
+        if self.scale.ndim == 0 and x.is_contiguous():
+            return chunks(x.view(-1), out.view(-1))
+        if x.device.type == "cpu" and (self.scale.ndim < x.ndim or self.scale.shape[0] == 1):
+            count = min(len(x), -(-x.numel() // CHUNK))
+            return zip(x.tensor_split(count), out.tensor_split(count), strict=True)
+        return iter([(x, out)])
+
+    def pure(self, dtype: torch.dtype) -> Pure:
+        low = -self.zero_point.reshape(self.scale.shape) - self.constant
+        return Pure(uniform_digit, (dtype, self.constant), (self.scale, low, low + (2**self.bits - 1)))
+
+
+def _uniform_digits(quantizer: UniformQuantizer, digits: Digits) -> _UniformDigits:
+    zero_point, scale = quantizer.zero_point, quantizer.scale
+    bounds = -zero_point - digits.constant, 2**quantizer.bits - 1 - zero_point - digits.constant
+    low, high = (bound.item() for bound in bounds) if zero_point.numel() == 1 else bounds
+    scale = scale.reshape(()) if scale.numel() == 1 else scale
+    return _UniformDigits(scale, zero_point, quantizer.bits, digits.constant, (low, high))
+
+
+# --- logarithmic codes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _LogDigits:
+    """Looks the digits of logarithmic codes up by a value's bin and by the side of the bin's end that it is on.
+
+    thresholds: descending; the code of a value is how many of them it is at most. bins: those of the thresholds. first:
+    the number of the bin that `ends` begins with. ends: per bin, the bits of its end as a float32. tables: one per
+    factor, the digits of values above the end of bin i at 2 i - 1 and of all others of the bin at 2 i.
+    """
+
+    offset: float
+    thresholds: Tensor
+    bins: Bins
+    first: int
+    ends: Tensor
+    tables: list[Tensor]
+
+    def __call__(self, x: Tensor, outs: list[Tensor]) -> None:
+        for values, *pieces in chunks(x.reshape(-1), *(out.view(-1) for out in outs)):
+            value = scratch("values", values.shape, torch.float32, x.device)
+            number = scratch("numbers", values.shape, torch.int32, x.device)
+            end = scratch("ends", values.shape, torch.int32, x.device)
+            if self.offset:
+                torch.add(values, self.offset, out=value).clamp_(self.bins.lowest, self.bins.highest)
+            else:
+                torch.clamp(values, self.bins.lowest, self.bins.highest, out=value)
+            bits = value.view(torch.int32)
+            torch.bitwise_right_shift(bits, self.bins.drop, out=number)
+            if self.first:
+                number.sub_(self.first)
+            number.clamp_(1, len(self.ends) - 1)  # the bits of a NaN are beyond all bins
+            torch.index_select(self.ends, 0, number, out=end)
+            # Positive floats are in the order of their bits. The difference is negative above the end, where an
+            # arithmetic shift by 31 makes -1 of it; it makes 0 of all others.
+            above = torch.sub(end, bits, out=end).bitwise_right_shift_(31)
+            torch.add(above, number, alpha=2, out=number)
+            for table, piece in zip(self.tables, pieces, strict=True):
+                torch.index_select(table, 0, number, out=piece)
+
+    def pure(self, dtype: torch.dtype, tables: list[Tensor]) -> Pure:
+        """tables: one per factor, the digit of every code."""
+        device = self.ends.device
+        offset = torch.tensor(self.offset, dtype=torch.float32, device=device)
+        tensors = (table.to(offset) for table in tables)
+        return Pure(log_digits, (dtype,), (offset, self.thresholds.to(offset), *tensors))
+
+
+def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
+    """None where bins do not tell the thresholds apart."""
+    quotients = log_thresholds(
+        quantizer.q,
+        quantizer.r,
+        quantizer.bits,
+        beyond=quantizer.beyond,
+        rounding=quantizer.rounding,
+        table=quantizer.table,
+        headroom=quantizer.headroom,
+    )
+    thresholds = _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
+    bins = Bins(thresholds, torch.float32)
+    if not bins.fit or bool(((thresholds > 0) & (thresholds < _LEAST_THRESHOLD)).any()):
+        return None
+    # Bins are counted from the one before the lowest, or from bin zero where that makes no large table. One more bin,
+    # beyond all values, is for NaN.
+    first = 0 if bins.first < 1 << 14 else bins.first - 1
+    numbers = torch.arange(first, bins.first + len(bins.ends) + 1) - bins.first
+    numbers[-1] = 0
+    numbers.clamp_(min=0)
+    (values,) = integers(quantizer, bins.counts[numbers].reshape(-1)[1:])
+    device = quantizer.scale.device
+    tables = [digit.to(device) for digit in digits.split(values)]
+    ends = bins.ends[numbers].view(torch.int32).to(device)
+    return _LogDigits(quantizer.offset, thresholds, bins, first, ends, tables)
+
+
+def _largest_values(quotients: Tensor, scale: Tensor) -> Tensor:
+    """The largest values whose float quotients by the scale are at most these; the value of a quotient of 0 is 0."""
+    values, infinity = quotients * scale, torch.tensor(math.inf)
+    while bool((more := (quotients > 0) & (torch.nextafter(values, infinity) / scale <= quotients)).any()):
+        values = torch.where(more, torch.nextafter(values, infinity), values)
+    while bool((less := values / scale > quotients).any()):
+        values = torch.where(less, torch.nextafter(values, -infinity), values)
+    return values

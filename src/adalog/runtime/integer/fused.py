@@ -1,0 +1,133 @@
+"""Several steps as one, so that large values between them stay in the cache."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.graph.program import Node, Program, refs_of
+from adalog.runtime.integer.encode import Encoder
+from adalog.runtime.integer.memory import CHUNK, scratch
+from adalog.runtime.integer.products import BatchedProduct, RowProduct
+from adalog.runtime.reference import ENCODE, PRODUCT
+
+
+class LinearChain:
+    """A linear, an activation function and an encoder, some rows at a time."""
+
+    def __init__(self, product: RowProduct, activation: Callable[[Tensor], Tensor], encoder: Encoder):
+        self._product, self._activation, self._encoder = product, activation, encoder
+
+    def __call__(self, left: list[Tensor], right: None, bias: Tensor | None) -> list[Tensor]:
+        shape = *left[0].shape[:-1], self._product.columns
+        results = self._encoder.empty(shape, left[0].device)
+        flat = [result.view(-1, shape[-1]) for result in results]
+        for span, rows in self._product.outputs_by_rows(left, bias):
+            self._encoder(self._activation(rows), [result[span] for result in flat])
+        return results
+
+
+class Attention:
+    """Q K^T, its scaling, the softmax over the last dimension, an encoder and A V, some images at a time."""
+
+    def __init__(self, scores: BatchedProduct, factor: float, encoder: Encoder, product: BatchedProduct):
+        self._scores, self._factor, self._encoder, self._product = scores, factor, encoder, product
+
+    def __call__(self, *operands: list[Tensor]) -> Tensor:
+        """operands: the digits of queries, of keys (transposed) and of values."""
+        queries, keys, _ = (operand[0] for operand in operands)
+        alike = all(
+            digit.ndim > 3 and digit.shape[:-2] == queries.shape[:-2] for operand in operands for digit in operand
+        )
+        if not alike or not len(queries) or queries.device.type != "cpu":
+            weights = self._scores(operands[0], operands[1]).mul_(self._factor).softmax(-1)
+            return self._product(self._encoder(weights), operands[2])
+        self._scores.site.check_terms(queries.shape[-1])
+        count = max(1, 4 * CHUNK // max(1, queries[0, ..., 0].numel() * keys.shape[-1]))
+        groups = zip(
+            *(zip(*(digit.split(count) for digit in operand), strict=True) for operand in operands), strict=True
+        )
+        return torch.cat([self._attend(*map(list, group)) for group in groups])
+
+    def _attend(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        (left,), (right,) = queries, keys
+        shape = *left.shape[:-1], right.shape[-1]
+        scores, weights = (scratch(name, shape, left.dtype, left.device) for name in ("scores", "attention"))
+        torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=scores.flatten(0, -3))
+        torch.softmax(scores.mul_(self._scores.site.scales[0]).mul_(self._factor), -1, out=weights)
+        digits = self._encoder.scratch(shape, left.device)
+        return self._product(self._encoder(weights, digits), values)
+
+
+def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
+    """The same program with one step in place of several, wherever a `LinearChain` or an `Attention` fits.
+
+    steps: what the encoders and products of the program do, by the name of their node.
+    """
+    steps = dict(steps)
+    nodes = {node.name: node for node in program.nodes}
+    following = _only_readers(program)
+    for node in program.nodes:
+        step = steps.get(node.name)
+        if isinstance(step, RowProduct):
+            _fuse_linear(node, step, nodes, steps, following)
+        elif isinstance(step, BatchedProduct):
+            _fuse_attention(node, step, nodes, steps, following)
+    return replace(program, nodes=tuple(nodes.values())), steps
+
+
+def _only_readers(program: Program) -> dict[str, Node]:
+    """For each value that exactly one node reads, as its first argument: that node."""
+    readers, outputs = program.consumers(), set(refs_of(program.output))
+    return {
+        name: found[0]
+        for name, found in readers.items()
+        if name not in outputs and len(found) == 1 and list(found[0].refs())[:1] == [name]
+    }
+
+
+def _next(node: Node | None, op: str, following: Mapping[str, Node]) -> Node | None:
+    """The only reader of a node, if it is this operation."""
+    found = None if node is None else following.get(node.name)
+    return found if found is not None and found.op == op else None
+
+
+def _fuse_linear(
+    node: Node, step: RowProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
+) -> None:
+    """Put a chain in the place of a linear, a GELU and an encoder, if these follow each other."""
+    gelu = _next(node, "aten.gelu.default", following)
+    encode = _next(gelu, ENCODE, following)
+    if gelu is None or encode is None or step.site.geometry is not None or not steps[encode.name].by_value:
+        return
+    activation = functools.partial(torch.ops.aten.gelu_.default, **gelu.kwargs)
+    steps[encode.name] = LinearChain(step, activation, steps[encode.name])
+    nodes[encode.name] = replace(node, name=encode.name)
+    del nodes[node.name], nodes[gelu.name]
+
+
+def _fuse_attention(
+    node: Node, step: BatchedProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
+) -> None:
+    """Put an attention in the place of its two products and of what lies between them, if these follow each other."""
+    scaling = _next(node, "aten.mul.Tensor", following)
+    if scaling is not None and not isinstance(scaling.args[1], float):
+        return
+    softmax = _next(scaling or node, "aten.softmax.int", following)
+    encode = _next(softmax, ENCODE, following)
+    last = _next(encode, PRODUCT, following)
+    if softmax is None or encode is None or last is None or softmax.args[1:] != (-1,) or softmax.kwargs:
+        return
+    encoder, product = steps[encode.name], steps[last.name]
+    if product.site.weight is not None:  # the attention goes into a linear, not into a product with values
+        return
+    per_image = any(scale.ndim > 3 and len(scale) > 1 for scale in (*step.site.scales, *product.site.scales))
+    if not encoder.by_value or not step.is_single or per_image:
+        return
+    steps[last.name] = Attention(step, scaling.args[1] if scaling is not None else 1.0, encoder, product)
+    nodes[last.name] = replace(last, args=(*node.args[:2], last.args[1]))
+    for gone in filter(None, (node, scaling, softmax, encode)):
+        del nodes[gone.name]

@@ -1,0 +1,329 @@
+"""Products of digits, whose sums are exact: of signed bytes for stored weights, of floats for many small matrices."""
+
+import functools
+import math
+import platform
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from adalog.errors import ArtifactError
+from adalog.runtime.integer.digits import Digits, multiplies_rows
+from adalog.runtime.integer.memory import CHUNK, scratch
+from adalog.runtime.integer.pure import Pure, to_floats
+from adalog.runtime.reference import INT32, Site, finish, limits
+
+_EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which a type holds every whole number
+_LARGE = 1 << 20  # multiplications per matrix product, from which many of them are faster as bytes, one by one
+# Whether a float convolution sums plain products. Where it may be transformed (Winograd), it rounds.
+_SUMS_PLAINLY = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def product(site: Site) -> "RowProduct | BatchedProduct":
+    """What multiplies the digits of a site's operands, as `Encoder` gives them."""
+    return RowProduct(site) if multiplies_rows(site) else BatchedProduct(site)
+
+
+# --- signed bytes ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def multiplies_bytes(device: torch.device, dtype: torch.dtype = torch.int8) -> bool:
+    """Whether `torch._int_mm` exists on the device and is exact on extreme bytes, which it is not where sums saturate.
+
+    dtype: the type of the left operand, int8 or uint8.
+    """
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    left = torch.full((32, 64), least, dtype=dtype, device=device)
+    left[::2] = most
+    right = torch.full((64, 32), -128, dtype=torch.int8, device=device)
+    right[:, ::2] = 127
+    try:
+        result = torch._int_mm(left, right)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return torch.equal(result.cpu().double(), left.cpu().double() @ right.cpu().double())
+
+
+def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """left @ right, int8 (T, I) and (I, O), as int32 (T, O)."""
+    if not multiplies_bytes(left.device):
+        dtype = torch.float32 if left.shape[1] * 2**14 < _EXACT[torch.float32] else torch.float64
+        return (left.to(dtype) @ right.to(dtype)).to(torch.int32)
+    if left.shape[1] == 1:  # PyTorch 2.12 gets this wrong on the CPU
+        left, right = torch.nn.functional.pad(left, (0, 1)), torch.nn.functional.pad(right, (0, 0, 0, 1))
+    if left.device.type == "cpu":
+        if not left.numel() or not right.numel():
+            return torch.zeros(len(left), right.shape[1], dtype=torch.int32)
+        return torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
+    # cuBLAS wants more than 16 rows, and multiples of eight everywhere.
+    rows, terms, columns = len(left), left.shape[1], right.shape[1]
+    left = torch.nn.functional.pad(left, (0, -terms % 8, 0, max(-rows % 8, 24 - rows)))
+    right = torch.nn.functional.pad(right, (0, -columns % 8, 0, -terms % 8))
+    return torch._int_mm(left, right.t().contiguous().t())[:rows, :columns]
+
+
+class RowProduct:
+    """The product of a site with a stored weight and one group, as a matrix of signed bytes by another.
+
+    columns: how many outputs a row has; nbytes: the size of the stored weight.
+    """
+
+    def __init__(self, site: Site):
+        self.site = site
+        self._left = [Digits(*limit, signed=True) for limit in limits(site.left)]
+        self._weight, self._moved = self._bytes(site)
+        self.nbytes = self._weight.nbytes
+        self.columns = self._weight.shape[1]
+        sums = self._weight.sum(0, dtype=torch.int64) + site.terms * self._moved
+        largest = int(self._weight.to(torch.int16).abs().max()) if self._weight.numel() else 0
+        self._constants = [digits.constant * sums for digits in self._left]
+        self._dtypes = []
+        for digits, bound in zip(self._left, site.bounds, strict=True):
+            passing = sum(digits.factors) * site.terms * 128 * largest + bound  # what sums reach before the constants
+            self._dtypes.append(torch.int32 if 2 * passing < INT32 else torch.int64)
+        if site.terms * 2**14 >= INT32:
+            raise ArtifactError(
+                f"site {site.name} sums {site.terms:,} products: 32 bits hold sums of fewer than {INT32 >> 14:,} "
+                "products of bytes, so this site cannot run in integers"
+            )
+        self._scales = [scale.reshape(-1).expand(self.columns).contiguous() for scale in site.scales]
+
+    @staticmethod
+    def _bytes(site: Site) -> tuple[Tensor, Tensor]:
+        """The weight as signed bytes, (I, O), and what was subtracted per channel to make them so, (O,)."""
+        whole = site.weight_integers()
+        whole = whole if site.geometry is None else whole[0]
+        outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
+        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[union-attr]
+        moved = torch.where(outside, 128 - zero_point, 0)
+        return (whole - moved).to(torch.int8).t().contiguous().t(), moved
+
+    def _rows(self, left: list[Tensor]) -> list[list[Tensor]]:
+        """The digits of each part as (T, I)."""
+        site, given = self.site, iter(left)
+        parts = [[(next(given), factor, digits) for factor in digits.factors] for digits in self._left]
+        if site.geometry is None:
+            return [[digit.reshape(-1, site.terms) for digit, *_ in part] for part in parts]
+        # A padded place is the integer 0 in every part, also in a part of ones.
+        return [
+            [site.rows(digit, digits.padding(factor)).reshape(-1, site.terms) for digit, factor, digits in part]
+            for part in parts
+        ]
+
+    def _sums(self, part: int, rows: list[Tensor]) -> Tensor:
+        """The accumulators of one part, (T, O), in scratch memory where 32 bits hold them."""
+        shape = len(rows[0]), self.columns
+        outs = (scratch(f"product {i}", shape, torch.int32, row.device) for i, row in enumerate(rows))
+        products = [multiply_bytes(row, self._weight, out) for row, out in zip(rows, outs, strict=True)]
+        digits, dtype = self._left[part], self._dtypes[part]
+        total = products[0].to(dtype)
+        for each, factor in zip(products[1:], digits.factors[1:], strict=True):
+            total.add_(each.to(dtype), alpha=factor)
+        if self._has_constants[part]:
+            total.add_(self._constants[part].to(dtype))
+        if self._has_moved:
+            whole = sum(
+                (row.sum(1, dtype=torch.int64) * factor for row, factor in zip(rows, digits.factors, strict=True)),
+                start=torch.zeros(len(rows[0]), dtype=torch.int64, device=rows[0].device),
+            )
+            total.add_((whole[:, None] * self._moved).to(dtype))
+        return total
+
+    @functools.cached_property
+    def _has_constants(self) -> list[bool]:
+        return [bool(constant.any()) for constant in self._constants]
+
+    @functools.cached_property
+    def _has_moved(self) -> bool:
+        return bool(self._moved.any())
+
+    @property
+    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
+        """The product in two steps: its accumulators, in scratch memory, and their conversion to floats.
+
+        None where that takes more than one multiplication and addition.
+        """
+        if self.site.geometry is not None or self._has_moved or self._dtypes != [torch.int32]:
+            return None
+
+        def sums(left: list[Tensor], right: None) -> Tensor:
+            (rows,) = self._rows(left)
+            return self._sums(0, rows).view(*left[0].shape[:-1], self.columns)
+
+        return sums, Pure(to_floats, (), (self._scales[0],))
+
+    def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
+        """As `reference.Product.accumulate`, of digits."""
+        lead = left[0].shape[:-1] if self.site.geometry is None else (len(left[0]), 1, -1)
+        parts = enumerate(self._rows(left))
+        return [self._sums(part, rows).to(torch.int64).reshape(*lead, self.columns) for part, rows in parts]
+
+    def _spans(self, left: list[Tensor]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
+        """Which rows, and the digits of each part in them: as many rows at a time as have accumulators in the cache."""
+        parts = self._rows(left)
+        total = len(parts[0][0])
+        count = max(64, CHUNK // max(1, self.columns)) if left[0].device.type == "cpu" else max(1, total)
+        for start in range(0, max(1, total), count):
+            span = slice(start, min(start + count, total))
+            yield span, [[row[span] for row in rows] for rows in parts]
+
+    def sums_by_rows(self, left: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """The accumulators of a site of one part, (T, O), some rows at a time. The next rows overwrite them."""
+        for span, (rows,) in self._spans(left):
+            yield span, self._sums(0, rows)
+
+    def outputs_by_rows(
+        self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The output, (T, O), some rows at a time: in `result`, or in memory that the next rows overwrite."""
+        dtype, device = self._scales[0].dtype, left[0].device
+        for span, parts in self._spans(left):
+            shape = span.stop - span.start, self.columns
+            real = scratch("sums", shape, dtype, device)
+            out = real if result is None else result[span]
+            if result is None and len(self._scales) > 1:
+                out = scratch("output", shape, dtype, device)
+            for part, (scale, rows) in enumerate(zip(self._scales, parts, strict=True)):
+                real.copy_(self._sums(part, rows))
+                if part:
+                    out.addcmul_(real, scale)
+                elif bias is None:
+                    torch.mul(real, scale, out=out)
+                else:
+                    torch.addcmul(bias, real, scale, out=out)
+            yield span, out
+
+    def __call__(self, left: list[Tensor], right: None = None, bias: Tensor | None = None) -> Tensor:
+        site, shape = self.site, left[0].shape
+        lead = shape[:-1] if site.geometry is None else (shape[0], math.prod(site.sizes(shape)))
+        scale = self._scales[0]
+        result = torch.empty(math.prod(lead), self.columns, dtype=scale.dtype, device=scale.device)
+        for _ in self.outputs_by_rows(left, bias, result):
+            pass
+        result = result.view(*lead, self.columns)
+        return result if site.geometry is None else site.image(result[:, None], shape)
+
+
+# --- floats ----------------------------------------------------------------------------------------------------------
+
+
+def pays_as_bytes(left: Tensor, right: Tensor) -> bool:
+    """Whether products of bytes, (..., T, I) by (..., I, O), are faster by `torch._int_mm`, one after the other."""
+    return (
+        (left.dtype.itemsize, right.dtype) == (1, torch.int8)
+        and left.ndim > 2
+        and left.shape[:-2] == right.shape[:-2]
+        and left.shape[-1] > 1  # PyTorch 2.12 gets this wrong
+        and left.shape[-2] * left.shape[-1] * right.shape[-1] >= _LARGE
+        and multiplies_bytes(left.device, left.dtype)
+    )
+
+
+class BatchedProduct:
+    """The product of a site of many small matrices (attention, grouped convolutions), as whole numbers in floats.
+
+    Its sums stay below what the floats hold, so they are exact in any order. nbytes: the size of a stored weight.
+    """
+
+    def __init__(self, site: Site):
+        self.site = site
+        self._left, self._right = (
+            [Digits(*limit, signed=False) for limit in limits(operand)] for operand in (site.left, site.right)
+        )
+        self._weight = None
+        if site.weight is not None:
+            self._weight = [digit for digits in self._right for digit in digits.split(site.weight_integers())]
+        self.nbytes = sum(digit.nbytes for digit in self._weight or ())
+        lefts, rights = (max(digits.largest for digits in side) for side in (self._left, self._right))
+        fitting = [dtype for dtype, most in _EXACT.items() if site.terms * lefts * rights < most]
+        if not fitting or max(lefts, rights) >= _EXACT[torch.float32]:
+            raise ArtifactError(
+                f"site {site.name} sums {site.terms:,} products up to {lefts * rights:,}, more than floats hold: it "
+                "cannot run in integers"
+            )
+        self._dtype = fitting[0]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a single product of two computed tensors in float32."""
+        sides = (*self._left, *self._right)
+        single = len(sides) == 2 and all(len(digits.factors) == 1 for digits in sides) and self._weight is None
+        return single and self._dtype == self.site.scales[0].dtype == torch.float32
+
+    @property
+    def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
+        """As `RowProduct.opened`."""
+        if not self.is_single:
+            return None
+
+        def sums(left: list[Tensor], right: list[Tensor]) -> Tensor:
+            x, y = left[0], right[0]
+            self.site.check_terms(x.shape[-1])
+            if not pays_as_bytes(x, y):
+                return torch.matmul(x.to(self._dtype), y.to(self._dtype))
+            result = scratch("batched", (*x.shape[:-1], y.shape[-1]), torch.int32, x.device)
+            for one, other, out in zip(x.flatten(0, -3), y.flatten(0, -3), result.flatten(0, -3), strict=True):
+                torch._int_mm(one, other, out=out)
+            return result
+
+        return sums, Pure(to_floats, (), (self.site.scales[0],))
+
+    def _products(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
+        """For each pair of parts: the products of their digits, each with the factor that it counts by."""
+        site = self.site
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+        if site.weight is not None and site.weight.shape[1] == 1 and len(site.weight) == site.groups:
+            multiply = self._depthwise
+        elif site.geometry is not None:
+            left = [site.rows(digit) for digit in left]
+        if right is None:
+            assert self._weight is not None
+            right = self._weight
+        else:
+            site.check_terms(left[0].shape[-1])
+        lefts, rights = self._with_factors(self._left, left), self._with_factors(self._right, right)
+        return [[(f * g, multiply(x, y)) for f, x in one for g, y in other] for one in lefts for other in rights]
+
+    def _with_factors(self, parts: list[Digits], given: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
+        """For each part: its digits in the type of the products, each with its factor."""
+        following = iter(given)
+        return [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
+
+    def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
+        """A convolution of each channel with its own kernel: (B, C, H, W), (C, taps, 1) -> (B, C, L, 1).
+
+        `Site.rows` would repeat the image once per tap.
+        """
+        site = self.site
+        assert site.geometry is not None
+        assert site.weight is not None
+        stride, padding, dilation, groups = site.geometry
+        kernels = weight.reshape(site.weight.shape)
+        if _SUMS_PLAINLY and image.device.type == "cpu" and image.dtype == torch.float32:
+            result = torch.conv2d(image, kernels, None, stride, padding, dilation, groups)
+        else:
+            height, width = site.sizes(image.shape)
+            padded = torch.nn.functional.pad(image, (padding[1], padding[1], padding[0], padding[0]))
+            result = image.new_zeros(*image.shape[:2], height, width)
+            for i in range(kernels.shape[2]):
+                for j in range(kernels.shape[3]):
+                    seen = padded[:, :, i * dilation[0] :: stride[0], j * dilation[1] :: stride[1]]
+                    result.addcmul_(seen[:, :, :height, :width], kernels[:, :, i, j, None])
+        return result.flatten(2).unsqueeze(-1)
+
+    def accumulate(self, left: list[Tensor], right: list[Tensor] | None = None) -> list[Tensor]:
+        """As `reference.Product.accumulate`, of digits."""
+        pairs = self._products(left, right)
+        return [torch.stack([sums.long() * factor for factor, sums in products]).sum(0) for products in pairs]
+
+    def __call__(self, left: list[Tensor], right: list[Tensor] | None = None, bias: Tensor | None = None) -> Tensor:
+        sums = []
+        for (_, total), *others in self._products(left, right):
+            for factor, each in others:
+                total.add_(each, alpha=factor)
+            sums.append(total)
+        if len(sums) == 1 and self.site.geometry is None and sums[0].dtype == self.site.scales[0].dtype:
+            return sums[0].mul_(self.site.scales[0])
+        return finish(self.site, sums, bias, left[0].shape)

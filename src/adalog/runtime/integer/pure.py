@@ -1,0 +1,72 @@
+"""Steps without side effects, which `torch.compile` can read and join into one kernel (see `regions`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.runtime.integer.memory import is_transposed
+
+
+@dataclass(frozen=True)
+class Pure:
+    """A step as a function of tensors alone: function(*choices, *values, *tensors).
+
+    choices: what the compiled code depends on; tensors: the step's own parameters, so that steps of equal choices share
+    a kernel.
+    """
+
+    function: Callable[..., Any]
+    choices: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def uniform_digit(
+    dtype: torch.dtype, constant: int, x: Tensor, scale: Tensor, low: Tensor, high: Tensor
+) -> list[Tensor]:
+    """The digit of each value's uniform code: round(x / scale) - constant, between low and high.
+
+    Raises TypeError for values of another type than the scale's.
+    """
+    if x.dtype != scale.dtype:
+        raise TypeError(f"the values are {x.dtype}, but the model is {scale.dtype}: convert one of them")
+    code = torch.div(x, scale).round()
+    code = code - constant if constant else code
+    return [_for_products(torch.minimum(torch.maximum(code, low), high).to(dtype))]
+
+
+def log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, thresholds: Tensor, *tables: Tensor) -> list[Tensor]:
+    """The digits of each value's logarithmic code, which is how many of the thresholds the value is at most.
+
+    thresholds: descending, 2**bits - 1 of them; the code is found bit by bit, the highest first. tables: one per
+    factor, the digit of every code. Raises TypeError for values of another type than the thresholds'.
+    """
+    if x.dtype != thresholds.dtype:
+        raise TypeError(f"the values are {x.dtype}, but the model is {thresholds.dtype}: convert one of them")
+    value, each = x + offset, thresholds.unbind()
+    above: list[Tensor] = []
+    step = len(tables[0]) // 2
+    while step:
+        above.insert(0, value > _select(each[step - 1 :: 2 * step], above))
+        step //= 2
+    return [_for_products(_select(table.unbind(), above).to(dtype)) for table in tables]
+
+
+def to_floats(sums: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
+    """What `reference.finish` makes of the accumulators of a site of one part: sums times scale, plus bias."""
+    result = sums.to(scale.dtype) * scale
+    return result if bias is None else result + bias
+
+
+def _select(values: Sequence[Tensor], above: Sequence[Tensor]) -> Tensor:
+    """One of 2**n values, by n masks for the bits of its number, the lowest bit first: a set mask stands for a 0."""
+    for mask in above:
+        values = [torch.where(mask, zero, one) for zero, one in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def _for_products(digit: Tensor) -> Tensor:
+    """A digit in one piece, as products take it: row by row, or column by column where it came transposed."""
+    return digit.mT.contiguous().mT if is_transposed(digit) else digit.contiguous()
