@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-ABI = 3  # of its interface
+ABI = 4  # the version of its interface
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of the bits of `adalog_features`
 
 
