@@ -9,7 +9,7 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 3  # of its interface
+ABI = 4  # the version of its interface
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of the bits of `adalog_features`
 
 

@@ -1,5 +1,6 @@
 """Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import integer, native, reference, regions
-from adalog.runtime.native.plan import Plan, shapes_of
 from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
@@ -96,16 +96,17 @@ class Compiled(nn.Module):
     def _plan(self) -> None:
         planned = reference.plan(self.quantized.program, self.quantized.example)
         self.sites = {site.name: site for site in planned}
+        makers: tuple[Any, Any, Any] = reference.Encoder.key, reference.Encoder, reference.Product
         if self._context is not None:
             self._check_native()
-            room: Any = native.Room(self._context)
-        else:
-            room = {"reference": reference, "torch": integer}[self.executor]
-        self._apart = _compiled(self.quantized.program, planned, room)
+            makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
+        elif self.executor == "torch":
+            makers = integer.Encoder.key, integer.Encoder, integer.product
+        self._apart = _compiled(self.quantized.program, planned, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, native.Plan] = {}
 
     def _check_native(self) -> None:
         given = [*self.quantized.example, *self.quantized.program.tensors.values()]
@@ -115,7 +116,7 @@ class Compiled(nn.Module):
                 f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}"
             )
 
-    def prepare(self, batch: int) -> Plan:
+    def prepare(self, batch: int) -> native.Plan:
         """What runs inputs of a batch size: by "native", made once for each and kept for the last few."""
         if self._context is None or batch < 1:
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
@@ -125,8 +126,8 @@ class Compiled(nn.Module):
                 self._check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                shapes = shapes_of(self.quantized.program, inputs)
-                self._plans[batch] = Plan(*self._apart, self._context, inputs, shapes)
+                shapes = native.shapes_of(self.quantized.program, inputs)
+                self._plans[batch] = native.Plan(*self._apart, self._context, inputs, shapes)
             return self._plans[batch]
 
     @property
@@ -200,10 +201,17 @@ class Compiled(nn.Module):
         return self
 
 
-def _compiled(program: Program, planned: Sequence[IntegerSite], room: Any) -> tuple[Program, dict[str, Any]]:
+def _compiled(
+    program: Program,
+    planned: Sequence[IntegerSite],
+    key: Callable[[IntegerSite], str],
+    encoder: Callable[[Quantizer, IntegerSite], Any],
+    product: Callable[[IntegerSite], Any],
+) -> tuple[Program, dict[str, Any]]:
     """The program with the planned sites in integers, and what their nodes do, by name.
 
-    A quantizer of several sites encodes once for all that take the same; it stays where something float reads it too.
+    A quantizer of several sites encodes once for all whose key is the same; it stays where something float reads it
+    too. encoder, product: what an executor makes of an operand of a site, and of the site.
     """
     sites = {site.node.name: site for site in planned}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
@@ -212,9 +220,9 @@ def _compiled(program: Program, planned: Sequence[IntegerSite], room: Any) -> tu
 
     def encoded(arg: Ref, quantizer: Quantizer, site: IntegerSite) -> Ref:
         fake = fakes[arg.name]
-        name = f"{fake.name}#{room.Encoder.key(site)}"
+        name = f"{fake.name}#{key(site)}"
         if name not in steps:
-            steps[name] = room.Encoder(quantizer, site)
+            steps[name] = encoder(quantizer, site)
             nodes.append(Node(name, ENCODE, fake.args[:1], scope=fake.scope))
         return Ref(name)
 
@@ -227,6 +235,6 @@ def _compiled(program: Program, planned: Sequence[IntegerSite], room: Any) -> tu
         left = encoded(left, site.left, site)
         right = encoded(right, site.right, site) if site.weight is None else None
         bias = rest[0] if rest and site.weight is not None else None
-        steps[node.name] = room.Product(site)
+        steps[node.name] = product(site)
         nodes.append(Node(node.name, PRODUCT, (left, right, bias), scope=node.scope))
     return replace(program, nodes=tuple(nodes)).pruned(), steps

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.artifact import encode_quantizer
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime import Compiled
-from adalog.runtime.reference import integers, units
 
 FORMAT = 1
 
@@ -31,13 +29,13 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
             values[f"{side}_zero_point"] = quantizer.zero_point.to(torch.int64)
         else:
             codes = torch.arange(2**quantizer.bits)
-            for index, table in enumerate(integers(quantizer, codes)):
+            for index, table in enumerate(quantizer.integers(codes)):
                 values[f"{side}_table_{index}"] = table
-        for index, unit in enumerate(units(quantizer)):
+        for index, unit in enumerate(quantizer.units()):
             values[f"{side}_unit_{index}"] = unit
         written = ("scale", "zero_point", "negative_scale")  # these are in files of their own
-        fields = {key: value for key, value in encode_quantizer(quantizer).items() if key not in written}
-        sides[side] = {**fields, "parts": len(units(quantizer))}
+        fields = {key: value for key, value in quantizer.fields().items() if key not in written}
+        sides[side] = {**fields, "parts": len(quantizer.units())}
     for index, (sums, scale) in enumerate(zip(trace.accumulators, site.scales, strict=True)):
         values |= {f"accumulators_{index}": sums, f"scale_{index}": scale}
     if trace.bias is not None:

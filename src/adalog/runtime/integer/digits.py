@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from adalog.runtime.reference import Site
+from adalog.runtime.reference import IntegerSite
 
 
-def multiplies_rows(site: Site) -> bool:
+def multiplies_rows(site: IntegerSite) -> bool:
     """Whether a site is one product of two matrices with a stored one on the right: it then multiplies signed bytes."""
     return site.weight is not None and site.groups == 1
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
+from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer, log_thresholds
 from adalog.runtime.integer.digits import Digits, multiplies_rows
 from adalog.runtime.integer.memory import CHUNK, chunks, is_channels_last, is_transposed, scratch
 from adalog.runtime.integer.pure import Pure, log_digits, uniform_digit
-from adalog.runtime.reference import Site, Whole, integers, limits
+from adalog.runtime.reference import IntegerSite
 
 _COMPARED_BITS = 4  # up to which a compiled kernel finds logarithmic codes by comparing with thresholds
 _LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # below which bins do not tell thresholds apart
@@ -25,9 +25,9 @@ class Encoder:
     directly, without codes in between.
     """
 
-    def __init__(self, quantizer: Whole, site: Site):
+    def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
-        self._digits = [Digits(*limit, signed=multiplies_rows(site)) for limit in limits(quantizer)]
+        self._digits = [Digits(*limit, signed=multiplies_rows(site)) for limit in quantizer.limits()]
         self._dtype = self._digits[0].dtype
         self._direct: _UniformDigits | _LogDigits | None = None
         if len(self._digits) == 1 and quantizer.scale.dtype == torch.float32:
@@ -38,7 +38,7 @@ class Encoder:
                 self._direct = _log_digits(quantizer, digits)
 
     @staticmethod
-    def key(site: Site) -> str:
+    def key(site: IntegerSite) -> str:
         """Names what a site's product takes: sites of the same key share what is encoded for one of them."""
         return "bytes" if multiplies_rows(site) else "floats"
 
@@ -76,7 +76,7 @@ class Encoder:
 
     def lift(self, code: Tensor) -> list[Tensor]:
         """The digits of codes."""
-        parts = integers(self.quantizer, code)
+        parts = self.quantizer.integers(code)
         return [digit for part, digits in zip(parts, self._digits, strict=True) for digit in digits.split(part)]
 
     def empty(self, shape: Sequence[int], device: torch.device) -> list[Tensor]:
@@ -217,7 +217,7 @@ def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
     numbers = torch.arange(first, bins.first + len(bins.ends) + 1) - bins.first
     numbers[-1] = 0
     numbers.clamp_(min=0)
-    (values,) = integers(quantizer, bins.counts[numbers].reshape(-1)[1:])
+    (values,) = quantizer.integers(bins.counts[numbers].reshape(-1)[1:])
     device = quantizer.scale.device
     tables = [digit.to(device) for digit in digits.split(values)]
     ends = bins.ends[numbers].view(torch.int32).to(device)

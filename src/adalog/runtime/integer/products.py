@@ -12,7 +12,7 @@ from adalog.errors import ArtifactError
 from adalog.runtime.integer.digits import Digits, multiplies_rows
 from adalog.runtime.integer.memory import CHUNK, scratch
 from adalog.runtime.integer.pure import Pure, to_floats
-from adalog.runtime.reference import INT32, Site, finish, limits
+from adalog.runtime.reference import INT32, IntegerSite, finish
 
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which a type holds every whole number
 _LARGE = 1 << 20  # multiplications per matrix product, from which many of them are faster as bytes, one by one
@@ -20,7 +20,7 @@ _LARGE = 1 << 20  # multiplications per matrix product, from which many of them 
 _SUMS_PLAINLY = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
 
 
-def product(site: Site) -> "RowProduct | BatchedProduct":
+def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
     """What multiplies the digits of a site's operands, as `Encoder` gives them."""
     return RowProduct(site) if multiplies_rows(site) else BatchedProduct(site)
 
@@ -70,9 +70,9 @@ class RowProduct:
     columns: how many outputs a row has; nbytes: the size of the stored weight.
     """
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         self.site = site
-        self._left = [Digits(*limit, signed=True) for limit in limits(site.left)]
+        self._left = [Digits(*limit, signed=True) for limit in site.left.limits()]
         self._weight, self._moved = self._bytes(site)
         self.nbytes = self._weight.nbytes
         self.columns = self._weight.shape[1]
@@ -91,12 +91,12 @@ class RowProduct:
         self._scales = [scale.reshape(-1).expand(self.columns).contiguous() for scale in site.scales]
 
     @staticmethod
-    def _bytes(site: Site) -> tuple[Tensor, Tensor]:
+    def _bytes(site: IntegerSite) -> tuple[Tensor, Tensor]:
         """The weight as signed bytes, (I, O), and what was subtracted per channel to make them so, (O,)."""
         whole = site.weight_integers()
         whole = whole if site.geometry is None else whole[0]
         outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
-        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[union-attr]
+        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[attr-defined]
         moved = torch.where(outside, 128 - zero_point, 0)
         return (whole - moved).to(torch.int8).t().contiguous().t(), moved
 
@@ -227,10 +227,10 @@ class BatchedProduct:
     Its sums stay below what the floats hold, so they are exact in any order. nbytes: the size of a stored weight.
     """
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         self.site = site
         self._left, self._right = (
-            [Digits(*limit, signed=False) for limit in limits(operand)] for operand in (site.left, site.right)
+            [Digits(*limit, signed=False) for limit in operand.limits()] for operand in (site.left, site.right)
         )
         self._weight = None
         if site.weight is not None:

@@ -1,8 +1,8 @@
 // Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependency.
 //
-//     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../fused.cpp -o _native.so
+//     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../../search/fused.cpp -o _native.so
 //
-// Which instructions are used is found out at run time. `native.py` is the only caller; docs/native.md tells the story.
+// The instruction set is chosen at run time. `abi.py` is the only caller; docs/native.md describes the whole.
 //
 // The file has two parts. The first, with what is the same everywhere, includes the file again for each instruction
 // set, and so compiles the second part, the kernels, once for each of them in a namespace of its own.
@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -57,7 +58,7 @@ constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of tw
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// --- what native.py fills in (the structures of the same names there) --------------------------------------------------
+// --- what abi.py fills in (its structures have the same names and fields; see LAYOUT) -----------------------------------
 
 // A function of a float that takes few values: values[i], where i of the 2^depth - 1 thresholds are above x. They are a
 // heap, the first at 1: a place k has those of larger thresholds at 2 k, of smaller ones at 2 k + 1, and one goes there
@@ -88,7 +89,7 @@ struct Output {
     int64_t row;            // entries from one row to the next
     // Of rows alone: in the place of which row each is stored, or -1 where nobody reads it, and to which one of the
     // residual it is added; null where that is its own. No two rows go to one place.
-    const int32_t *place, *from;
+    const int32_t *place, *added_to;
     int64_t places;         // entries of either
     Steps steps;
 };
@@ -109,14 +110,14 @@ struct Side {
     int32_t bits;
     int32_t transposed;  // the right operand of a product: entry (i, j) of what is multiplied is (j, i) here
 };
-struct Product {
+struct Matrices {
     int64_t batches, heads, rows, terms, columns;
     Side left, right;
     Output out;                     // parameters: (heads, columns)
     int64_t out_batch, out_head;    // entries
 };
 struct Attention {
-    Product scores;        // queries and keys; its `out` is not used
+    Matrices scores;        // queries and keys; its `out` is not used
     const float* factor;   // what an accumulator is worth in log2 units, one a head
     const float* bias;     // added to scores, in log2 units: (bias_tables, bias_heads, rows, columns); may be null
     const int32_t* bias_of;  // which of the tables each batch takes
@@ -178,10 +179,10 @@ struct Carver {
         return part;
     }
 };
-template <class Room, class Arguments>
+template <class Scratch, class Arguments>
 size_t size_of(const Arguments& of) {
     Carver carver{0};
-    Room room(carver, of);
+    Scratch scratch(carver, of);
     return carver.used;
 }
 
@@ -373,11 +374,11 @@ int64_t reach(const int32_t* places, int64_t count, int64_t rows, int32_t least)
 bool good(const Output& out, int64_t parameters, int64_t rows, int64_t columns) {
     const int64_t reached = reach(out.place, out.places, rows, -1);
     if (!good(out, parameters) || !fits(reached, out.row, columns, size_of(out), out.bytes)) return false;
-    return !out.residual || fits(reach(out.from, out.places, rows, 0), out.row, columns, 4, out.residual_bytes);
+    return !out.residual || fits(reach(out.added_to, out.places, rows, 0), out.row, columns, 4, out.residual_bytes);
 }
 bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch, int64_t heads, int64_t head,
           int64_t rows, int64_t columns) {
-    if (!good(out, parameters) || out.place || out.from || batch < 0 || head < 0 || out.row < 0) return false;
+    if (!good(out, parameters) || out.place || out.added_to || batch < 0 || head < 0 || out.row < 0) return false;
     if (batch > MOST || head > MOST || out.row > MOST) return false;
     if (!batches || !heads || !rows || !columns) return true;
     __int128 last =
@@ -387,12 +388,12 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
 
 // --- what tasks need besides their operands ------------------------------------------------------------------------------
 
-struct LinearRoom {
+struct LinearScratch {
     int8_t* right;          // (4 panels, lines, 64), if weights are halves
     int32_t* sums;          // (2, 16, 64)
     uint8_t *left, *more;   // (16, terms padded)
     int32_t* row_sums;      // (16)
-    LinearRoom(Carver& carver, const Linear& of) {
+    LinearScratch(Carver& carver, const Linear& of) {
         int64_t terms = of.weights->lines * GROUP;
         right = carver.take<int8_t>(of.weights->halves ? QUAD * PANEL * terms : 0);
         sums = carver.take<int32_t>(2 * ROWS * QUAD * PANEL);
@@ -407,12 +408,12 @@ int64_t rows_of(const Linear& of) {
 }
 
 // A right operand that is packed when it is multiplied.
-struct PackedRoom {
+struct PackedScratch {
     int8_t* data;
     int32_t *base, *moved;
     uint8_t* ones;
     int64_t panels, lines;
-    PackedRoom(Carver& carver, int64_t terms, int64_t columns) {
+    PackedScratch(Carver& carver, int64_t terms, int64_t columns) {
         lines = rounded_up(terms, STEP) / GROUP, panels = rounded_up(columns, PANEL * QUAD) / PANEL;
         data = carver.take<int8_t>(panels * lines * LINE);
         base = carver.take<int32_t>(panels * PANEL);
@@ -420,23 +421,23 @@ struct PackedRoom {
         ones = carver.take<uint8_t>(PANEL * lines * GROUP);
     }
 };
-struct ProductRoom {
-    PackedRoom right;
+struct ProductScratch {
+    PackedScratch right;
     uint8_t *left, *more;
     int32_t *sums, *row_sums;
-    ProductRoom(Carver& carver, const Product& of) : right(carver, of.terms, of.columns) {
+    ProductScratch(Carver& carver, const Matrices& of) : right(carver, of.terms, of.columns) {
         left = carver.take<uint8_t>(PANEL * right.lines * GROUP);
         more = carver.take<uint8_t>(of.left.more ? PANEL * right.lines * GROUP : 0);
         sums = carver.take<int32_t>(PANEL * right.panels * PANEL);
         row_sums = carver.take<int32_t>(PANEL);
     }
 };
-struct AttentionRoom {
-    ProductRoom scores;
-    PackedRoom values;
+struct AttentionScratch {
+    ProductScratch scores;
+    PackedScratch values;
     uint8_t *left, *more;  // bytes of probabilities, (16, keys padded)
     int32_t *sums, *row_sums;
-    AttentionRoom(Carver& carver, const Attention& of)
+    AttentionScratch(Carver& carver, const Attention& of)
         : scores(carver, of.scores), values(carver, of.scores.columns, of.columns) {
         left = carver.take<uint8_t>(PANEL * values.lines * GROUP);
         more = carver.take<uint8_t>(of.steps.planes > 1 ? PANEL * values.lines * GROUP : 0);
@@ -522,8 +523,59 @@ API unsigned adalog_features(void) {
     return found;
 }
 
-// Of this interface: native.py refuses a library of another one.
-API int adalog_abi(void) { return 3; }
+// The version of this interface: library.py refuses a library of another version.
+API int adalog_abi(void) { return 4; }
+
+// Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
+struct Field {
+    const char* name;
+    int64_t offset, size;
+};
+#define WHOLE(structure) {#structure, 0, sizeof(structure)}
+#define FIELD(structure, field) {#structure "." #field, offsetof(structure, field), sizeof(structure::field)}
+static const Field LAYOUT[] = {
+    WHOLE(Steps),
+    FIELD(Steps, heap), FIELD(Steps, values), FIELD(Steps, length), FIELD(Steps, depth), FIELD(Steps, planes),
+    WHOLE(Output),
+    FIELD(Output, kind), FIELD(Output, scale), FIELD(Output, bias), FIELD(Output, high), FIELD(Output, top),
+    FIELD(Output, parameters), FIELD(Output, residual), FIELD(Output, residual_bytes), FIELD(Output, data),
+    FIELD(Output, more), FIELD(Output, bytes), FIELD(Output, row), FIELD(Output, place), FIELD(Output, added_to),
+    FIELD(Output, places), FIELD(Output, steps),
+    WHOLE(Linear),
+    FIELD(Linear, weights), FIELD(Linear, data), FIELD(Linear, more), FIELD(Linear, bytes), FIELD(Linear, row),
+    FIELD(Linear, rows), FIELD(Linear, out),
+    WHOLE(Side),
+    FIELD(Side, data), FIELD(Side, more), FIELD(Side, bytes), FIELD(Side, batch), FIELD(Side, head), FIELD(Side, row),
+    FIELD(Side, zero), FIELD(Side, bits), FIELD(Side, transposed),
+    WHOLE(Matrices),
+    FIELD(Matrices, batches), FIELD(Matrices, heads), FIELD(Matrices, rows), FIELD(Matrices, terms),
+    FIELD(Matrices, columns), FIELD(Matrices, left), FIELD(Matrices, right), FIELD(Matrices, out),
+    FIELD(Matrices, out_batch), FIELD(Matrices, out_head),
+    WHOLE(Attention),
+    FIELD(Attention, scores), FIELD(Attention, factor), FIELD(Attention, bias), FIELD(Attention, bias_of),
+    FIELD(Attention, bias_bytes), FIELD(Attention, bias_tables), FIELD(Attention, bias_heads),
+    FIELD(Attention, bias_batches), FIELD(Attention, steps), FIELD(Attention, zero), FIELD(Attention, columns),
+    FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch), FIELD(Attention, out_head),
+    WHOLE(Norm),
+    FIELD(Norm, data), FIELD(Norm, bytes), FIELD(Norm, row), FIELD(Norm, rows), FIELD(Norm, columns),
+    FIELD(Norm, epsilon), FIELD(Norm, out),
+    WHOLE(Encode),
+    FIELD(Encode, data), FIELD(Encode, bytes), FIELD(Encode, row), FIELD(Encode, rows), FIELD(Encode, columns),
+    FIELD(Encode, out),
+    WHOLE(Patches),
+    FIELD(Patches, data), FIELD(Patches, bytes), FIELD(Patches, images), FIELD(Patches, channels),
+    FIELD(Patches, height), FIELD(Patches, width), FIELD(Patches, kernel), FIELD(Patches, stride),
+    FIELD(Patches, padding), FIELD(Patches, dilation), FIELD(Patches, fill), FIELD(Patches, out),
+    FIELD(Patches, out_bytes), FIELD(Patches, row),
+};
+#undef WHOLE
+#undef FIELD
+// The name of one entry, "Structure" or "Structure.field", whose offset and size it writes; null beyond the last.
+API const char* adalog_layout(int64_t index, int64_t* offset, int64_t* size) {
+    if (index < 0 || index >= int64_t(sizeof LAYOUT / sizeof *LAYOUT)) return nullptr;
+    *offset = LAYOUT[index].offset, *size = LAYOUT[index].size;
+    return LAYOUT[index].name;
+}
 
 // Threads and kernels; null where this level does not run here.
 API Context* adalog_open(int threads, int level) {
@@ -599,10 +651,10 @@ API int adalog_linear(Context* context, const Linear* of) {
     if (!good(of->out, w->columns, of->rows, w->columns)) return 1;
     int64_t parts = rounded_up(of->rows, rows_of(*of)) / rows_of(*of);
     int64_t quads = rounded_up(w->panels, QUAD) / QUAD;
-    return context->run(context->kernels->linear, of, parts * quads, size_of<LinearRoom>(*of));
+    return context->run(context->kernels->linear, of, parts * quads, size_of<LinearScratch>(*of));
 }
 
-API int adalog_product(Context* context, const Product* of) {
+API int adalog_product(Context* context, const Matrices* of) {
     if (!context || !fits(of->left, of->batches, of->heads, of->rows, of->terms)) return 1;
     bool across = of->right.transposed;
     if (!fits(of->right, of->batches, of->heads, across ? of->columns : of->terms, across ? of->terms : of->columns))
@@ -610,11 +662,11 @@ API int adalog_product(Context* context, const Product* of) {
     if (of->right.more || of->terms < 1 || of->columns < 1) return 1;
     if (!good(of->out, of->heads * of->columns, of->batches, of->out_batch, of->heads, of->out_head, of->rows, of->columns))
         return 1;
-    return context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductRoom>(*of));
+    return context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductScratch>(*of));
 }
 
 API int adalog_attention(Context* context, const Attention* of) {
-    const Product& scores = of->scores;
+    const Matrices& scores = of->scores;
     if (!context || scores.columns < 1 || scores.terms < 1 || of->columns < 1 || !of->factor || !good(of->steps)) return 1;
     if (!fits(scores.left, scores.batches, scores.heads, scores.rows, scores.terms) || scores.left.more) return 1;
     if (!fits(scores.right, scores.batches, scores.heads, scores.columns, scores.terms) || scores.right.more) return 1;
@@ -632,7 +684,7 @@ API int adalog_attention(Context* context, const Attention* of) {
     if (!good(of->out, scores.heads * of->columns, scores.batches, of->out_batch, scores.heads, of->out_head, scores.rows,
               of->columns))
         return 1;
-    return context->run(context->kernels->attention, of, scores.batches * scores.heads, size_of<AttentionRoom>(*of));
+    return context->run(context->kernels->attention, of, scores.batches * scores.heads, size_of<AttentionScratch>(*of));
 }
 
 API int adalog_norm(Context* context, const Norm* of) {
@@ -644,7 +696,7 @@ API int adalog_norm(Context* context, const Norm* of) {
 API int adalog_encode(Context* context, const Encode* of) {
     if (!context || !of->data || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
     if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
-    if (of->out.place || of->out.from) return 1;
+    if (of->out.place || of->out.added_to) return 1;
     return context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
@@ -959,7 +1011,7 @@ struct Finisher {
     const Search<DEPTH> search;
     const bool moved;
     INLINE explicit Finisher(const Output& output)
-        : out(output), search(KIND == STEPS ? output.steps : none()), moved(output.place || output.from) {}
+        : out(output), search(KIND == STEPS ? output.steps : none()), moved(output.place || output.added_to) {}
     static const Steps& none() {
         static const float heap[32] = {};
         static const int32_t values[32] = {};
@@ -1015,7 +1067,7 @@ struct Finisher {
         for (int64_t r = number; r < number + rows; r++, sums += width, next += out.row) {
             int64_t to = next, from = next;
             if (moved) {
-                to = start + placed(out.place, r) * out.row, from = start + placed(out.from, r) * out.row;
+                to = start + placed(out.place, r) * out.row, from = start + placed(out.added_to, r) * out.row;
                 if (to < 0) continue;  // start is within a row
             }
             if (KIND == SUMS) {
@@ -1296,7 +1348,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Linear& of = *static_cast<const Linear*>(arguments);
     const Weights& weights = *of.weights;
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
-    const LinearRoom room(carver, of);
+    const LinearScratch memory(carver, of);
     const int64_t quads = rounded_up(weights.panels, QUAD) / QUAD, panel = number % quads * QUAD;
     const int64_t panels = std::min<int64_t>(QUAD, weights.panels - panel), width = weights.lines * GROUP;
     const int64_t first = panel * PANEL, columns = std::min<int64_t>(panels * PANEL, weights.columns - first);
@@ -1304,8 +1356,8 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     if (weights.halves)
         for (int64_t p = 0; p < panels; p++)
             unpack(packed + p * weights.panel_bytes(), weights.middles.data + (panel + p) * LINE, weights.lines,
-                   room.right + p * weights.lines * LINE);
-    const Right right{weights.halves ? room.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
+                   memory.right + p * weights.lines * LINE);
+    const Right right{weights.halves ? memory.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
     // What the next task unpacks comes from far: it is fetched meanwhile.
@@ -1314,7 +1366,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
     // The sums of some rows are finished while those of the next ones are made.
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
-        int32_t *sums = room.sums, *done = room.sums + ROWS * QUAD * PANEL;
+        int32_t *sums = memory.sums, *done = memory.sums + ROWS * QUAD * PANEL;
         int64_t done_row = begin, done_rows = 0;
         auto finish_part = [&](int64_t part, int64_t parts) INLINE_LAMBDA {
             const uint32_t each = uint32_t(done_rows), from = each * uint32_t(part) / uint32_t(parts);
@@ -1325,12 +1377,12 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             const int64_t rows = std::min<int64_t>(AT_ONCE, end - row);
             Left left{nullptr, nullptr, 0};
             const int64_t start = row * of.row, rest = of.bytes - start;
-            left.data = readable(of.data + start, of.row, rows, weights.terms, width, rest, room.left, &left.row);
+            left.data = readable(of.data + start, of.row, rows, weights.terms, width, rest, memory.left, &left.row);
             if (of.more)
-                left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, room.more, &left.row);
+                left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, memory.more, &left.row);
             const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
-            multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, room.row_sums, finish_part);
+            multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, memory.row_sums, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
         finish_part(0, 1);
@@ -1341,11 +1393,11 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
 
 // The right operand of one batch and head, less its middle, in panels, with its constants.
 Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t columns, int left_zero,
-           const PackedRoom& room) {
+           const PackedScratch& memory) {
     const uint8_t* data = side.data + batch * side.batch + head * side.head;
     const int zero = side.zero[head], m = middle(side.bits, zero), left_over = zero - m;
-    const int64_t panel = room.lines * LINE;
-    std::memset(room.data, 0, room.panels * panel);
+    const int64_t panel = memory.lines * LINE;
+    std::memset(memory.data, 0, memory.panels * panel);
     if (side.transposed) {
         int64_t c = 0;
 #if ADALOG_LEVEL >= 2
@@ -1357,13 +1409,13 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
             for (int64_t g = 0; g < terms / GROUP; g++) {
                 I four = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), there, places, data + c * side.row + g * GROUP, 1);
                 four = _mm512_maskz_mov_epi32(there, _mm512_sub_epi8(four, _mm512_set1_epi8(char(m))));
-                _mm512_storeu_si512(room.data + c / PANEL * panel + g * LINE, four);
+                _mm512_storeu_si512(memory.data + c / PANEL * panel + g * LINE, four);
             }
         }
 #endif
         for (; c < columns; c++) {
             const uint8_t* from = data + c * side.row;
-            int8_t* to = room.data + c / PANEL * panel + c % PANEL * GROUP;
+            int8_t* to = memory.data + c / PANEL * panel + c % PANEL * GROUP;
             for (int64_t t = 0; t < terms; t++) to[t / GROUP * LINE + t % GROUP] = int8_t(from[t] - m);
         }
     } else {
@@ -1382,7 +1434,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
                 }
                 const __m128i low = _mm_unpacklo_epi8(row[0], row[1]), high = _mm_unpackhi_epi8(row[0], row[1]);
                 const __m128i more_low = _mm_unpacklo_epi8(row[2], row[3]), more_high = _mm_unpackhi_epi8(row[2], row[3]);
-                __m128i* to = reinterpret_cast<__m128i*>(room.data + done / PANEL * panel + t / GROUP * LINE);
+                __m128i* to = reinterpret_cast<__m128i*>(memory.data + done / PANEL * panel + t / GROUP * LINE);
                 _mm_storeu_si128(to, _mm_unpacklo_epi16(low, more_low));
                 _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(low, more_low));
                 _mm_storeu_si128(to + 2, _mm_unpacklo_epi16(high, more_high));
@@ -1391,27 +1443,27 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
 #endif
         for (int64_t t = 0; t < terms; t++) {
             const uint8_t* from = data + t * side.row;
-            int8_t* to = room.data + t / GROUP * LINE + t % GROUP;
+            int8_t* to = memory.data + t / GROUP * LINE + t % GROUP;
             for (int64_t c = done; c < columns; c++) to[c / PANEL * panel + c % PANEL * GROUP] = int8_t(from[c] - m);
         }
     }
-    Right right{room.data, panel, room.lines, room.base, nullptr};
-    std::memset(room.base, 0, room.panels * PANEL * sizeof(int32_t));
+    Right right{memory.data, panel, memory.lines, memory.base, nullptr};
+    std::memset(memory.base, 0, memory.panels * PANEL * sizeof(int32_t));
     if (left_zero) {  // sums of columns: a row of ones times the operand
-        std::memset(room.ones, 1, PANEL * room.lines * GROUP);
+        std::memset(memory.ones, 1, PANEL * memory.lines * GROUP);
         const int32_t none[QUAD * PANEL] = {};
         int32_t sums[PANEL * QUAD * PANEL];
-        for (int64_t p = 0; p < room.panels; p += QUAD) {
-            Right part{room.data + p * panel, panel, room.lines, none, nullptr};
-            multiply_bytes(room.ones, room.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL,
+        for (int64_t p = 0; p < memory.panels; p += QUAD) {
+            Right part{memory.data + p * panel, panel, memory.lines, none, nullptr};
+            multiply_bytes(memory.ones, memory.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL,
                            Nothing{});
             for (int c = 0; c < QUAD * PANEL; c++)
-                room.base[p * PANEL + c] = int32_t(uint32_t(-int64_t(left_zero) * sums[c] + terms * left_zero * left_over));
+                memory.base[p * PANEL + c] = int32_t(uint32_t(-int64_t(left_zero) * sums[c] + terms * left_zero * left_over));
         }
     }
     if (left_over) {
-        std::fill(room.moved, room.moved + room.panels * PANEL, -left_over);
-        right.moved = room.moved;
+        std::fill(memory.moved, memory.moved + memory.panels * PANEL, -left_over);
+        right.moved = memory.moved;
     }
     return right;
 }
@@ -1430,18 +1482,18 @@ INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t 
 }
 
 void product(const void* arguments, int64_t number, uint8_t* scratch) {
-    const Product& of = *static_cast<const Product*>(arguments);
+    const Matrices& of = *static_cast<const Matrices*>(arguments);
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
-    const ProductRoom room(carver, of);
-    const int64_t batch = number / of.heads, head = number % of.heads, panels = room.right.panels;
-    const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], room.right);
+    const ProductScratch memory(carver, of);
+    const int64_t batch = number / of.heads, head = number % of.heads, panels = memory.right.panels;
+    const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], memory.right);
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = 0; row < of.rows; row += PANEL) {
             const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
-            multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, room.left, room.more, room.sums,
-                         room.row_sums);
+            multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, memory.left, memory.more, memory.sums,
+                         memory.row_sums);
             finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns,
-                          room.sums, panels * PANEL);
+                          memory.sums, panels * PANEL);
         }
     });
 }
@@ -1516,32 +1568,32 @@ INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, i
 }
 
 template <int DEPTH>
-void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoom& room) {
-    const Product& scores = of.scores;
-    const int64_t keys = scores.columns, panels = room.scores.right.panels, width = room.values.lines * GROUP;
-    const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], room.scores.right);
-    const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, room.values);
+void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScratch& memory) {
+    const Matrices& scores = of.scores;
+    const int64_t keys = scores.columns, panels = memory.scores.right.panels, width = memory.values.lines * GROUP;
+    const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], memory.scores.right);
+    const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, memory.values);
     const Search<DEPTH> search(of.steps);
     const bool two = of.steps.planes > 1;
-    std::memset(room.left, 0, PANEL * width);
-    if (two) std::memset(room.more, 0, PANEL * width);
+    std::memset(memory.left, 0, PANEL * width);
+    if (two) std::memset(memory.more, 0, PANEL * width);
     const float* bias = nullptr;
     if (of.bias)
         bias = of.bias + (of.bias_of[batch] * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = 0; row < scores.rows; row += PANEL) {
             const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
-            int32_t* sums = room.scores.sums;
-            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, room.scores.left,
-                         room.scores.more, sums, room.scores.row_sums);
-            softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, room.left,
-                    two ? room.more : nullptr, width);
-            const Left left{room.left, two ? room.more : nullptr, width};
+            int32_t* sums = memory.scores.sums;
+            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, memory.scores.left,
+                         memory.scores.more, sums, memory.scores.row_sums);
+            softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, memory.left,
+                    two ? memory.more : nullptr, width);
+            const Left left{memory.left, two ? memory.more : nullptr, width};
             for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
                 multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
-                         room.sums + p * PANEL, room.values.panels * PANEL, room.row_sums);
-            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns, room.sums,
-                          room.values.panels * PANEL);
+                         memory.sums + p * PANEL, memory.values.panels * PANEL, memory.row_sums);
+            finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns, memory.sums,
+                          memory.values.panels * PANEL);
         }
     });
 }
@@ -1549,11 +1601,11 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionRoo
 void attention(const void* arguments, int64_t number, uint8_t* scratch) {
     const Attention& of = *static_cast<const Attention*>(arguments);
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
-    const AttentionRoom room(carver, of);
+    const AttentionScratch memory(carver, of);
     const int64_t batch = number / of.scores.heads, head = number % of.scores.heads;
-    if (of.steps.depth == 4) return attend<4>(of, batch, head, room);
-    if (of.steps.depth == 5) return attend<5>(of, batch, head, room);
-    attend<0>(of, batch, head, room);
+    if (of.steps.depth == 4) return attend<4>(of, batch, head, memory);
+    if (of.steps.depth == 5) return attend<5>(of, batch, head, memory);
+    attend<0>(of, batch, head, memory);
 }
 
 // --- norms, and codes of values --------------------------------------------------------------------------------------------
@@ -1563,7 +1615,7 @@ void norm(const void* arguments, int64_t number, uint8_t*) {
     const int64_t begin = number * NORM_ROWS, end = std::min(of.rows, begin + NORM_ROWS), quick = of.columns / (4 * W) * (4 * W);
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = begin; row < end; row++) {
-            const int64_t to = placed(of.out.place, row) * of.out.row, from = placed(of.out.from, row) * of.out.row;
+            const int64_t to = placed(of.out.place, row) * of.out.row, from = placed(of.out.added_to, row) * of.out.row;
             if (to < 0) continue;
             const float* x = of.data + row * of.row;
             F sum[4] = {set(0.0f), set(0.0f), set(0.0f), set(0.0f)}, squares[4] = {sum[0], sum[0], sum[0], sum[0]};

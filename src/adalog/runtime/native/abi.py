@@ -1,0 +1,249 @@
+"""The interface of `native.cpp`: its structures as ctypes sees them, its functions, its threads and its weights.
+
+The compiled library says where each field of each structure lies, and loading compares that with the structures here.
+Every kernel checks that the sizes in its arguments fit together before it reads or writes.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from adalog import library
+
+SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes: see `Kind` in native.cpp
+
+# --- structures ------------------------------------------------------------------------------------------------------
+
+
+class Steps(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("heap", "values")),
+        ("length", c_int64),
+        *((name, c_int32) for name in ("depth", "planes")),
+    )
+
+
+class Output(ctypes.Structure):
+    _fields_ = (
+        ("kind", c_int32),
+        *((name, c_void_p) for name in ("scale", "bias", "high", "top")),
+        ("parameters", c_int64),
+        ("residual", c_void_p),
+        ("residual_bytes", c_int64),
+        *((name, c_void_p) for name in ("data", "more")),
+        *((name, c_int64) for name in ("bytes", "row")),
+        *((name, c_void_p) for name in ("place", "added_to")),
+        ("places", c_int64),
+        ("steps", Steps),
+    )
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("weights", "data", "more")),
+        *((name, c_int64) for name in ("bytes", "row", "rows")),
+        ("out", Output),
+    )
+
+
+class Side(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "more")),
+        *((name, c_int64) for name in ("bytes", "batch", "head", "row")),
+        ("zero", c_void_p),
+        *((name, c_int32) for name in ("bits", "transposed")),
+    )
+
+
+class Matrices(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batches", "heads", "rows", "terms", "columns")),
+        ("left", Side),
+        ("right", Side),
+        ("out", Output),
+        *((name, c_int64) for name in ("out_batch", "out_head")),
+    )
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        ("scores", Matrices),
+        *((name, c_void_p) for name in ("factor", "bias", "bias_of")),
+        *((name, c_int64) for name in ("bias_bytes", "bias_tables", "bias_heads", "bias_batches")),
+        ("steps", Steps),
+        ("zero", c_int32),
+        ("columns", c_int64),
+        ("values", Side),
+        ("out", Output),
+        *((name, c_int64) for name in ("out_batch", "out_head")),
+    )
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("bytes", "row", "rows", "columns")),
+        ("epsilon", c_float),
+        ("out", Output),
+    )
+
+
+class Encode(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("bytes", "row", "rows", "columns")),
+        ("out", Output),
+    )
+
+
+class Patches(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("bytes", "images", "channels", "height", "width")),
+        *((name, c_int64 * 2) for name in ("kernel", "stride", "padding", "dilation")),
+        ("fill", c_int32),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("out_bytes", "row")),
+    )
+
+
+STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches)
+KERNELS = {
+    "linear": Linear,
+    "product": Matrices,
+    "attention": Attention,
+    "norm": Norm,
+    "encode": Encode,
+    "patches": Patches,
+}
+
+# --- the library -----------------------------------------------------------------------------------------------------
+
+Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes, of "Structure" and of "Structure.field"
+
+
+def own_layout() -> Offsets:
+    """The layout of the structures above."""
+    found: Offsets = {}
+    for structure in STRUCTURES:
+        found[structure.__name__] = 0, ctypes.sizeof(structure)
+        for name, *_ in structure._fields_:
+            field = getattr(structure, name)
+            found[f"{structure.__name__}.{name}"] = field.offset, field.size
+    return found
+
+
+def layout_of(compiled: ctypes.CDLL) -> Offsets:
+    """The layout of the library's structures, as the library says it."""
+    found: Offsets = {}
+    offset, size = c_int64(), c_int64()
+    while name := compiled.adalog_layout(len(found), ctypes.byref(offset), ctypes.byref(size)):
+        found[name.decode()] = offset.value, size.value
+    return found
+
+
+def check_layout(found: Offsets) -> None:
+    """Raise ValueError where a library's layout is not that of the structures here."""
+    wanted = own_layout()
+    for name in (*wanted, *found):
+        if wanted.get(name) != found.get(name):
+            theirs, ours = (
+                "absent" if each is None else f"{each[1]} bytes at byte {each[0]}"
+                for each in (found.get(name), wanted.get(name))
+            )
+            raise ValueError(
+                f"executor = 'native' does not run here: {name} is {theirs} in the library of kernels but {ours} in "
+                "this package, so the two are of different versions: install the package again "
+                "(pip install --force-reinstall --no-deps ...)"
+            )
+
+
+def load() -> ctypes.CDLL:
+    """The library of kernels with its functions declared. Raises ValueError where none can be used here."""
+    found, why = library.load()
+    if found is None:
+        raise ValueError(f"executor = 'native' does not run here: {why}")
+    return _declared(found)
+
+
+@functools.cache
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    for name, result, arguments in (
+        ("layout", c_char_p, [c_int64, POINTER(c_int64), POINTER(c_int64)]),
+        ("open", c_void_p, [c_int, c_int]),
+        ("close", None, [c_void_p]),
+        ("weights", c_void_p, [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int]),
+        ("weights_free", None, [c_void_p]),
+        ("weights_bytes", c_int64, [c_void_p]),
+        *((kernel, c_int, [c_void_p, c_void_p]) for kernel in KERNELS),
+    ):
+        function = getattr(found, f"adalog_{name}")
+        function.restype, function.argtypes = result, arguments
+    check_layout(layout_of(found))
+    return found
+
+
+class Context:
+    """Threads, and the kernels of one level, for a compiled model. Calls from several threads wait for each other.
+
+    level: one of `library.levels()`; None means the fastest of them. Raises ValueError for what does not run here.
+    """
+
+    def __init__(self, threads: int, level: str | None = None):
+        self._library = load()
+        found = library.levels()
+        level = found[-1] if level is None else level
+        if level not in found:
+            raise ValueError(f"level = {level!r} is none of {', '.join(found)}")
+        if not 1 <= threads <= 1024:
+            raise ValueError(f"threads = {threads} is outside 1 to 1024")
+        self.level, self.threads = level, threads
+        self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
+        if not self._pointer:
+            raise ValueError(f"threads = {threads} are more than this machine starts")
+        self._kernels = {name: getattr(self._library, f"adalog_{name}") for name in KERNELS}
+
+    def __del__(self) -> None:
+        if getattr(self, "_pointer", None):
+            self._library.adalog_close(self._pointer)
+
+    def bind(self, kernel: str, arguments: ctypes.Structure) -> Callable[[], int]:
+        """A call of the kernel with these arguments, which returns a status for `check`.
+
+        The caller keeps the arguments, and all memory that they point to, alive for as long as the call.
+        """
+        return functools.partial(self._kernels[kernel], self._pointer, ctypes.addressof(arguments))
+
+    def run(self, kernel: str, arguments: ctypes.Structure) -> None:
+        """Call the kernel once with these arguments."""
+        check(self.bind(kernel, arguments)())
+
+
+def check(status: int) -> None:
+    """Raise an error for a status other than 0, which a kernel returns where it did nothing."""
+    if status:
+        raise MemoryError("no memory for a kernel") if status == 2 else ValueError("the sizes of a kernel do not fit")
+
+
+class Weights:
+    """A stored weight in the layout that kernels read; up to 4 bits it takes half a byte per code.
+
+    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; left_zero: the zero point of the left operand;
+    name: of the weight's site, for errors.
+    """
+
+    def __init__(self, codes: Tensor, zero: Tensor, bits: int, left_zero: int, name: str):
+        assert (codes.dtype, zero.dtype, len(zero)) == (torch.uint8, torch.int32, len(codes))
+        self._library = load()
+        self.pointer = self._library.adalog_weights(codes.data_ptr(), zero.data_ptr(), *codes.shape, bits, left_zero)
+        if not self.pointer:
+            raise MemoryError(f"no memory for the weight of {name}")
+        self.nbytes = self._library.adalog_weights_bytes(self.pointer)
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None):
+            self._library.adalog_weights_free(self.pointer)

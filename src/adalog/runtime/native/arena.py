@@ -1,0 +1,195 @@
+"""The memory of a plan: what steps share, what they keep, and the calls of kernels with the addresses of both."""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.runtime.native import abi
+from adalog.runtime.native.products import bytes_behind, place
+from adalog.runtime.native.steps import Rows
+from adalog.runtime.native.tables import Codes, Finish, Lookup, search_tables
+
+
+class Bytes(list[Any]):
+    """A value as planes of bytes. Where it is several values (a split), each plane holds all of them."""
+
+
+def addresses(value: Any) -> set[int]:
+    """The addresses of the memory that the tensors of a value have."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage().data_ptr()}
+    return set().union(*map(addresses, value)) if isinstance(value, (tuple, list)) else set()
+
+
+def in_memory(value: Tensor) -> tuple[list[int], list[int]]:
+    """The dimensions in the order of their strides, the longest first, and the permutation that undoes this order."""
+    order = sorted(range(value.ndim), key=lambda i: -value.stride()[i])
+    return order, [order.index(i) for i in range(value.ndim)]
+
+
+def copy(static: Any, value: Any) -> None:
+    """Write the tensors of a value into those of another with the same structure."""
+    if isinstance(static, Tensor):
+        static.copy_(value)
+    elif isinstance(static, (tuple, list)):
+        for put, given in zip(static, value, strict=True):
+            copy(put, given)
+
+
+class Arena:
+    """Memory that steps share: memory whose value no later step reads is taken again. nbytes: of all of it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+        self._taken: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
+        self._live: dict[int, int] = {}  # by address: how many values lie there
+        self.nbytes = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor, until its address is given back."""
+        count = math.prod(shape)
+        size = max(64, -(-count * dtype.itemsize // 64) * 64)
+        free = self._free.get(size)
+        if free:
+            memory = free.pop()
+        else:
+            memory = torch.zeros(size, dtype=torch.uint8)
+            self.nbytes += size
+        self._taken[memory.data_ptr()] = (size, memory)
+        return memory[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def _give(self, address: int) -> None:
+        if address in self._taken:
+            size, memory = self._taken.pop(address)
+            self._free.setdefault(size, []).append(memory)
+
+    def hold(self, value: Any) -> None:
+        """Count a value among those that lie in its memory."""
+        for address in addresses(value):
+            self._live[address] = self._live.get(address, 0) + 1
+
+    def drop(self, value: Any) -> None:
+        """Count a value no more, and give its memory back if it was the last one there."""
+        for address in addresses(value):
+            self._live[address] -= 1
+            if not self._live[address]:
+                del self._live[address]
+                self._give(address)
+
+    def give_scratch(self, scratch: Sequence[Tensor]) -> None:
+        """Give memory back unless a value lies in it."""
+        for value in scratch:
+            if value.data_ptr() not in self._live:
+                self._give(value.data_ptr())
+
+
+class Layout:
+    """What is laid out of a plan so far.
+
+    calls: in order. Each returns None, or the status of a kernel. alive: what the arguments of kernels point to.
+    scratch: memory of the current step alone.
+    """
+
+    def __init__(self, context: abi.Context):
+        self._context = context
+        self.arena = Arena()
+        self.calls: list[Callable[[], int | None]] = []
+        self.alive: list[Any] = []
+        self.scratch: list[Tensor] = []
+
+    def keep(self, value: Tensor) -> int:
+        """The address of a value, which then lives as long as the plan."""
+        self.alive.append(value)
+        return value.data_ptr()
+
+    def call(self, kernel: str, arguments: ctypes.Structure) -> None:
+        """Add a call of a kernel."""
+        self.alive.append(arguments)
+        self.calls.append(self._context.bind(kernel, arguments))
+
+    def take_scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory until the end of the current step."""
+        memory = self.arena.take(shape, dtype)
+        self.scratch.append(memory)
+        return memory
+
+    def dense(self, value: Tensor) -> Tensor:
+        """The value with its rows one after the other: itself, or a copy that each call makes."""
+        if value.is_contiguous():
+            return value
+        static = self.take_scratch(value.shape, value.dtype)
+        self.calls.append(lambda: copy(static, value))
+        return static
+
+    def strided(self, plane: Tensor) -> Tensor:
+        """Bytes whose rows or columns are dense, and whose batches are one dimension or can be viewed as one."""
+        seen = plane
+        if len(plane.shape[:-3]) > 1:
+            try:
+                plane.view(-1, *plane.shape[-3:])
+            except RuntimeError:
+                seen = self.dense(plane)
+        return seen if 1 in (seen.stride(-1), seen.stride(-2)) else self.dense(seen)
+
+    def results(self, finish: Finish, shape: Sequence[int], whole: bool = True) -> list[Tensor]:
+        """Memory for the results of a kernel, one tensor per plane.
+
+        whole: whether the kernel writes all of it. If not, it is no shared memory and starts full of what stands for 0.
+        """
+        count = finish.planes if isinstance(finish, Lookup) else 1
+        dtype = torch.float32 if finish is None else torch.uint8
+        if whole:
+            return [self.arena.take(shape, dtype) for _ in range(count)]
+        out = [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+        if isinstance(finish, Codes):
+            out[0].view(-1, len(finish.zero))[:] = finish.zero
+        elif finish is not None:
+            zero = int(finish.values[(finish.thresholds <= 0).sum()])
+            for plane, byte in zip(out, (zero & 255, zero >> 8), strict=False):
+                plane.fill_(byte)
+        self.alive += out
+        return out
+
+    def results_by_token(self, finish: Finish, shape: Sequence[int]) -> list[Tensor]:
+        """The same for (..., heads, rows, columns), where the heads of a row follow each other in memory."""
+        *lead, heads, rows, columns = shape
+        return [plane.transpose(-3, -2) for plane in self.results(finish, (*lead, rows, heads, columns))]
+
+    def lookup(self, table: Lookup) -> abi.Steps:
+        """The tables of a function of few values."""
+        depth, heap, values = search_tables(table.thresholds, table.values)
+        return abi.Steps(
+            heap=self.keep(heap), values=self.keep(values), length=len(heap), depth=depth, planes=table.planes
+        )
+
+    def output(self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None) -> abi.Output:
+        """What a kernel makes of its results x: first x * scale + bias, (columns,) each in float64, then the finish."""
+        offset = torch.zeros_like(scale) if bias is None else bias.double()
+        arguments = abi.Output(parameters=len(scale), **place(*out))
+        if isinstance(finish, Codes):
+            scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
+            arguments.kind = abi.CODES
+            arguments.high = self.keep(finish.top)
+            arguments.top = self.keep(finish.top.to(torch.uint8))
+        elif isinstance(finish, Lookup):
+            arguments.kind, arguments.steps = abi.STEPS, self.lookup(finish)
+        else:
+            arguments.kind = abi.FLOATS
+        arguments.scale = self.keep(scale.float().contiguous())
+        arguments.bias = self.keep(offset.float().contiguous())
+        return arguments
+
+    def move_rows(self, output: abi.Output, rows: Rows, added: Tensor | None) -> None:
+        """Tell an output where its rows go, and what they are added to."""
+        added_to = None
+        if added is not None:
+            added, added_to = self.dense(added), rows.added_to
+            output.residual, output.residual_bytes = added.data_ptr(), bytes_behind(added)
+        for field, numbers in (("place", rows.place), ("added_to", added_to)):
+            if numbers is not None:
+                setattr(output, field, self.keep(numbers))
+                output.places = len(numbers)

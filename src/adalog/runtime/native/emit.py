@@ -1,0 +1,385 @@
+"""From recognised steps to calls of kernels, over memory that is laid out once for one batch size."""
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.graph.program import Program, evaluate, refs_of
+from adalog.graph.sites import MOVES
+from adalog.quantizers import UniformQuantizer
+from adalog.runtime.native import abi
+from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
+from adalog.runtime.native.products import (
+    Encoder,
+    Planes,
+    Product,
+    by_batch_and_head,
+    bytes_behind,
+    linear,
+    matrices,
+    side,
+    zero_point,
+)
+from adalog.runtime.native.recognise import failing, recognise
+from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Same, Steps, Torch
+from adalog.runtime.native.tables import Codes, Finish
+from adalog.runtime.reference import ENCODE, IntegerSite
+
+
+class Plan:
+    """A compiled program for inputs of one shape. It takes them and gives the outputs; calls wait for each other.
+
+    program, functions: as compiled, with what encoders and products do, by their nodes' names; shapes: of its values,
+    as `shapes_of` finds them. calls: what it does, in order. fallbacks: the operations that run as torch runs them, by
+    their nodes' names. nbytes: of the memory that steps share. Raises ProgramError where an operation fails.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        functions: Mapping[str, Any],
+        context: abi.Context,
+        inputs: Sequence[Tensor],
+        shapes: Mapping[str, Any],
+    ):
+        sites = {name: each.site for name, each in functions.items() if isinstance(each, Product)}
+        quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, Encoder)}
+        emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
+        self._output = program.output
+        self._statics, self._pointers, self._results = emitter.statics, emitter.pointers, emitter.results
+        self._layout = emitter.layout  # owns the memory that the calls have the addresses of
+        self._lock = threading.Lock()
+        self.calls = emitter.layout.calls
+        self.fallbacks = emitter.fallbacks
+        self.nbytes = emitter.layout.arena.nbytes
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        with self._lock:
+            given = [value.contiguous() for value in inputs]
+            for arguments, index in self._pointers:
+                arguments.data = given[index].data_ptr()
+            for static, value in zip(self._statics, given, strict=True):
+                if static is not None:
+                    static.copy_(value)
+            for call in self.calls:
+                status = call()
+                if status:
+                    abi.check(status)
+            return evaluate(self._output, {name: _own(value) for name, value in self._results.items()})
+
+
+def _own(value: Any) -> Any:
+    """The value in memory that the next call leaves alone; sizes are numbers."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_own, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _last_reads(found: Steps) -> list[list[str]]:
+    """For each step the names of the values that no later step reads; outputs are read at the end."""
+    made = {step.name for step in found.steps}
+    read_later = set(refs_of(found.program.output))
+    dead: list[list[str]] = []
+    for step in reversed(found.steps):
+        names = [name for name in dict.fromkeys([step.name, *step.reads]) if name in made and name not in read_later]
+        read_later.update(names)
+        dead.append(names)
+    return dead[::-1]
+
+
+class _Emitter:
+    """Gives each step its memory and its calls, in order.
+
+    statics: where each input is copied to, or None for one that a kernel reads in place; pointers: the arguments that
+    read such an input, by its index. results: the program's outputs, by name. Values are tensors where every call will
+    put them, planes of such (`Bytes`), or numbers.
+    """
+
+    def __init__(self, found: Steps, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]):
+        self.layout = Layout(context)
+        self.fallbacks: dict[str, str] = {}
+        self.pointers: list[tuple[ctypes.Structure, int]] = []
+        self._found, self._functions = found, functions
+        program = found.program
+        self._index_of = {name: i for i, name in enumerate(program.inputs) if name in found.read_in_place}
+        self.statics = [
+            None if name in found.read_in_place else torch.zeros_like(value)
+            for name, value in zip(program.inputs, inputs, strict=True)
+        ]
+        self._values: dict[str, Any] = dict(found.constants)
+        for name, value, static in zip(program.inputs, inputs, self.statics, strict=True):
+            self._values[name] = torch.empty(value.shape) if static is None else static
+        emitted: dict[type, Callable[[Any], Any]] = {
+            Norm: self._norm,
+            Linear: self._linear,
+            Matrices: self._matrices,
+            Attend: self._attend,
+            Encode: self._encode,
+            Same: lambda step: self._values[step.source],
+            Torch: self._torch,
+        }
+        nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
+        for step, dead in zip(found.steps, _last_reads(found), strict=True):
+            self.layout.scratch = []
+            with failing(nodes[step.name]):
+                value = emitted[type(step)](step)
+            self._values[step.name] = value
+            arena.hold(value)
+            arena.give_scratch(self.layout.scratch)
+            for name in dead:
+                arena.drop(self._values.pop(name))
+        self.results = {name: self._values[name] for name in refs_of(program.output)}
+
+    # --- kernels -----------------------------------------------------------------------------------------------------
+
+    def _norm(self, step: Norm) -> Any:
+        layout, x = self.layout, _floats(self._values[step.source])
+        x, columns = layout.dense(x), x.shape[-1]
+        out = layout.results(step.finish, step.shape, step.rows.whole)
+        scale = torch.ones(columns).double() if step.weight is None else step.weight.double()
+        arguments = abi.Norm(
+            data=x.data_ptr(),
+            bytes=bytes_behind(x),
+            row=columns,
+            rows=x.numel() // columns,
+            columns=columns,
+            epsilon=step.epsilon,
+            out=layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, step.bias),
+        )
+        layout.move_rows(arguments.out, step.rows, self._added(step))
+        layout.call("norm", arguments)
+        return _value(step.finish, out)
+
+    def _added(self, step: Norm | Linear) -> Tensor | None:
+        return None if step.rows.added is None else _floats(self._values[step.rows.added])
+
+    def _linear(self, step: Linear) -> Any:
+        layout, product = self.layout, self._functions[step.product]
+        rows = self._rows_of(product.site, self._values[step.source])
+        columns = product.columns
+        scale = product.site.scales[0].double().reshape(-1).expand(columns)
+        bias = None if step.bias is None else step.bias.double()
+        if step.factor is not None:
+            scale = scale * step.factor.double()
+            bias = None if bias is None else bias * step.factor.double()
+        out = layout.results(step.finish, step.shape, step.rows.whole)
+        output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias)
+        layout.move_rows(output, step.rows, self._added(step))
+        if len(rows[0]):
+            layout.call("linear", linear(product.weights, rows, output))
+        if step.image is not None:  # (B, L, O) as (B, O, H, W)
+            out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
+        return _value(step.finish, out)
+
+    def _rows_of(self, site: IntegerSite, left: Bytes) -> Planes:
+        """The left operand of a stored weight as (T, I)."""
+        layout = self.layout
+        if site.geometry is None:
+            return [layout.dense(plane).view(-1, site.terms) for plane in left]
+        stride, padding, dilation, _ = site.geometry
+        kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
+        if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each place of the image is a row
+            return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
+        count = len(images) * math.prod(site.sizes(images.shape))
+        pairs = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+        rows = []
+        for plane in map(layout.dense, left):
+            out = layout.take_scratch((count, site.terms), torch.uint8)
+            arguments = abi.Patches(
+                data=plane.data_ptr(),
+                bytes=bytes_behind(plane),
+                images=len(plane),
+                channels=plane.shape[1],
+                height=plane.shape[2],
+                width=plane.shape[3],
+                fill=zero_point(site.left),
+                out=out.data_ptr(),
+                out_bytes=bytes_behind(out),
+                row=site.terms,
+                **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
+            )
+            layout.call("patches", arguments)
+            rows.append(out)
+        return rows
+
+    def _matrices(self, step: Matrices) -> Any:
+        layout, site = self.layout, self._functions[step.product].site
+        left, right = self._values[step.left], self._values[step.right]
+        site.check_terms(left[0].shape[-1])
+        by_token = len(step.shape) == 4
+        out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
+        *left, right = (layout.strided(plane) for plane in (*left, *right))
+        arguments, alive = matrices(site, left, right, out[0])
+        layout.alive.append(alive)
+        arguments.out = layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None)
+        layout.call("product", arguments)
+        return _value(step.finish, out)
+
+    def _attend(self, step: Attend) -> Any:
+        layout, site, scores = self.layout, self._functions[step.product].site, self._functions[step.scores].site
+        q, k, v = (layout.strided(self._values[name][0]) for name in step.reads)
+        scores.check_terms(q.shape[-1])
+        site.check_terms(k.shape[-1])
+        q, v = (plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in (q, v))
+        if k.stride(-2) != 1:
+            k = layout.dense(k.transpose(-1, -2)).transpose(-1, -2)
+        out, lead = layout.results_by_token(step.finish, step.shape), step.shape[:-2]
+        (left, *alive), (right, *alive_too), (values, *alive_as_well) = (
+            side([plane], lead, quantizer)
+            for plane, quantizer in ((q, scores.left), (k, scores.right), (v, site.right))
+        )
+        layout.alive += [alive, alive_too, alive_as_well]
+        result = by_batch_and_head(out[0], lead)
+        products = abi.Matrices(
+            batches=len(result),
+            heads=result.shape[1],
+            rows=step.shape[-2],
+            terms=q.shape[-1],
+            columns=k.shape[-1],
+            left=left,
+            right=right,
+        )
+        factor = _by_column(scores.scales[0], (*step.shape[:-1], 1)) * step.factor * math.log2(math.e)
+        arguments = abi.Attention(
+            scores=products,
+            factor=layout.keep(factor.float().contiguous()),
+            steps=layout.lookup(step.probabilities),
+            zero=zero_point(site.left),
+            columns=step.shape[-1],
+            values=values,
+            out=layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None),
+            out_batch=result.stride(0),
+            out_head=result.stride(1),
+        )
+        if step.bias is not None:
+            tables, which = (step.bias[0] * math.log2(math.e)).float().contiguous(), step.bias[1].to(torch.int32)
+            arguments.bias, arguments.bias_bytes = layout.keep(tables), bytes_behind(tables)
+            arguments.bias_tables, arguments.bias_heads = tables.shape[:2]
+            arguments.bias_of, arguments.bias_batches = layout.keep(which), len(which)
+        layout.call("attention", arguments)
+        return _value(step.finish, out)
+
+    def _encode(self, step: Encode) -> Any:
+        """Codes of a value, which lie in memory as it does."""
+        layout, quantizer, x = self.layout, step.quantizer, self._values[step.source]
+        if x.dtype != torch.float32:  # where scales of float64 made another type of it than the meta device told
+            return self._by_torch(step.name, ENCODE, self._functions[step.name], (x,), {})
+        shape = x.shape
+        order, back = in_memory(x)
+        x = x.permute(order)
+        parameters = [torch.ones(()), torch.zeros(())]
+        if isinstance(quantizer, UniformQuantizer):
+            parameters = [value.float() for value in (quantizer.scale, quantizer.zero_point)]
+        scale, zero = (value.expand(shape).permute(order) for value in parameters)
+        # A row is as long as what has parameters of its own, or some thousand entries.
+        first = next((i for i in range(x.ndim) if x.shape[i] > 1 and (scale.stride(i) or zero.stride(i))), x.ndim)
+        if not x[(0,) * first].is_contiguous():
+            x = layout.dense(x)
+        while first and x[(0,) * (first - 1)].is_contiguous():
+            if first < x.ndim and x.shape[first - 1 :].numel() > 1 << 12:
+                break
+            first -= 1
+        columns = x.shape[first:].numel()
+        try:
+            rows = x.view(-1, columns)
+        except RuntimeError:
+            x = layout.dense(x)
+            rows = x.view(-1, columns)
+        finish: Finish = step.lookup
+        if isinstance(quantizer, UniformQuantizer):
+            scale, zero = (value[(0,) * first].reshape(-1).contiguous() for value in (scale, zero))
+            finish = Codes(scale, zero, torch.full((columns,), 2.0**quantizer.bits - 1))
+        out = layout.results(finish, x.shape)
+        output = layout.output(finish, [plane.view(-1, columns) for plane in out], torch.ones(columns).double(), None)
+        if isinstance(finish, Codes):
+            output.scale = layout.keep(finish.scale)  # this kernel divides by it, as the quantizer does
+        arguments = abi.Encode(
+            data=x.data_ptr(), bytes=bytes_behind(x), row=rows.stride(0), rows=len(rows), columns=columns, out=output
+        )
+        if step.source in self._index_of:
+            self.pointers.append((arguments, self._index_of[step.source]))
+        layout.call("encode", arguments)
+        return Bytes(plane.permute(back) for plane in out)
+
+    # --- what runs as torch runs it ----------------------------------------------------------------------------------
+
+    def _torch(self, step: Torch) -> Any:
+        node = step.node
+        args = evaluate(node.args, self._values)
+        kwargs = {key: evaluate(value, self._values) for key, value in node.kwargs.items()}
+        function = self._functions.get(node.name) or functools.partial(_applied, self._found.program, node)
+        if args and isinstance(args[0], Bytes) and node.op in MOVES:
+            planes = args[0]
+            return Bytes(self._by_torch(node.name, node.op, function, (x, *args[1:]), kwargs) for x in planes)
+        args = tuple(list(arg) if isinstance(arg, Bytes) else arg for arg in args)
+        return self._by_torch(node.name, node.op, function, args, kwargs)
+
+    def _by_torch(self, name: str, op: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operation: a view is made here, all else by each call, in memory from the arena."""
+        result = function(*args, **kwargs)
+        if not addresses(result) or addresses(result) <= addresses(args):
+            return result
+        static = self._static(result)
+        into = None if name in self._functions else _writer(op)
+        if into is not None and isinstance(static, Tensor) and _writes(into, args, kwargs, static, result):
+            self.layout.calls.append(functools.partial(_call, into, args, {**kwargs, "out": static}))
+        else:
+            self.layout.calls.append(lambda: copy(static, function(*args, **kwargs)))
+        self.fallbacks[name] = op
+        return Bytes(static) if isinstance(function, Encoder) else static
+
+    def _static(self, value: Any) -> Any:
+        """Memory for a result, with its dimensions in the order that torch gave them: images may be channels-last."""
+        if isinstance(value, Tensor):
+            order, back = in_memory(value)
+            return self.layout.arena.take([value.shape[i] for i in order], value.dtype).permute(back)
+        return type(value)(map(self._static, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _value(finish: Finish, out: list[Tensor]) -> Any:
+    return out[0] if finish is None else Bytes(out)
+
+
+def _floats(value: Tensor) -> Tensor:
+    """The value, which a kernel reads as float32. Raises TypeError where it is of another type."""
+    if value.dtype != torch.float32:
+        raise TypeError(f"a kernel reads float32, not {value.dtype}")
+    return value
+
+
+def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    """A scale against (..., heads, rows, columns) as one per head and column: (heads * columns,), float64."""
+    heads = shape[-3] if len(shape) > 2 else 1
+    by_head = scale.double().reshape(scale.shape[-3:]) if scale.numel() > 1 else scale.double().reshape(())
+    return by_head.expand(heads, 1, shape[-1]).reshape(-1)
+
+
+def _applied(program: Program, node: Any, *args: Any, **kwargs: Any) -> Any:
+    return program.apply(node, args, kwargs)
+
+
+def _writer(op: str) -> Callable[..., Any] | None:
+    """The form of an operation that writes its result into a given tensor, if there is one."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
+    return getattr(packet, "out", None)
+
+
+def _writes(
+    into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor
+) -> bool:
+    """Whether that form takes these arguments and gives this result."""
+    try:
+        found = into(*args, **kwargs, out=static)
+    except (RuntimeError, TypeError, ValueError):  # it takes other arguments
+        return False
+    return found is static and torch.equal(static, wanted)
+
+
+def _call(into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    into(*args, **kwargs)

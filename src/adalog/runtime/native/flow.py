@@ -1,0 +1,199 @@
+"""Who reads each value of a program, what does not depend on its inputs, and where moves take the rows of a value."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.graph.program import Node, Program, Ref, aten, evaluate, refs_of
+from adalog.graph.sites import MOVES
+from adalog.runtime.native.steps import Rows
+from adalog.runtime.reference import ENCODE, PRODUCT
+
+SIZE = "aten.sym_size.int"  # reads the shape of a value and none of its entries
+FACTORS = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
+_PADS = aten("pad.default constant_pad_nd.default")
+
+
+class Flow:
+    """A program's values: their shapes, their readers, and those that are the same for all inputs of this shape.
+
+    shapes: of every value of the program, a tensor on the meta device, a number, or a tuple of these.
+    """
+
+    def __init__(self, program: Program, shapes: Mapping[str, Any]):
+        self.program = program
+        encoded = {node.name: shapes[node.args[0].name] for node in program.nodes if node.op == ENCODE}
+        self.shapes: dict[str, Any] = {**shapes, **encoded}
+        self.nodes = {node.name: node for node in program.nodes}  # in order of execution
+        self._position = {name: i for i, name in enumerate(self.nodes)}
+        self.outputs = frozenset(refs_of(program.output))
+        self._readers = program.consumers()
+        self._constants: dict[str, Any] = dict(program.tensors)
+
+    def readers(self, name: str) -> list[Node]:
+        """The nodes that read a value."""
+        return self._readers.get(name, [])
+
+    def sole_reader(self, name: str) -> Node | None:
+        """The only node that reads a value, which it reads once; None where there are others, or an output."""
+        readers = self.readers(name)
+        if len(readers) != 1 or name in self.outputs or [*readers[0].refs()].count(name) > 1:
+            return None
+        return readers[0]
+
+    def behind(self, name: str) -> list[Node]:
+        """The nodes after the one that makes a value, in order of execution."""
+        return list(self.program.nodes[self._position[name] + 1 :])
+
+    def apply(self, node: Node, values: Mapping[str, Any]) -> Any:
+        """What a node makes of these values, and of constants."""
+        known = {name: values[name] if name in values else self.constant(name) for name in node.refs()}
+        kwargs = {key: evaluate(value, known) for key, value in node.kwargs.items()}
+        return self.program.apply(node, evaluate(node.args, known), kwargs)
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a value is the same for all inputs of this shape."""
+        waiting, seen = [name], set[str]()
+        while waiting:
+            each = waiting.pop()
+            if each in seen or each in self._constants or isinstance(self.shapes.get(each), int):
+                continue
+            if each not in self.nodes or self.nodes[each].op in (ENCODE, PRODUCT):
+                return False
+            seen.add(each)
+            waiting += self.nodes[each].refs()
+        return True
+
+    def constant(self, name: str) -> Any:
+        """A value that is the same for all inputs of this shape."""
+        if name not in self._constants:
+            shape = self.shapes.get(name)
+            self._constants[name] = shape if isinstance(shape, int) else self.apply(self.nodes[name], {})
+        return self._constants[name]
+
+    def leaves(self, name: str) -> list[tuple[Node, list[Node]]] | None:
+        """The nodes that read a value through moves and constant factors, each with these; None if an output does."""
+        found: list[tuple[Node, list[Node]]] = []
+        waiting: list[tuple[str, list[Node]]] = [(name, [])]
+        while waiting:
+            value, path = waiting.pop()
+            if value in self.outputs:
+                return None
+            for reader in self.readers(value):
+                if reader.op == SIZE:
+                    continue
+                if (reader.op in MOVES and list(reader.refs())[:1] == [value]) or self._multiplies(reader, value):
+                    waiting.append((reader.name, [*path, reader]))
+                else:
+                    found.append((reader, path))
+        return found
+
+    def _multiplies(self, node: Node, name: str) -> bool:
+        """Whether a node multiplies a value by constants, and nothing else."""
+        refs = list(node.refs())
+        return (
+            node.op in FACTORS
+            and not node.kwargs
+            and refs.count(name) == 1
+            and (node.op.startswith("aten.mul") or node.args[0] == Ref(name))
+            and all(self.is_constant(each) for each in refs if each != name)
+            and self.shapes[node.name].shape == self.shapes[name].shape
+        )
+
+    def columns(self, name: str, moved: str | None = None) -> Tensor:
+        """For each entry of a value, or of what its rows are moved to, the number of its column: int32.
+
+        The result is expanded: it has no memory of its own unless rows are merged.
+        """
+        columns, shape = self.shapes[name].shape[-1], self.shapes[moved or name].shape
+        return torch.arange(columns, dtype=torch.int32).expand(shape.numel() // columns, columns).reshape(shape)
+
+
+# --- moves of whole rows ---------------------------------------------------------------------------------------------
+
+
+def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
+    """Where each row of a value, of so many columns, ends up after moves that have no other reader.
+
+    The entries are numbered, and the moves are run on the numbers.
+    """
+    shape = flow.shapes[name].shape
+    found = Rows(name)
+    if name in flow.outputs or not 0 < shape.numel() < 2**31 - columns:
+        return found
+    numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 stands for padding
+    inside: dict[str, Any] = {name: numbers}
+    for node in flow.behind(name):
+        if inside.keys().isdisjoint(node.refs()):
+            continue
+        if not _moves(flow, node, inside):
+            break
+        inside[node.name] = moved = flow.apply(node, inside)
+        gone = tuple(each for each in inside if each != node.name)
+        alone = all(reader.name in inside for each in gone for reader in flow.readers(each))
+        if not alone or not flow.outputs.isdisjoint(gone):
+            continue
+        if not isinstance(moved, Tensor) or not moved.numel() or moved.numel() % columns:
+            continue
+        stays = moved.data_ptr() == numbers.data_ptr() and moved.shape.numel() == shape.numel()
+        if stays and moved.is_contiguous():
+            found = Rows(node.name, gone=gone)
+            continue
+        place = _places(moved.reshape(-1, columns), shape.numel() // columns)
+        if place is not None:
+            found = Rows(node.name, place, int((place >= 0).sum()) * columns == moved.numel(), gone)
+    return found
+
+
+def _moves(flow: Flow, node: Node, values: Mapping[str, Any]) -> bool:
+    """Whether a node moves some of these values, or pads one with zeros, and reads nothing else but sizes."""
+    refs = list(node.refs())
+    if not all(each in values or isinstance(flow.shapes.get(each), int) for each in refs):
+        return False
+    if node.op in _PADS:
+        return not bool(flow.apply(node, {refs[0]: torch.zeros(values[refs[0]].shape)}).any())
+    return node.op in MOVES or node.op == "aten.cat.default"
+
+
+def _places(numbers: Tensor, count: int) -> Tensor | None:
+    """The place of each of `count` rows among the moved ones, or -1: (count,), int32. None where rows are torn apart.
+
+    numbers: (moved rows, columns), the number of each entry before the moves, from 1 on; 0 is padding.
+    """
+    columns = numbers.shape[1]
+    first = numbers[:, :1]
+    there = (first > 0)[:, 0]
+    before = first[there][:, 0] - 1
+    place = torch.full((count,), -1, dtype=torch.int32)
+    place[before.long() // columns] = there.nonzero()[:, 0].int()
+    rows = torch.arange(columns, dtype=torch.int32) * there[:, None] + first
+    whole = not bool((before % columns).any()) and torch.equal(numbers, rows)
+    return place if whole and int((place >= 0).sum()) == len(before) else None
+
+
+def with_addition(flow: Flow, rows: Rows, columns: int, pending: Mapping[str, Any]) -> Rows:
+    """The same rows with what their only reader adds to them, and the moves behind that addition, if there is one.
+
+    pending: what each node has become so far; an addition that another step has taken is left alone.
+    """
+    reader = flow.sole_reader(rows.last)
+    if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:
+        return rows
+    others = [arg.name for arg in reader.args if isinstance(arg, Ref) and arg.name != rows.last]
+    shape = flow.shapes[rows.last].shape
+    taken = pending.get(reader.name) is not reader
+    if taken or len(others) != 1 or flow.shapes[reader.name].shape != shape:
+        return rows
+    other = flow.shapes.get(others[0])
+    if not isinstance(other, Tensor) or other.shape != shape or other.dtype != torch.float32:
+        return rows
+    behind = rows_behind(flow, reader.name, columns)
+    place, added_to = behind.place, None
+    if rows.place is not None:
+        added_to = rows.place.clamp(min=0)
+        place = rows.place if place is None else torch.where(rows.place < 0, rows.place, place[added_to.long()])
+    gone = (*rows.gone, rows.last, *behind.gone)
+    return replace(behind, place=place, gone=gone, added=others[0], added_to=added_to)

@@ -1,0 +1,225 @@
+"""The operands and products of single sites on the compiled kernels, with the interface that `reference` has.
+
+A left operand is planes of unsigned bytes: codes of a uniform quantizer, or entries of a table of 8 or 16 bits.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.runtime import integer
+from adalog.runtime.native import abi
+from adalog.runtime.native.tables import entries_of
+from adalog.runtime.reference import INT32, IntegerSite, finish
+
+Planes = list[Tensor]  # one operand: uint8, the low bytes and, of tables of 16 bits, the high bytes
+
+
+def zero_point(quantizer: Quantizer) -> int:
+    """The zero point that all codes of a left operand share; the entries of a table have none, which is 0."""
+    return int(quantizer.zero_point.reshape(-1)[0]) if isinstance(quantizer, UniformQuantizer) else 0
+
+
+# --- which sites have a kernel ---------------------------------------------------------------------------------------
+
+
+def takes(site: IntegerSite) -> bool:
+    """Whether there is a kernel for a site: one that multiplies bytes, sums in 32 bits, and has one scale per head."""
+    left, right = site.left, site.right
+    if not isinstance(right, UniformQuantizer) or site.bits > 32 or len(site.scales) != 1:
+        return False
+    if site.scales[0].dtype != torch.float32 or site.scales[0].device.type != "cpu" or not site.terms:
+        return False
+    sides = [left] if site.weight is not None else [left, right]
+    if any(isinstance(side, UniformQuantizer) and not _codes_hold_zero(side) for side in (left, right)):
+        return False
+    if site.weight is not None:
+        return site.groups == 1 and left.scale.numel() == 1 and site.weight.numel() > 0 and site.terms < INT32 >> 16
+    return isinstance(left, (UniformQuantizer, LogQuantizer)) and all(map(_per_head, sides))
+
+
+def _per_head(quantizer: Quantizer) -> bool:
+    """Whether scales differ at most between the heads of (..., heads, rows, columns)."""
+    shape = quantizer.scale.shape
+    return quantizer.scale.numel() == 1 or (len(shape) >= 3 and shape[-3] == quantizer.scale.numel())
+
+
+def _codes_hold_zero(quantizer: UniformQuantizer) -> bool:
+    zero = quantizer.zero_point
+    return bool((zero >= 0).all()) and bool((zero < 2**quantizer.bits).all())
+
+
+def encoder_key(site: IntegerSite) -> str:
+    """Sites with the same key share one encoded operand."""
+    return "planes" if takes(site) else integer.Encoder.key(site)
+
+
+def encoder(quantizer: Quantizer, site: IntegerSite) -> Any:
+    """What encodes an operand of a site: an `Encoder`, or that of the executor "torch" where there is no kernel."""
+    return Encoder(quantizer) if takes(site) else integer.Encoder(quantizer, site)
+
+
+def product(site: IntegerSite, context: abi.Context) -> Any:
+    """What multiplies a site: a `Product`, or that of the executor "torch" where there is no kernel."""
+    return Product(site, context) if takes(site) else integer.product(site)
+
+
+# --- encoders and products -------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Maps values to the bytes that their codes stand for."""
+
+    def __init__(self, quantizer: Quantizer):
+        self.quantizer = quantizer
+        self._entries = entries_of(quantizer)
+        self._planes = 2 if int(self._entries.max()) > 255 else 1
+
+    def __call__(self, x: Tensor) -> Planes:
+        return self.lift(self.quantizer.quantize(x))
+
+    def lift(self, code: Tensor) -> Planes:
+        """Maps codes to their bytes."""
+        entries = self._entries[code.long()]
+        return [((entries >> (8 * plane)) & 255).to(torch.uint8) for plane in range(self._planes)]
+
+
+class Product:
+    """Multiplies the operands of one site. nbytes, columns: the size and the outputs of a stored weight, or 0."""
+
+    def __init__(self, site: IntegerSite, context: abi.Context):
+        self.site, self.context = site, context
+        self.weights = None if site.weight is None else weights_of(site)
+        self.nbytes = 0 if self.weights is None else self.weights.nbytes
+        self.columns = 0 if site.weight is None else len(site.weight)
+
+    def rows(self, left: Planes) -> Planes:
+        """The left operand of a stored weight as (T, I). A padded place is the integer 0."""
+        if self.site.geometry is None:
+            return [plane.reshape(-1, self.site.terms).contiguous() for plane in left]
+        fill = zero_point(self.site.left)
+        return [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
+
+    def accumulate(self, left: Planes, right: Planes | None = None) -> list[Tensor]:
+        """The same sums as `reference.Product.accumulate`, from bytes."""
+        site, shape = self.site, left[0].shape
+        if self.weights is None:
+            assert right is not None
+            site.check_terms(shape[-1])
+            return [self._multiply(left, right[0])]
+        rows = self.rows(left)
+        sums = torch.empty(len(rows[0]), self.columns, dtype=torch.int32)
+        if len(rows[0]):
+            self.context.run("linear", linear(self.weights, rows, abi.Output(kind=abi.SUMS, **place(sums))))
+        lead = shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))
+        return [sums.long().view(*lead, self.columns)]
+
+    def _multiply(self, left: Planes, right: Tensor) -> Tensor:
+        lead = torch.broadcast_shapes(left[0].shape[:-2], right.shape[:-2])
+        sums = torch.empty(*lead, left[0].shape[-2], right.shape[-1], dtype=torch.int32)
+        if sums.numel():
+            arguments, alive = matrices(self.site, left, right, sums)
+            arguments.out = abi.Output(kind=abi.SUMS, **place(sums))
+            self.context.run("product", arguments)
+            del alive
+        return sums.long()
+
+    def __call__(self, left: Planes, right: Planes | None = None, bias: Tensor | None = None) -> Tensor:
+        return finish(self.site, self.accumulate(left, right), bias, left[0].shape)
+
+
+def weights_of(site: IntegerSite) -> abi.Weights:
+    """The stored weight of a site, in the layout of the kernels."""
+    assert site.weight is not None
+    assert isinstance(site.right, UniformQuantizer)
+    codes = site.weight.flatten(1).contiguous()
+    zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
+    return abi.Weights(codes, zero, site.right.bits, zero_point(site.left), site.name)
+
+
+# --- arguments of kernels --------------------------------------------------------------------------------------------
+
+
+def place(value: Tensor, *others: Tensor) -> dict[str, int]:
+    """The fields of `Output` that say where results lie: a value, whose rows are its last dimension, or two planes."""
+    row = value.stride(-2) if value.ndim > 1 else value.shape[-1]
+    found = {"data": value.data_ptr(), "bytes": bytes_behind(value), "row": row}
+    return found | ({"more": others[0].data_ptr()} if others else {})
+
+
+def bytes_behind(value: Tensor) -> int:
+    """Bytes from a tensor's first entry to the end of its memory."""
+    storage = value.untyped_storage()
+    return int(storage.nbytes()) - int(value.storage_offset()) * value.element_size()
+
+
+def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
+    """rows: (T, I), as `Product.rows` gives them."""
+    low, high = rows[0], rows[1] if len(rows) > 1 else None
+    return abi.Linear(
+        weights=weights.pointer,
+        data=low.data_ptr(),
+        more=None if high is None else high.data_ptr(),
+        bytes=min(map(bytes_behind, rows)),
+        row=low.stride(0),
+        rows=len(low),
+        out=out,
+    )
+
+
+def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[abi.Matrices, list[Any]]:
+    """The product of two computed operands, without its `out`, and what must live as long as these arguments.
+
+    out: of the shape of the product; its strides say where batches and heads lie.
+    """
+    lead = out.shape[:-2]
+    (one, *alive), (other, *alive_too) = side(left, lead, site.left), side([right], lead, site.right)
+    result = by_batch_and_head(out, lead)
+    arguments = abi.Matrices(
+        batches=len(result),
+        heads=result.shape[1],
+        rows=out.shape[-2],
+        terms=left[0].shape[-1],
+        columns=out.shape[-1],
+        left=one,
+        right=other,
+        out_batch=result.stride(0),
+        out_head=result.stride(1),
+    )
+    return arguments, [alive, alive_too]
+
+
+def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
+    """A value as (batches, heads, rows, columns): the heads are the last of the leading dimensions."""
+    value = value.expand(*lead, *value.shape[-2:])
+    if len(lead) == 2:
+        return value
+    return value.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *value.shape[-2:])
+
+
+def side(planes: Planes, lead: Sequence[int], quantizer: Quantizer) -> tuple[abi.Side, Planes, Tensor]:
+    """One operand of a product, and what must live as long: its rows are dense in memory, or else its columns."""
+    planes = [by_batch_and_head(plane, lead) for plane in planes]
+    transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1
+    if not transposed and planes[0].stride(-1) != 1:
+        planes = [plane.contiguous() for plane in planes]
+    first = planes[0]
+    zero = torch.zeros(first.shape[1], dtype=torch.int32)
+    if isinstance(quantizer, UniformQuantizer):
+        zero += quantizer.zero_point.reshape(-1).to(torch.int32)
+    found = abi.Side(
+        data=first.data_ptr(),
+        more=planes[1].data_ptr() if len(planes) > 1 else None,
+        bytes=min(map(bytes_behind, planes)),
+        batch=first.stride(0),
+        head=first.stride(1),
+        row=first.stride(-1) if transposed else first.stride(-2),
+        zero=zero.data_ptr(),
+        bits=quantizer.bits,
+        transposed=transposed,
+    )
+    return found, planes, zero

@@ -1,0 +1,411 @@
+"""From a program to the steps that kernels do at once, found in the flow of data and never by a model's name.
+
+A norm, a product or an activation whose readers are all quantizers stores codes, and moves (views, permutations) then
+move bytes. Moves of whole rows (windows, rolls, padding) cost nothing, since a norm or a product stores each row where
+they would take it. The softmax between two products is part of an attention. A product adds its residual. All else runs
+as torch runs it. Nothing here has memory or needs the compiled library: `emit` gives the steps both.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.errors import AdalogError, ProgramError, one_line
+from adalog.graph.program import Node, Program, Ref, aten
+from adalog.graph.sites import MOVES
+from adalog.quantizers import Quantizer, UniformQuantizer
+from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition
+from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Rows, Same, Step, Steps, Torch
+from adalog.runtime.native.tables import Codes, Finish, lookup_of
+from adalog.runtime.reference import PRODUCT, IntegerSite
+
+_NORM = "aten.layer_norm.default"
+_POINTWISE = aten(
+    "gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default "
+    "hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default "
+    "square.default abs.default neg.default mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar "
+    "sub.Scalar div.Scalar clamp.default clamp_min.default clamp_max.default"
+)
+_SHIFTS = aten("add.Tensor add.Scalar")
+_RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
+_MASKING = aten("masked_fill.Scalar")  # taken where the mask hides nothing
+
+
+def recognise(
+    program: Program, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer], shapes: Mapping[str, Any]
+) -> Steps:
+    """The steps of a compiled program.
+
+    sites, quantizers: of the products and of the encoders that kernels take, by their nodes' names; shapes: what each
+    value is on the meta device, as `shapes_of` finds it. Raises ProgramError where an operation fails on its arguments.
+    """
+    flow = Flow(program, shapes)
+    found = _Recogniser(flow, sites, quantizers)
+    steps: list[Step] = []
+    needed = set(flow.outputs)
+    for name in reversed(flow.nodes):
+        pending = found.pending.get(name)
+        if pending is None or name not in needed or flow.is_constant(name):
+            continue
+        if isinstance(pending, Node):
+            with failing(pending):
+                pending = found.default(pending)
+        steps.append(pending)
+        needed.update(pending.reads)
+    steps.reverse()
+    made = {*program.inputs, *(step.name for step in steps)}
+    constants: dict[str, Any] = {}
+    for name in sorted(needed - made):
+        with failing(flow.nodes[name]) if name in flow.nodes else contextlib.nullcontext():
+            constants[name] = flow.constant(name)
+    in_place = {
+        name
+        for name in program.inputs
+        if name not in flow.outputs and all(isinstance(step, Encode) for step in steps if name in step.reads)
+    }
+    return Steps(program, tuple(steps), constants, frozenset(in_place))
+
+
+@contextlib.contextmanager
+def failing(node: Node) -> Iterator[None]:
+    """Raise a ProgramError that names the node for whatever an operation raises about its arguments."""
+    try:
+        yield
+    except AdalogError:
+        raise
+    except Exception as cause:
+        raise ProgramError(f"operation {node.op} ({node.name}) fails: {one_line(cause)}") from cause
+
+
+class _Recogniser:
+    """Finds what each node of a program becomes.
+
+    pending: by name a node as it was, or the step that it became; what another step does along the way is not in it.
+    """
+
+    def __init__(self, flow: Flow, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer]):
+        self._flow, self._sites, self._quantizers = flow, sites, quantizers
+        self.pending: dict[str, Node | Step] = dict(flow.nodes)
+        for node in flow.nodes.values():
+            site = sites.get(node.name)
+            with failing(node):
+                if site is not None and site.weight is None:
+                    self._attention(node, site)
+                elif site is not None and self._is_bias(node.args[2]) and node.name in self.pending:
+                    self._linear(node, site)
+                elif node.op == _NORM and self._is_row_norm(node):
+                    self._norm(node)
+
+    def default(self, node: Node) -> Step:
+        """The step of a node that is part of no other."""
+        quantizer = self._quantizers.get(node.name)
+        if quantizer is None:
+            return Torch(node.name, node)
+        uniform, source = isinstance(quantizer, UniformQuantizer), self._flow.shapes[node.args[0].name]
+        if source.dtype != torch.float32 or not source.numel() or not (uniform or quantizer.scale.numel() == 1):
+            return Torch(node.name, node)
+        lookup = None if uniform else lookup_of(quantizer, lambda x: x, torch.float32)
+        return Encode(node.name, node.args[0].name, quantizer, lookup)
+
+    def _replace(self, gone: Sequence[str], step: Step) -> None:
+        """Let a step make its value, and nobody make those that are gone."""
+        for name in gone:
+            self.pending.pop(name, None)
+        self.pending[step.name] = step
+
+    def _tensor(self, arg: Any) -> Tensor | None:
+        """A constant argument."""
+        return None if arg is None else self._flow.constant(arg.name)
+
+    # --- norms and products ------------------------------------------------------------------------------------------
+
+    def _is_row_norm(self, node: Node) -> bool:
+        shape, given = self._flow.shapes[node.name], self._flow.shapes.get(node.args[0].name)
+        return (
+            len(node.args[1]) == 1
+            and not node.kwargs
+            and shape.dtype == torch.float32
+            and isinstance(given, Tensor)
+            and all(arg is None or self._flow.is_constant(arg.name) for arg in node.args[2:4])
+            and not self._flow.is_constant(node.name)
+        )
+
+    def _norm(self, node: Node) -> None:
+        columns = self._flow.shapes[node.name].shape[-1]
+        rows = rows_behind(self._flow, node.name, columns)
+        finish = self._finish_of(rows.last, self._flow.columns(node.name, rows.last))
+        if finish is None:
+            rows = with_addition(self._flow, rows, columns, self.pending)
+        given: list[Any] = list(node.args[:5])
+        source, _, weight, bias, epsilon = given + [None, None, 1e-5][len(given) - 2 :]
+        shape = self._flow.shapes[rows.last].shape
+        step = Norm(rows.last, source.name, self._tensor(weight), self._tensor(bias), epsilon, shape, rows, finish)
+        self._replace(rows.gone, step)
+
+    def _is_bias(self, arg: Any) -> bool:
+        return arg is None or self._flow.is_constant(arg.name)
+
+    def _linear(self, node: Node, site: IntegerSite) -> None:
+        """A product with a stored weight, and what follows it."""
+        shapes, weight = self._flow.shapes, site.weight
+        assert weight is not None
+        image = None if site.geometry is None else shapes[node.name].shape[2:]
+
+        def step(rows: Rows, finish: Finish, name: str | None = None, factor: Tensor | None = None) -> Linear:
+            name = name or rows.last
+            shape = shapes[name].shape
+            if image is not None:
+                shape = torch.Size((len(shapes[node.name]), math.prod(image), len(weight)))
+            bias = self._tensor(node.args[2])
+            return Linear(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish)
+
+        if image is not None:
+            rows, shape = Rows(node.name), shapes[node.name].shape
+            columns = torch.arange(shape[1], dtype=torch.int32)[:, None, None].expand(shape)
+        else:
+            rows = rows_behind(self._flow, node.name, len(weight))
+            columns = self._flow.columns(node.name, rows.last)
+        finish = self._finish_of(rows.last, columns)
+        if finish is not None:
+            self._replace(rows.gone, step(rows, finish))
+            return
+        self.pending[node.name] = step(Rows(node.name), None)
+        if image is not None:
+            return
+        activation = _activation(self._flow, node.name)
+        if activation is not None:
+            last, inside, function = activation
+            finish = self._finish_of(last, None, function)
+            if finish is not None:
+                self._replace([node.name, *inside], step(Rows(node.name), finish, last))
+                return
+        before, factor = self._factor(node.name, len(weight))
+        rows = with_addition(self._flow, rows_behind(self._flow, before[-1], len(weight)), len(weight), self.pending)
+        if rows.added is not None or rows.place is not None:
+            self._replace([*before, *rows.gone], step(rows, None, factor=factor))
+
+    def _factor(self, name: str, columns: int) -> tuple[list[str], Tensor | None]:
+        """A multiplication by constants per column behind a value: the values up to its result, and the factor."""
+        reader = self._flow.sole_reader(name)
+        if reader is not None and reader.op == "aten.mul.Tensor":
+            others = [arg.name for arg in reader.args if isinstance(arg, Ref) and arg.name != name]
+            if len(others) == 1 and self._flow.is_constant(others[0]):
+                value = self._flow.constant(others[0])
+                if isinstance(value, Tensor) and (value.numel() <= 1 or value.numel() == value.shape[-1] == columns):
+                    return [name, reader.name], value.float().reshape(-1)
+        return [name], None
+
+    # --- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(self, node: Node, site: IntegerSite) -> None:
+        """A product of two computed operands; with softmax and the product before, if those make its left one."""
+        shape = self._flow.shapes[node.name].shape
+        columns = None
+        if len(shape) >= 3:
+            numbers = torch.arange(shape[-3] * shape[-1], dtype=torch.int32)
+            columns = numbers.view(shape[-3], 1, shape[-1]).expand(shape)
+        elif len(shape) == 2:
+            columns = self._flow.columns(node.name)
+        found = self._scores(node)
+        finish = self._finish_of(node.name, columns)
+        left, right = (arg.name for arg in node.args[:2])
+        if found is None:  # if a softmax reads this product, the attention that comes later takes this step's place
+            self.pending[node.name] = Matrices(node.name, left, right, node.name, shape, finish)
+            return
+        queries, keys = (arg.name for arg in found.product.args[:2])
+        probabilities = lookup_of(self._quantizers[left], torch.exp2, torch.float64)
+        scores = found.product.name
+        step = Attend(
+            node.name, queries, keys, right, scores, node.name, found.factor, found.bias, probabilities, shape, finish
+        )
+        self._replace([scores, *found.between, left], step)
+
+    def _scores(self, node: Node) -> "_Scores | None":
+        """The product of queries and keys that makes the left operand of a product, through a softmax.
+
+        Only multiplications by constants, additions of constants and reshapes lie between it and the softmax, and
+        nothing else reads what lies between.
+        """
+        flow = self._flow
+        encode = flow.nodes.get(node.args[0].name)
+        if encode is None or encode.name not in self._quantizers or self._quantizers[encode.name].scale.numel() != 1:
+            return None
+        softmax = flow.nodes.get(encode.args[0].name)
+        if softmax is None or softmax.op != "aten.softmax.int" or flow.sole_reader(encode.name) is None:
+            return None
+        shape = flow.shapes[softmax.name].shape
+        if softmax.args[1] not in (-1, len(shape) - 1) or len(softmax.args) > 2 or softmax.kwargs:
+            return None
+        if flow.sole_reader(softmax.name) is not encode:
+            return None
+        chain: list[Node] = []
+        each = flow.nodes.get(softmax.args[0].name)
+        while each is not None and flow.sole_reader(each.name) is not None and each.op != PRODUCT:
+            refs = [arg.name for arg in each.args if isinstance(arg, Ref)]
+            varying = [name for name in refs if not flow.is_constant(name)]
+            if each.op not in FACTORS | _SHIFTS | _RESHAPES | _MASKING or len(varying) != 1 or each.kwargs:
+                return None
+            if each.op == "aten.div.Tensor" and each.args[0] != Ref(varying[0]):
+                return None
+            chain.insert(0, each)
+            each = flow.nodes.get(varying[0])
+        if each is None or flow.sole_reader(each.name) is None or each.name not in self.pending:
+            return None
+        site, of = self._sites.get(each.name), flow.shapes[each.name].shape
+        if site is None or site.weight is not None:
+            return None
+        if of != flow.shapes[encode.name].shape or len(of) < 3 or not all(of):
+            return None
+        line = _line_of(flow, each.name, chain)
+        return None if line is None else _Scores(each, *line, [*(link.name for link in chain), softmax.name])
+
+    # --- codes -------------------------------------------------------------------------------------------------------
+
+    def _finish_of(
+        self, name: str, columns: Tensor | None, function: Callable[[Tensor], Tensor] | None = None
+    ) -> Finish:
+        """What stands for a value that only quantizers read, whose own steps then do nothing; None for other values.
+
+        columns: for each of its entries the number of its column, int32. function: what is applied to it first.
+        """
+        leaves = self._flow.leaves(name)
+        if not leaves or any(leaf.name not in self._quantizers for leaf, _ in leaves):
+            return None
+        quantizers = [self._quantizers[leaf.name] for leaf, _ in leaves]
+        finish: Finish = None
+        if function is None and columns is not None and all(isinstance(each, UniformQuantizer) for each in quantizers):
+            readers = [(each, path) for each, (_, path) in zip(quantizers, leaves, strict=True)]
+            finish = _codes(self._flow, name, columns, readers)
+        elif len(leaves) == 1 and quantizers[0].scale.numel() == 1 and all(node.op in MOVES for node in leaves[0][1]):
+            finish = lookup_of(quantizers[0], function or (lambda x: x), torch.float64)
+        if finish is not None:
+            for leaf, path in leaves:
+                self.pending[leaf.name] = Same(leaf.name, leaf.args[0].name)
+                for before, node in pairwise([self._flow.nodes[name], *path]):
+                    if node.op not in MOVES:
+                        self.pending[node.name] = Same(node.name, before.name)
+        return finish
+
+
+def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor], Tensor]] | None:
+    """What pointwise operations make of a value, if nothing else reads what lies between.
+
+    The last value, those between, and the function from the first to the last.
+    """
+    inside: dict[str, Node] = {}
+    for node in flow.nodes.values():
+        reads = [each for each in node.refs() if each == name or each in inside]
+        if reads and node.op in _POINTWISE and len(reads) == len(list(node.refs())):
+            inside[node.name] = node
+    if not inside or name in flow.outputs:
+        return None
+    *between, last = inside
+    for each in (name, *between):
+        readers = {reader.name for reader in flow.readers(each) if reader.op != SIZE}
+        if each in flow.outputs or not readers <= inside.keys():
+            return None
+
+    def function(x: Tensor) -> Tensor:
+        values = {name: x}
+        for node in inside.values():
+            values[node.name] = flow.apply(node, values)
+        return values[last]
+
+    return last, between, function
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The product of queries and keys, and what is done with it up to the softmax, as `Attend` has it.
+
+    between: the names of the values from behind the product up to the softmax.
+    """
+
+    product: Node
+    factor: Tensor
+    bias: tuple[Tensor, Tensor] | None
+    between: list[str]
+
+
+def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tuple[Tensor, Tensor] | None] | None:
+    """(factor, bias) where a chain of nodes makes factor * x + bias of a value x, with one factor per head; else None.
+
+    Found by running the chain on zeros and on ones. factor: (heads,), float64; bias: as `Attend` has it.
+    """
+    shape = flow.shapes[name].shape
+
+    def run(value: float) -> Tensor:
+        values = {name: torch.full(shape, value, dtype=torch.float64)}
+        for node in chain:
+            values[node.name] = flow.apply(node, values)
+        return values[chain[-1].name if chain else name].reshape(-1, *shape[-3:])
+
+    added = run(0.0)
+    factor = run(1.0).sub_(added)
+    per_head = factor[0, :, 0, 0]
+    if not torch.allclose(factor, per_head[:, None, None].expand(factor.shape), rtol=1e-9, atol=1e-9):
+        return None
+    if not bool(added.any()):
+        return per_head, None
+    tables, which = torch.unique(added, dim=0, return_inverse=True)
+    return per_head, (tables, which)
+
+
+def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, list[Node]]]) -> Codes | None:
+    """The codes of each column of a value, where all quantizers that read it agree on them.
+
+    readers: each quantizer with the moves and factors between the value and it.
+    """
+    count = int(columns.max()) + 1
+    found = [torch.full((count,), math.nan, dtype=torch.float64) for _ in range(3)]
+    for quantizer, path in readers:
+        seen, factor, last = columns, torch.ones((), dtype=torch.float64), name
+        for node in path:
+            if node.op in MOVES:
+                seen = flow.apply(node, {last: seen})
+                factor = flow.apply(node, {last: factor}) if factor.ndim else factor
+            else:
+                (factor,) = _distinct(factor.expand(seen.shape))
+                factor = flow.apply(node, {last: factor}).expand(seen.shape)
+            last = node.name
+        top, scale = torch.tensor(2.0**quantizer.bits - 1), quantizer.scale.double()
+        given = [each.double().expand(seen.shape) for each in (scale, quantizer.zero_point, top)]
+        seen, factor, *values = _distinct(seen, factor.expand(seen.shape), *given)
+        values[0] = values[0] / factor
+        column_of = seen.reshape(-1).long()
+        for agreed, each in zip(found, values, strict=True):
+            value = each.reshape(-1)
+            if not bool(value.isfinite().all()):
+                return None
+            before = agreed[column_of]
+            if not bool((before.isnan() | (before == value)).all()):
+                return None
+            agreed[column_of] = value
+            if not torch.equal(agreed[column_of], value):
+                return None
+    scale, zero, top = (value.nan_to_num(1.0) for value in found)
+    return Codes(scale, zero.float(), top.float())
+
+
+def _distinct(*values: Tensor) -> list[Tensor]:
+    """Tensors of one shape without the dimensions along which all of them repeat themselves in memory."""
+    repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
+    return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]
+
+
+def shapes_of(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """What each value of a program is for inputs like these: a tensor on the meta device, or a number for a size."""
+    found: dict[str, Any] = {}
+    given = [torch.empty_like(value, device="meta") for value in inputs]
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        found[node.name] = result
+
+    program.map_tensors(lambda value: value.to("meta")).run(given, watch)
+    return {**program.tensors, **found, **dict(zip(program.inputs, given, strict=True))}

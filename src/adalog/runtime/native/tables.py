@@ -1,0 +1,104 @@
+"""What a kernel does with each value before it stores it, and the tables that it uses for that.
+
+The code of GELU(x), or of a probability, takes few values. A kernel finds it by comparing x with thresholds, which are
+found here from the definition in float64.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers import LogQuantizer, Quantizer
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A kernel stores a uniform quantizer's codes: clamp(round(y / scale) + zero, 0, top), (columns,) each."""
+
+    scale: Tensor  # float64
+    zero: Tensor
+    top: Tensor
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A kernel stores the bytes of a function of y that takes few values.
+
+    thresholds: ascending, float32; values: int32, one more, each from one threshold on; planes: bytes per value.
+    """
+
+    thresholds: Tensor
+    values: Tensor
+    planes: int
+
+
+Finish = Codes | Lookup | None  # what a kernel does with its results y; None: it stores them in float32
+
+
+def entries_of(quantizer: Quantizer) -> Tensor:
+    """What each code of a left operand becomes, in bytes of one plane or two: int32, (2**bits,)."""
+    return (
+        quantizer.table_integers().int()
+        if isinstance(quantizer, LogQuantizer)
+        else torch.arange(2**quantizer.bits).int()
+    )
+
+
+def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Lookup:
+    """The bytes of the code of function(x), for x in float32; quantizer and function compute in this type."""
+    entries, wide = entries_of(quantizer), quantizer.map(lambda value: value.to(dtype))
+    thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
+    return Lookup(thresholds, entries[codes], 2 if int(entries.max()) > 255 else 1)
+
+
+def _float_of(key: Tensor) -> Tensor:
+    """The float32 with this rank in the order of all float32, where zero has rank 0: int64 -> float32."""
+    return torch.where(key < 0, key ^ 0x7FFFFFFF, key).to(torch.int32).view(torch.float32)
+
+
+def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """A function of float32 as ascending thresholds, and the value from each on, one more: (float32, int64).
+
+    values: takes few values. It is sampled 256 times per octave, and is taken to be monotonic between two samples.
+    """
+    most = 0x7F7FFFFF
+    keys = torch.arange(-most - 1, most, 1 << 15)
+    found = values(_float_of(keys))
+    changes = (found[1:] != found[:-1]).nonzero()[:, 0]
+    low, high = keys[changes], keys[changes + 1]
+    left, right = found[changes], found[changes + 1]
+    places, after = [], []
+    while len(low):
+        # bisect for the first key in (low, high] whose value differs from that of `low`
+        start, bottom, top = left, low, high
+        while bool((top - bottom > 1).any()):
+            middle = (bottom + top) // 2
+            same = values(_float_of(middle)) == start
+            bottom, top = torch.where(same, middle, bottom), torch.where(same, top, middle)
+        value = values(_float_of(top))
+        places.append(top)
+        after.append(value)
+        more = value != right
+        low, high, left, right = top[more], high[more], value[more], right[more]
+    if not places:
+        return torch.empty(0), found[:1]
+    place_of, order = torch.cat(places).sort()
+    return _float_of(place_of), torch.cat([found[:1], torch.cat(after)[order]])
+
+
+def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
+    """(depth, heap, values) of a function of few values, as `Steps` in native.cpp defines them; values: int32."""
+    depth = max(4, len(thresholds).bit_length())
+    count = 2**depth
+    padded = torch.full((count - 1,), -math.inf)  # no value is below these
+    padded[: len(thresholds)] = thresholds.flip(0)
+    heap = torch.full((count + 32,), -math.inf)
+    for level in range(depth):  # 2**level thresholds, (count >> level) apart
+        middle = (count >> (level + 1)) - 1
+        heap[1 << level : 2 << level] = padded[middle :: count >> level]
+    entries = values.new_zeros(count + 32)
+    entries[: len(values)] = values.flip(0)
+    return depth, heap, entries.to(torch.int32)

@@ -1,0 +1,445 @@
+"""The compiled kernels, at every level that runs here: the accumulators of the reference, and what they refuse."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import test_integer as integer
+from adalog import library
+from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.runtime import native, reference
+from adalog.runtime.native import abi, products
+from adalog.runtime.native.tables import search_tables, steps_of
+from strategies import bits, normal, quick, seeds
+
+LEVELS = library.levels()
+needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
+every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
+few = settings(quick, max_examples=12)  # at each level
+SOURCES = [Path(native.__file__).with_name("native.cpp"), Path(library.__file__).parent / "search" / "fused.cpp"]
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+kinds = st.sampled_from(["uniform", "log2", "log-sqrt2", "adalog"])
+tables = st.sampled_from([8, 16])
+extremes = st.sampled_from([0, 0, 0, 1, 2])
+
+
+def accumulators(level, model, left, right):
+    (site,) = reference.plan(model.program, model.example)
+    lifted = [products.encoder(site.left, site).lift(left)]
+    if site.weight is None:
+        lifted.append(products.encoder(site.right, site).lift(right))
+    product = products.product(site, abi.Context(1, level))
+    assert isinstance(product, products.Product) == products.takes(site)
+    (found,) = product.accumulate(*lifted)
+    return found
+
+
+def exact(model, left, right):
+    (site,) = reference.plan(model.program, model.example)
+    lifted = [reference.Encoder(site.left, site).lift(left)]
+    if site.weight is None:
+        lifted.append(reference.Encoder(site.right, site).lift(right))
+    (found,) = reference.Product(site).accumulate(*lifted)
+    return found
+
+
+@every_level
+@few
+@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, n) for n in (9, 5, 140, 300)]), extremes, seeds)
+def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, outputs, terms = sizes
+    left = integer.left_quantizer(generator, kind, width, table, ())
+    right = integer.uniform(generator, weight_width, outputs, 1)
+    codes = integer.codes_of(generator, width, (batch, tokens, terms), extreme)
+    weight = integer.codes_of(generator, weight_width, (outputs, terms), extreme)
+    model = integer.model_of("aten.linear.default", left, right, codes.shape, None, weight)
+    found = accumulators(level, model, codes, None)
+    assert torch.equal(found, exact(model, codes, None))
+
+
+@every_level
+@few
+@given(
+    kinds,
+    bits,
+    bits,
+    tables,
+    st.tuples(*[st.integers(1, n) for n in (3, 3, 40, 70, 70)]),
+    st.booleans(),
+    extremes,
+    seeds,
+)
+def test_products_of_computed_operands(level, kind, width, other_width, table, sizes, transposed, extreme, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, rows, terms, columns = sizes
+    left = integer.left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
+    right = integer.uniform(generator, other_width, heads, 1, 1)
+    codes = integer.codes_of(generator, width, (batch, heads, rows, terms), extreme)
+    others = integer.codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
+    model = integer.model_of("aten.matmul.default", left, right, codes.shape, others.shape)
+    others = others.mT.contiguous().mT if transposed else others
+    found = accumulators(level, model, codes, others)
+    assert torch.equal(found, exact(model, codes, others))
+
+
+@every_level
+@few
+@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, 3)] * 4), st.integers(0, 2), seeds)
+def test_convolution(level, kind, width, weight_width, table, sizes, padding, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch, channels, stride, dilation = sizes
+    left = integer.left_quantizer(generator, kind, width, table, ())
+    right = integer.uniform(generator, weight_width, 5, 1, 1, 1)
+    codes = integer.codes_of(generator, width, (batch, channels, 9, 8), 0)
+    weight = integer.codes_of(generator, weight_width, (5, channels, 3, 2), 0)
+    geometry = (stride, 1), (padding, 1), (dilation, 1), 1
+    model = integer.model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
+    found = accumulators(level, model, codes, None)
+    assert torch.equal(found, exact(model, codes, None))
+    x = left.dequantize(codes)
+    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+
+
+@every_level
+def test_the_largest_sums(level):
+    """Every byte at its largest, where 16 bits would saturate and 32 wrap were they signed differently."""
+    for width, terms in ((8, 4000), (4, 4000), (8, 63)):
+        left = LogQuantizer(torch.tensor(1.0), 1, 1, width, "saturate", table=False, width=8, headroom=7)
+        for zero in (0.0, 2.0**width - 1):
+            right = UniformQuantizer(torch.ones(3, 1), torch.full((3, 1), zero), width)
+            codes = torch.zeros(1, 1, terms, dtype=torch.uint8)
+            weight = torch.full((3, terms), 0 if zero else 2**width - 1, dtype=torch.uint8)
+            model = integer.model_of("aten.linear.default", left, right, codes.shape, None, weight)
+            found = accumulators(level, model, codes, None)
+            assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
+
+
+# --- functions of few values -----------------------------------------------------------------------------------------
+
+
+@every_level
+@few
+@given(st.integers(1, 90), st.integers(1, 70), st.data())
+def test_rows_have_their_places(level, columns, count, data):
+    """Accumulators, and floats with a residual: each row where it is told, none twice, and some nowhere."""
+    context, site = abi.Context(2, level), _site(columns, 70)
+    places = torch.tensor(data.draw(st.permutations(range(count + 5)))[:count], dtype=torch.int32)
+    places[data.draw(st.lists(st.integers(0, count - 1), max_size=5))] = -1
+    added_to = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype=torch.int32)
+    told = {"place": places.data_ptr(), "places": count}
+    weights, rows = products.weights_of(site), torch.arange(count * 70).remainder_(16).to(torch.uint8).view(count, 70)
+    plain, sums = torch.empty(count, columns, dtype=torch.int32), torch.full((count + 5, columns), 7, dtype=torch.int32)
+    for out, where in ((plain, {}), (sums, told)):
+        kind = abi.Output(kind=abi.SUMS, **products.place(out), **where)
+        context.run("linear", products.linear(weights, [rows], kind))
+    wanted = torch.full_like(sums, 7)
+    wanted[places[places >= 0].long()] = plain[places >= 0]
+    assert torch.equal(sums, wanted)
+    one, none, residual = torch.ones(columns), torch.zeros(columns), torch.randn(3, columns)
+    floats = torch.zeros(count + 5, columns)
+    kind = abi.Output(
+        kind=abi.FLOATS,
+        scale=one.data_ptr(),
+        bias=none.data_ptr(),
+        parameters=columns,
+        residual=residual.data_ptr(),
+        residual_bytes=residual.nbytes,
+        added_to=added_to.data_ptr(),
+        **products.place(floats),
+        **told,
+    )
+    context.run("linear", products.linear(weights, [rows], kind))
+    wanted = torch.zeros_like(floats)
+    wanted[places[places >= 0].long()] = (plain + residual[added_to.long()])[places >= 0]
+    assert torch.equal(floats, wanted)
+
+
+def looked_up(x, thresholds, values):
+    """The search of native.cpp, place by place."""
+    depth, heap, entries = search_tables(thresholds, values)
+    found = []
+    for value in x.tolist():
+        at = 1
+        for _ in range(depth):
+            at = 2 * at + (value < heap[at].item())
+        found.append(int(entries[at - 2**depth]))
+    return torch.tensor(found)
+
+
+@quick
+@given(st.integers(0, 70), seeds)
+def test_searches(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    thresholds = torch.randn(count, generator=generator).sort().values
+    values = torch.randint(256, (count + 1,), generator=generator)
+    x = torch.cat([thresholds, torch.randn(20, generator=generator)])
+    assert torch.equal(looked_up(x, thresholds, values), values[torch.searchsorted(thresholds, x, right=True)])
+
+
+def test_thresholds_of_a_function_that_rises_and_falls():
+    def codes(x):
+        return (torch.nn.functional.gelu(x.double()) * 20).round().clamp(-4, 9).long()
+
+    thresholds, values = steps_of(codes)
+    assert bool((thresholds[1:] > thresholds[:-1]).all())
+    assert len(values) == len(thresholds) + 1 > 14  # down and up again
+    x = torch.cat([thresholds, torch.nextafter(thresholds, torch.tensor(-100.0)), torch.randn(999)])
+    assert torch.equal(values[torch.searchsorted(thresholds, x, right=True)], codes(x))
+
+
+@every_level
+@few
+@given(st.sampled_from(["uniform", "adalog", "log2"]), bits, tables, seeds)
+def test_codes_are_the_quantizers_own(level, kind, width, table, seed):
+    """On levels, ties, ends and far beyond: a linear that multiplies by one tells the codes."""
+    generator = torch.Generator().manual_seed(seed)
+    quantizer = integer.left_quantizer(generator, kind, width, table, ())
+    values = quantizer.dequantize(torch.arange(2**width)).float()
+    ties = (values[1:] + values[:-1]) / 2
+    x = torch.cat([values, ties, torch.tensor([0.0, -1.0, 1e30, -1e30, 1e-30]), normal(64, seed=seed).float()])[:, None]
+    one = UniformQuantizer(torch.ones(1, 1), torch.zeros(1, 1), 4)
+    model = integer.model_of("aten.linear.default", quantizer, one, x.shape, None, torch.ones(1, 1, dtype=torch.uint8))
+    found, wanted = model.compile("native", level=level)(x), model.compile("reference")(x)
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(values.abs().max()))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("structure", abi.STRUCTURES)
+def test_structures_are_those_of_the_library(structure):
+    found, name = abi.layout_of(abi.load()), structure.__name__
+    assert found[name] == (0, ctypes.sizeof(structure))
+    fields = {
+        field: (getattr(structure, field).offset, getattr(structure, field).size) for field, _ in structure._fields_
+    }
+    assert {key.partition(".")[2]: value for key, value in found.items() if key.startswith(f"{name}.")} == fields
+
+
+@needs_kernels
+def test_all_structures_are_compared():
+    assert {name.partition(".")[0] for name in abi.layout_of(abi.load())} == {each.__name__ for each in abi.STRUCTURES}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"Output.row": (8, 8)}, r"Output\.row is 8 bytes at byte 8 in the library of kernels but 8 bytes at byte 88"),
+        ({"Side": (0, 40)}, r"Side is 40 bytes at byte 0 in the library"),
+        ({"Norm.epsilon": None}, r"Norm\.epsilon is absent in the library"),
+        (
+            {"Norm.gain": (4, 4)},
+            r"Norm\.gain is 4 bytes at byte 4 in the library of kernels but absent in this package",
+        ),
+    ],
+)
+def test_a_library_with_other_structures_is_refused(monkeypatch, changed, match):
+    layout = {key: value for key, value in {**abi.own_layout(), **changed}.items() if value is not None}
+    monkeypatch.setattr(abi, "layout_of", lambda compiled: layout)
+    abi._declared.cache_clear()
+    try:
+        with pytest.raises(
+            ValueError, match=f"executor = 'native' does not run here: {match}.*install the package again"
+        ):
+            native.Context(1)
+    finally:
+        abi._declared.cache_clear()
+
+
+@needs_kernels
+def test_kernels_refuse_sizes_that_do_not_fit():
+    """Nothing is written where a structure says more than its memory holds."""
+    context = abi.Context(1)
+    site = _site(5, 70)
+    weights = products.weights_of(site)
+    rows = torch.zeros(4, 70, dtype=torch.uint8)
+    sums = torch.zeros(4, 5, dtype=torch.int32)
+    good = products.linear(weights, [rows], abi.Output(kind=abi.SUMS, **products.place(sums)))
+    context.run("linear", good)
+    for field, value in (("rows", 5), ("rows", -1), ("rows", 2**62), ("row", 69), ("row", 2**62), ("bytes", 279)):
+        kept = getattr(good, field)
+        setattr(good, field, value)
+        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+            context.run("linear", good)
+        setattr(good, field, kept)
+    for field, value in (("bytes", 79), ("row", 4), ("kind", 7), ("kind", abi.CODES)):
+        kept = getattr(good.out, field)
+        setattr(good.out, field, value)
+        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+            context.run("linear", good)
+        setattr(good.out, field, kept)
+    for places, count in (([0, 1, 2, 4], 4), ([0, 1, 2, -2], 4), ([0, 1, 2, 2**31 - 1], 4), ([0, 1, 2, 3], 3)):
+        kept = torch.tensor(places, dtype=torch.int32)
+        good.out.place, good.out.places = kept.data_ptr(), count
+        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+            context.run("linear", good)
+
+
+def _site(columns, terms, width=4):
+    right = UniformQuantizer(torch.ones(columns, 1), torch.full((columns, 1), 3.0), width)
+    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(2.0), width)
+    weight = torch.ones(columns, terms, dtype=torch.uint8)
+    model = integer.model_of("aten.linear.default", left, right, (1, terms), None, weight)
+    return reference.plan(model.program, model.example)[0]
+
+
+# --- long ------------------------------------------------------------------------------------------------------------
+
+FUZZ = """
+import ctypes, random, sys
+import torch
+from adalog import library
+from adalog.runtime.native import abi
+
+random.seed(int(sys.argv[1]))
+torch.manual_seed(int(sys.argv[1]))
+torch.set_num_threads(1)
+
+def memory(count):
+    kept.append((ctypes.c_ubyte * count)(*bytes(random.randrange(256) for _ in range(min(count, 64)))))
+    return ctypes.addressof(kept[-1])
+
+def fill(structure, size):
+    for name, kind in structure._fields_:
+        if kind is ctypes.c_void_p:
+            if name in ("more", "residual", "bias", "place", "added_to") and random.random() < 0.6:
+                continue
+            setattr(structure, name, memory(size))
+            if name == "zero" and random.random() < 0.9:
+                ctypes.memset(structure.zero, 0, size)
+            if name in ("place", "added_to", "bias_of"):
+                most = random.choice([2, 2, 2, 40])
+                rows = [random.randrange(-1 if name == "place" else 0, most) for _ in range(size // 4)]
+                ctypes.memmove(getattr(structure, name), (ctypes.c_int32 * len(rows))(*rows), size)
+        elif isinstance(getattr(structure, name), ctypes.Structure):
+            fill(getattr(structure, name), size)
+        elif isinstance(getattr(structure, name), ctypes.Array):
+            for i in range(2):
+                getattr(structure, name)[i] = random.choice([0, 1, 1, 2, 3])
+        elif name in ("bytes", "residual_bytes", "bias_bytes", "out_bytes"):
+            setattr(structure, name, size)
+        elif name in ("parameters", "length", "places", "bias_batches"):
+            setattr(structure, name, size // 4)
+        elif name == "kind":
+            structure.kind = random.randrange(-1, 5)
+        elif name == "depth":
+            structure.depth = random.choice([3, 4, 5, 6])
+        elif name == "planes":
+            structure.planes = random.choice([1, 2])
+        elif name == "bits":
+            structure.bits = random.randrange(1, 10)
+        elif name == "transposed":
+            structure.transposed = random.randrange(2)
+        elif kind is ctypes.c_float:
+            structure.epsilon = 1e-6
+        else:
+            setattr(structure, name, random.choice([0, 1, 2, 3, 7, 16, 17, 30, 64, 65, -1, 2**40, 2**62]
+                                                   if random.random() < 0.15 else [1, 2, 3, 5, 16, 17, 24]))
+
+done = 0
+for level in library.levels():
+    context = abi.Context(2, level)
+    for _ in range(int(sys.argv[2])):
+        kept = []
+        name = random.choice(list(abi.KERNELS))
+        structure, size = abi.KERNELS[name](), random.choice([256, 1024, 8192, 65536])
+        fill(structure, size)
+        handle = None
+        if name == "linear":
+            columns, terms, width = random.randint(1, 90), random.randint(1, 200), random.randint(2, 8)
+            codes = (ctypes.c_ubyte * (columns * terms))()
+            zero = (ctypes.c_int32 * columns)(*(random.randrange(2**width) for _ in range(columns)))
+            handle = context._library.adalog_weights(codes, zero, columns, terms, width, random.randrange(256))
+            structure.weights = handle
+            structure.row = random.choice([terms, terms, terms + 3, terms - 1])
+            structure.out.row = random.choice([columns, columns, columns + 1])
+        done += context.bind(name, structure)() == 0
+        if handle:
+            context._library.adalog_weights_free(handle)
+    del context
+print(done)
+"""
+
+
+MUTANTS = """
+import sys
+import torch
+import test_fuzz
+
+torch.set_num_threads(1)
+print(test_fuzz.hunt(test_fuzz.make_bases(), range(int(sys.argv[1])))["runs"])
+"""
+
+
+@pytest.fixture(scope="module")
+def under_sanitizers(tmp_path_factory):
+    """Runs a script, in a process whose library has the address and undefined-behaviour sanitizers: what it prints.
+
+    Compiling all levels with both takes minutes.
+    """
+    tmp_path = tmp_path_factory.mktemp("sanitizers")
+    compiler = shutil.which("g++")
+    preloaded = []
+    for name in ("libasan.so", "libstdc++.so"):  # the second so that the first finds what throws exceptions
+        asked = [compiler, f"-print-file-name={name}"]
+        preloaded.append(compiler and subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    if not all(path and "/" in path for path in preloaded):
+        pytest.skip("needs g++ and its sanitizers")
+    built = tmp_path / "_native.so"
+    flags = [
+        "-O0",  # compiling is what takes long
+        "-g",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover",
+    ]
+    subprocess.run([compiler, *flags, *map(str, SOURCES), "-o", str(built)], check=True)
+    environment = {
+        "ADALOG_NATIVE": str(built),
+        "LD_PRELOAD": " ".join(preloaded),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": os.pathsep.join([str(Path(library.__file__).parents[1]), str(Path(__file__).parent)]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def run(script, *arguments):
+        file = tmp_path / "script.py"
+        file.write_text(script)
+        command = [sys.executable, "-W", "error", str(file), *map(str, arguments)]
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stderr[-3000:]
+        return found.stdout
+
+    return run
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_stay_within_their_memory(under_sanitizers, seed):
+    """Structures of random sizes: refused, or done in bounds."""
+    assert int(under_sanitizers(FUZZ, seed, 60)) > 3  # not all were refused
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
+    """Whatever bytes an artifact has, kernels do not leave what is theirs."""
+    assert int(under_sanitizers(MUTANTS, 1000)) > 50

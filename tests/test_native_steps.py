@@ -1,0 +1,183 @@
+"""The steps that programs are recognised as: no test here needs a compiler or the compiled library."""
+
+import pytest
+import torch
+from torch import nn
+
+from adalog import Calibration, library
+from adalog.graph.sites import MOVES
+from adalog.runtime import _compiled, native, reference
+from adalog.runtime.native.products import Encoder
+from adalog.runtime.native.recognise import recognise
+from adalog.runtime.native.steps import Attend, Linear, Matrices, Norm, Same, Torch
+from adalog.runtime.native.tables import Codes, Lookup
+from test_native import Block, Masked, Merging
+
+
+@pytest.fixture(autouse=True)
+def _no_library(monkeypatch, tmp_path):
+    """Hides the compiled library."""
+    monkeypatch.setenv("ADALOG_NATIVE", str(tmp_path / "none.so"))
+    library.load.cache_clear()
+    assert not library.levels()
+    yield
+    library.load.cache_clear()
+
+
+def recognised(model, inputs):
+    planned = reference.plan(model.program, model.example)
+    program, made = _compiled(model.program, planned, native.encoder_key, native.encoder, lambda site: site)
+    sites = {site.node.name: site for site in planned if native.takes(site)}
+    quantizers = {name: each.quantizer for name, each in made.items() if isinstance(each, Encoder)}
+    return recognise(program, sites, quantizers, native.shapes_of(model.program, [inputs]))
+
+
+def working(found):
+    """The steps but for moves by torch, and values under other names."""
+    idle = [
+        each for each in found.steps if isinstance(each, Same) or (isinstance(each, Torch) and each.node.op in MOVES)
+    ]
+    return [each for each in found.steps if each not in idle]
+
+
+def told(step):
+    """A step in short: its kind, what it stores, and how many values it is added to."""
+    if isinstance(step, Torch):
+        return step.node.op
+    finish, rows = getattr(step, "finish", None), getattr(step, "rows", None)
+    stores = {Codes: " codes", Lookup: " lookup"}.get(type(finish), "")
+    return type(step).__name__ + stores + (" + residual" if rows is not None and rows.added else "")
+
+
+def test_a_vision_transformer(quantized, images):
+    found = recognised(quantized, images)
+    block = ["Norm codes", "Linear codes", "Attend codes", "Linear + residual"]
+    block += ["Norm codes", "Linear lookup", "Linear + residual"]
+    stem = [*["Encode", "Linear", "aten.relu.default"] * 2, "Encode", "Linear", "aten.add.Tensor"]
+    steps = working(found)
+    assert [told(each) for each in steps] == [*stem, *block, *block, "aten.mean.dim", "Norm codes", "Linear"]
+    assert found.read_in_place == {"images"}
+    assert {name for name in found.constants if not name.startswith("sym_size")} == {"pos_embed"}
+    norm, qkv, attend, project, _, up, down = steps[9:16]
+    assert norm.finish.scale.shape == norm.weight.shape == (32,)
+    assert qkv.finish.scale.unique().numel() == 6  # queries, keys and values of two heads
+    assert up.finish.planes == 1
+    assert (attend.scores, attend.factor.tolist(), attend.bias) == (
+        "scaled_dot_product_attention_qk",
+        [0.25, 0.25],
+        None,
+    )
+    assert (project.rows.added, down.rows.added) == (steps[8].name, project.name)
+    assert all(each.rows.place is None for each in (norm, qkv, project, up, down))
+
+
+def test_a_convolution_is_rows_that_are_an_image(quantized, images):
+    first, _, second = [each for each in recognised(quantized, images).steps if isinstance(each, Linear)][:3]
+    assert (first.shape, first.image) == ((4, 1024, 8), (32, 32))
+    assert second.image == (8, 8)
+
+
+@pytest.fixture(scope="module")
+def block(fast):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    return Calibration(Block().eval(), x).quantize(fast), x
+
+
+def test_scales_of_layers_and_relative_biases(block):
+    steps = working(recognised(*block))
+    assert [told(each) for each in steps] == [
+        "Norm codes",
+        *["Linear codes"] * 3,
+        "Attend codes",
+        "Linear + residual",
+        "Encode",
+        "Linear lookup",
+        "Linear + residual",
+    ]
+    attend, project = steps[4:6]
+    assert torch.allclose(attend.factor, torch.full((2,), 1 / 3.5, dtype=torch.float64))
+    assert (attend.bias[0].shape, attend.bias[1].tolist()) == ((1, 2, 7, 7), [0] * 6)
+    assert torch.allclose(project.factor, torch.linspace(0.5, 1.5, 24))
+
+
+@pytest.fixture(scope="module")
+def merging(fast):
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 4, 6)
+    return Calibration(Merging().eval(), x).quantize(fast), x
+
+
+def test_moves_of_rows(merging):
+    steps = working(recognised(*merging))
+    assert [told(each) for each in steps] == [
+        "Encode",
+        "Linear",
+        "Norm + residual",
+        "Norm codes",
+        "Linear",
+    ]
+    norm, merged = steps[2:4]
+    numbers = torch.arange(5 * 6 * 4, dtype=torch.int32).view(5, 6, 4)
+    assert torch.equal(norm.rows.added_to, numbers.roll(-1, 1).flatten())  # each row is added to the row behind it
+    assert norm.rows.last == merged.source  # and stored where four of them make a row
+    assert torch.equal(norm.rows.place.sort().values, numbers.flatten())
+    assert norm.shape == (5, 3, 2, 32)
+
+
+@pytest.fixture(scope="module")
+def masked(fast):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    return Calibration(Masked(torch.ones(7, 7).triu(1).bool()).eval(), x).quantize(fast), x
+
+
+def test_scores_that_a_mask_hides(masked):
+    """The products stay apart, and torch does what lies between them."""
+    kinds = [told(each) for each in working(recognised(*masked))]
+    between = ["aten.masked_fill.Scalar", "aten.softmax.int", "Encode"]
+    assert kinds == ["Encode", "Linear codes", "Matrices", *between, "Matrices"]
+
+
+class Adaptive(nn.Module):
+    """A norm and a linear whose weight and bias depend on the inputs, and a norm of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.start = nn.Parameter(torch.ones(24)), nn.Parameter(torch.randn(7, 24))
+        self.one, self.other = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        y = self.one(nn.functional.layer_norm(x, (24,), self.weight * x.mean()))
+        z = self.other(nn.functional.layer_norm(self.start, (24,)))
+        return y + z
+
+
+@pytest.fixture(scope="module")
+def adaptive(fast):
+    torch.manual_seed(0)
+    x = torch.randn(6, 7, 24)
+    model = Calibration(Adaptive().eval(), x).quantize(fast)
+    found = model.compile("native")(x) if library.levels() else None
+    return model, x, found
+
+
+def test_what_is_not_known_beforehand_is_left_to_torch(adaptive):
+    model, x, found = adaptive
+    steps = working(recognised(model, x))
+    assert not any(isinstance(each, Norm) for each in steps)
+    assert sum(each.node.op == "aten.layer_norm.default" for each in steps if isinstance(each, Torch)) == 1
+    if found is not None:
+        assert torch.allclose(found, model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_says_what_it_reads(quantized, images):
+    """Each value is made once, before it is read."""
+    found = recognised(quantized, images)
+    known = {*found.program.inputs, *found.constants}
+    for step in found.steps:
+        assert set(step.reads) <= known
+        assert step.name not in known
+        known.add(step.name)
+    assert {type(each) for each in found.steps} >= {Norm, Linear, Attend, Same, Torch}
+    assert not any(isinstance(each, Matrices) for each in found.steps)
