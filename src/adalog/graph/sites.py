@@ -11,21 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
+from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
+from adalog.graph.program import Node, Program, Ref, evaluate, refs_of
 
-# Operations that move values about without changing them: a value's source is looked for through these.
-MOVES = {"getitem"} | aten(
-    "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
-    "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
-    "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
-)
 _ACTIVATIONS = {
     f"aten.{name}.default": name
     for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
 }
 GELUS = ("gelu", "quick_gelu")
 POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
-_SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
 @dataclass(frozen=True)
@@ -270,7 +264,7 @@ def find_parts(program: Program, sites: Sequence[Site], example: Sequence[Tensor
                 if reader.op in MOVES:
                     moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, value: probe}), **reader.kwargs)
                     front.append((reader.name, moved))
-                elif reader.op not in _SHAPE_READERS:
+                elif reader.op not in SHAPE_READERS:
                     for channel in probe.unique().tolist():
                         read_by[channel].append(leaf)
                     leaf += 1
@@ -355,7 +349,7 @@ def _bottlenecks(program: Program) -> list[int]:
 
     A tensor that is read for its shape alone, or is an output of the model, is not thereby read by a later node.
     """
-    steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in _SHAPE_READERS]
+    steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
     derived, live, found = set(program.inputs), set(program.inputs), []
     for index, node in steps:

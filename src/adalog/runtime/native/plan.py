@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from adalog.errors import AdalogError, ProgramError, one_line
+from adalog.graph.operations import MOVES
 from adalog.graph.program import Node, Program, Ref, aten, evaluate, refs_of
-from adalog.graph.sites import MOVES
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime import native
 from adalog.runtime.native import CODES, FLOATS, STEPS, Context, Encoder, Output, Planes, Product, place, room_of
