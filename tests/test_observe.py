@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from adalog import Calibration, CalibrationError, Config, DataError, Search, artifact
-from adalog.calibration.observe import Need, Observed, measured
+from adalog.calibration.observe import Need, Observed
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
+from adalog.graph.tracing import trace
 from test_capture import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -43,11 +44,11 @@ def at_once(program, images):
 def size_of(program, images):
     """Bytes of all that is needed."""
     names = frozenset().union(*(need.names for need in needs_of(program))) - set(program.inputs)
-    return sum(value.numel() * 4 for name, value in measured(program, images).items() if name in names)
+    return sum(value.numel() * 4 for name, value in trace(program, images).items() if name in names)
 
 
 def observed(program, images, memory):
-    return Observed(program, images, measured(program, images), needs_of(program), memory)
+    return Observed(program, images, trace(program, images), needs_of(program), memory)
 
 
 class Held(TorchDispatchMode):

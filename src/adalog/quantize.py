@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import adalog
 from adalog.calibration import refine
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.calibration.observe import Need, Observed, measured
+from adalog.calibration.observe import Need, Observed
 from adalog.calibration.partial import Fold, Partial
 from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.errors import CalibrationError
@@ -36,11 +36,12 @@ from adalog.graph.sites import (
     conv_geometry,
     find_blocks,
     find_pairs,
-    find_parts,
     find_refused,
     find_sites,
+    find_splits,
 )
 from adalog.graph.submodule import exchange, record_call
+from adalog.graph.tracing import trace
 from adalog.inputs.images import draw_indices
 from adalog.model import LedgerRow, QuantizedModel, digest
 from adalog.quantizers import FLOAT_BITS, UniformQuantizer
@@ -201,7 +202,7 @@ class Calibration:
         self._blocks = find_blocks(self.program)
         self._head = self._blocks[-1].nodes
         self._memory = memory
-        self._shapes = measured(self.program, self.images)
+        self._shapes = trace(self.program, self.images)
         self._needs = {group.first.name: self._need(group) for group in self._groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}
@@ -531,7 +532,7 @@ class Calibration:
 
     def _all_linear_parts(self) -> dict[str, Tensor]:
         if "parts" not in self._found:
-            self._found["parts"] = find_parts(self.program, self.sites, take(self.images, [0, 1]))
+            self._found["parts"] = find_splits(self.program, self.sites, take(self.images, [0, 1]))
         found: dict[str, Tensor] = self._found["parts"]
         return found
 

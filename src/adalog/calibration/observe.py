@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program, Ref, map_refs
+from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, sizes, trace
 from adalog.search.objective import coprime
 
 LEAST_ROWS = 1024  # that are left of a value, or all where it has fewer
@@ -48,19 +49,6 @@ class _Part:
     cut: int | None = None
 
 
-def measured(program: Program, images: Sequence[Tensor], count: int | None = None) -> dict[str, Any]:
-    """Every value of a program on so many images, or on all, without data: tensors on the meta device, and sizes."""
-    made = {name: value.to("meta") for name, value in program.tensors.items()}
-    inputs = [value.new_empty((count or len(value), *value.shape[1:]), device="meta") for value in images]
-    values: dict[str, Any] = {**made, **dict(zip(program.inputs, inputs, strict=True))}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        values[node.name] = result
-
-    replace(program, tensors=made).run(inputs, watch)
-    return values
-
-
 class Observed:
     """The values of a program on images, by name, of which about `memory` bytes are held at a time.
 
@@ -75,7 +63,7 @@ class Observed:
     or puts them in a dimension inside another) runs all at once. Inputs and tensors are not counted: they are the
     caller's, as is what it holds on to of what it has `seen`. Threads may ask at the same time.
 
-    shapes: `measured`, of all images. Raises ValueError where fewer than 1,024 rows of a need would be left, and
+    shapes: the `trace` of all images. Raises ValueError where fewer than 1,024 rows of a need would be left, and
     CalibrationError, as values are asked for, where one is not finite.
     """
 
@@ -92,8 +80,8 @@ class Observed:
         self._images: Chunk = dict(zip(program.inputs, images, strict=True))
         self._home = dict.fromkeys((*program.inputs, *program.tensors), 0)
         self._home |= {node.name: index + 1 for index, node in enumerate(program.nodes)}
-        self._sizes = {self._count: _integers(shapes)}  # by number of images
-        self._axes: dict[str, tuple[int, int] | None] = {}
+        self._sizes = {self._count: sizes(shapes)}  # by number of images
+        self._axes: dict[str, Axis] = {}
         self._lasts: dict[str, int] = {}
         self._batch = self._count
         together: dict[frozenset[str], Need] = {}
@@ -140,8 +128,7 @@ class Observed:
         if sum(held.values()) <= memory and all(need.scratch <= memory for need in needs):
             return [_Part(every, 1, False, max(self._home[name] for name in every))]
         limit = memory * 3 // 8
-        two, three = (measured(self._program, list(self._images.values()), count) for count in (2, 3))
-        self._axes = _axes(two, three)
+        self._axes = image_axes(self._program, list(self._images.values()))
         parts: list[_Part] = []
         for need in needs:
             stride = self._stride(need, limit, memory)
@@ -245,10 +232,10 @@ class Observed:
 
     def _run(self, start: int, stop: int, given: Chunk, names: Collection[str]) -> Chunk:
         """The values of these names, from those that the first `start` nodes made."""
-        sizes = self._sizes_of(self._images_of(given))
+        known_sizes = self._sizes_of(self._images_of(given))
 
         def known(ref: Ref) -> Any:
-            return sizes[ref.name] if ref.name in sizes and self._home[ref.name] <= start else ref
+            return known_sizes[ref.name] if ref.name in known_sizes and self._home[ref.name] <= start else ref
 
         nodes = tuple(
             replace(
@@ -269,21 +256,17 @@ class Observed:
 
     def _separable(self, start: int, stop: int, chunk: Chunk, names: Collection[str]) -> bool:
         """Whether two images have alone what they have together."""
-        if any(name not in self._axes for name in (*chunk, *names)):
+        if any(name not in self._axes for name in chunk):
             return False
-        together = self._run(start, stop, self._part_of(chunk, 0, 2), names)
-        alone = [self._run(start, stop, self._part_of(chunk, index, 1), names) for index in range(2)]
-        for name, value in together.items():
-            axis = self._axes[name]
-            pieces = [one[name] for one in alone]
-            pairs = [(value, piece) for piece in pieces] if axis is None else [(value, torch.cat(pieces, axis[0]))]
-            if not all(_close(*pair) for pair in pairs):
-                return False
-        return True
+
+        def run(first: int, count: int) -> Chunk:
+            return self._run(start, stop, self._part_of(chunk, first, count), names)
+
+        return keeps_images_apart(run, names, self._axes)
 
     def _sizes_of(self, count: int) -> dict[str, int]:
         if count not in self._sizes:
-            self._sizes[count] = _integers(measured(self._program, list(self._images.values()), count))
+            self._sizes[count] = sizes(trace(self._program, list(self._images.values()), count))
         return self._sizes[count]
 
     def _live(self, position: int) -> list[str]:
@@ -351,10 +334,6 @@ class Observed:
         values[name].narrow(dim, -(-before * each // part.stride), piece.shape[dim]).copy_(piece)
 
 
-def _integers(values: Mapping[str, Any]) -> dict[str, int]:
-    return {name: value for name, value in values.items() if isinstance(value, int)}
-
-
 def _size(value: Any) -> int:
     """Bytes of a tensor or several."""
     if isinstance(value, Tensor):
@@ -362,33 +341,6 @@ def _size(value: Any) -> int:
     return sum(map(_size, value)) if isinstance(value, (tuple, list)) else 0
 
 
-def _axes(two: Mapping[str, Any], three: Mapping[str, Any]) -> dict[str, tuple[int, int] | None]:
-    """The dimension of each value that counts images and how many entries an image has; None where none counts them.
-
-    two, three: the values of so many images. Tensors of which it cannot be told are left out.
-    """
-    axes: dict[str, tuple[int, int] | None] = {}
-    for name, value in two.items():
-        if not isinstance(value, Tensor):
-            continue
-        changed = [dim for dim in range(value.ndim) if value.shape[dim] != three[name].shape[dim]]
-        each = three[name].shape[changed[0]] - value.shape[changed[0]] if changed else 0
-        if not changed:
-            axes[name] = None
-        elif len(changed) == 1 and value.shape[changed[0]] == 2 * each:
-            axes[name] = changed[0], each
-    return axes
-
-
 def _own(value: Tensor) -> Tensor:
     """In memory of its own, where it is part of something larger."""
     return value.clone() if value.untyped_storage().nbytes() > _size(value) else value
-
-
-def _close(first: Tensor, second: Tensor) -> bool:
-    """Equal but for rounding: within the root of the type's precision, of the largest value."""
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    precision = torch.finfo(first.dtype).eps ** 0.5
-    largest = first.abs().nan_to_num(posinf=0).max() if first.numel() else 0.0
-    return torch.allclose(first, second, rtol=precision, atol=float(largest) * precision, equal_nan=True)

@@ -21,6 +21,7 @@ from adalog.config import BlockRefinement, Evolution, Refinement
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref, leaves_of, map_refs
 from adalog.graph.rewrite import Placed, built
 from adalog.graph.sites import Block, find_blocks
+from adalog.graph.tracing import sizes, trace
 from adalog.quantizers import MAX_BITS, Quantizer, TwinUniformQuantizer, UniformQuantizer
 
 Quantizers = list[Quantizer | None]
@@ -211,16 +212,13 @@ def _block_inputs(
     """What each block is given, and all sizes on the way."""
     names = {block.value_in for block in blocks}
     inputs: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, int):
-            numbers[node.name] = result
-        elif node.name in names:
+        if node.name in names:
             inputs[node.name] = result
 
     program.run(images, watch)
-    return inputs, numbers
+    return inputs, sizes(trace(program, images))
 
 
 def _inputs(program: Program, images: Sequence[Tensor], block: Block, given: Mapping[str, Tensor]) -> list[Tensor]:

@@ -177,10 +177,11 @@ class Program:
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
-        """Run on the shapes and types of the inputs alone, without data: takes a millisecond for about seven nodes.
+        """Refuse a program that cannot run on inputs like these, without running it on data.
 
-        Raises ProgramError where an operation cannot take its arguments, a quantizer does not have the shape for its
-        value, or the values held at once, inputs among them, are more than `MAX_ELEMENTS` an image.
+        Takes about a millisecond per seven nodes. Raises ProgramError where an operation cannot take its arguments,
+        where a quantizer does not have the shape for its value, or where the values held at once, inputs included, are
+        more than `MAX_ELEMENTS` per image.
         """
         for node in self.nodes:
             _check_dtypes(node)
@@ -196,9 +197,14 @@ class Program:
             for name in next(last_uses):
                 held.pop(name, None)
 
-        shapes = [torch.empty_like(value, device="meta") for value in inputs]
+        self.run_without_data([torch.empty_like(value, device="meta") for value in inputs], watch)
+
+    def run_without_data(
+        self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None
+    ) -> Any:
+        """Evaluate the program on inputs on the meta device: all values have shapes and types, but no data."""
         tensors = {name: value.to("meta") for name, value in self.tensors.items()}
-        replace(self, tensors=tensors).run(shapes, watch)
+        return replace(self, tensors=tensors).run(inputs, watch)
 
     def _last_uses(self) -> list[list[str]]:
         """The names, per node, whose values no later node reads."""

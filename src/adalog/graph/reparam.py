@@ -1,9 +1,10 @@
-"""Rewrites that change no output: LayerNorm scale reparameterisation, the bias that absorbs an offset, patches."""
+"""Rewrites that change no output: LayerNorm scale reparameterisation, and the bias that absorbs an offset."""
 
-import math
-
-import torch
 from torch import Tensor
+
+from adalog.graph.convolution import output_sizes, patches
+
+__all__ = ["absorb_offset", "fold_linear", "fold_norm", "output_sizes", "patches", "shared_scale"]
 
 
 def shared_scale(scale: Tensor, zero_point: Tensor, *, rounds: bool = True) -> tuple[Tensor, Tensor]:
@@ -35,35 +36,3 @@ def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Ten
     """Eq. 15: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
     shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
     return -shift if bias is None else bias - shift
-
-
-def output_sizes(
-    sizes: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-) -> tuple[int, ...]:
-    """(height, width) of a convolution's output."""
-    each = zip(sizes, kernel, stride, padding, dilation, strict=True)
-    return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in each)
-
-
-def patches(
-    x: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    *,
-    fill: int = 0,
-) -> Tensor:
-    """What each output of a convolution sees, of any type: (B, C, H, W) -> (B, L, C * kh * kw), padded with `fill`."""
-    height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
-    if any(padding):
-        x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=fill)
-    x = x.contiguous()
-    images, channels, down, across = x.stride()
-    steps = (images, stride[0] * down, stride[1] * across, channels, dilation[0] * down, dilation[1] * across)
-    seen = x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)
-    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel)).contiguous()

@@ -11,8 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.graph.convolution import conv_geometry
 from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
-from adalog.graph.program import Node, Program, Ref, evaluate, refs_of
+from adalog.graph.program import Node, Program, Ref, refs_of
+from adalog.graph.tracing import channels_in_views, trace
+
+__all__ = [
+    "GELUS",
+    "POWER_LAW_ACTIVATIONS",
+    "Block",
+    "Pair",
+    "Site",
+    "Source",
+    "census",
+    "conv_geometry",
+    "find_blocks",
+    "find_pairs",
+    "find_refused",
+    "find_sites",
+    "find_source",
+    "find_splits",
+    "minimum_of",
+]
 
 _ACTIVATIONS = {
     f"aten.{name}.default": name
@@ -173,35 +193,13 @@ def minimum_of(function: Any) -> float:
     return float(function(torch.tensor([(low + high) / 2], dtype=torch.float64)).item())
 
 
-def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
-    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
-
-    def pair(name: str, default: int) -> tuple[int, ...]:
-        value = given.get(name, (default, default))
-        value = (value,) if isinstance(value, int) else tuple(value)
-        return value * 2 if len(value) == 1 else value
-
-    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
-
-
 def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[Pair]:
     """For every LayerNorm that feeds a linear: the linears to fold it with, or the reason not to.
 
-    Folding changes every value the norm sends out, so every reader must be a linear that meets the channels where the
-    norm left them, last. example: inputs to run the program on once.
+    Folding changes every value that the norm puts out. So every reader must be a linear, and its last axis must count
+    the norm's channels, whatever views lie between. example: inputs whose shapes the program is traced with.
     """
-    numbers: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, int):
-            numbers[node.name] = result
-        elif node.op == "aten.layer_norm.default":
-            shapes[node.name] = tuple(result.shape)
-
-    program.run(example, watch)
-    readers = program.consumers()
+    values, readers = trace(program, example), program.consumers()
     linears = {site.node.name: site for site in sites if site.role == "linear"}
     outputs = set(refs_of(program.output))
     pairs = []
@@ -213,64 +211,44 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
             refusals.append("it normalises more than the channels")
         if any(arg is None or arg.name not in program.tensors for arg in (*norm.args[2:4], None, None)[:2]):
             refusals.append("it has no weight and bias to fold into")
-        # A probe that holds its channel's number at every place is moved as the norm's output is: where a linear reads,
-        # the last axis must count the channels.
-        channels = torch.arange(shapes[norm.name][-1])
-        front: list[tuple[str, Any]] = [(norm.name, channels.expand(shapes[norm.name]))]
-        for name, probe in front:  # which grows
+        for name, channels in channels_in_views(norm.name, values, readers):
             if name in outputs:
                 refusals.append("it is an output of the model")
             for reader in readers.get(name, []):
                 if reader.name in linears and linears[reader.name].left == name:
                     reading.append(linears[reader.name].name)
-                    if probe.shape[-1] != len(channels) or not bool((probe == channels).all()):
+                    count = values[norm.name].shape[-1]
+                    if channels.shape[-1] != count or not bool((channels == torch.arange(count)).all()):
                         refusals.append(f"its channels are mixed with positions before {reading[-1]}")
-                elif reader.op in MOVES:
-                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, name: probe}), **reader.kwargs)
-                    front.append((reader.name, moved))
-                elif reader.op != "aten.sym_size.int":
+                elif reader.op not in MOVES and reader.op != "aten.sym_size.int":
                     refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
         if reading:
             pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else ""))
     return pairs
 
 
-def find_parts(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
-    """For every linear by name, (O,), the part that each channel of its output belongs to, counted from 0.
+def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The number of the split, from 0, that each output channel of a linear belongs to: (O,), by the linear's name.
 
-    Channels of one part are read, after moves, by the same operations: so the queries, keys and values of one linear
-    are three parts. example: inputs to run the program on once.
+    Channels belong together if the same operations read them, through views: the queries, keys and values that one
+    linear makes are three splits. example: inputs whose shapes the program is traced with.
     """
-    linears = {site.node.name: site for site in sites if site.role == "linear"}
-    numbers: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, int):
-            numbers[node.name] = result
-        elif node.name in linears:
-            shapes[node.name] = tuple(result.shape)
-
-    program.run(example, watch)
-    readers = program.consumers()
-    parts = {}
-    for name, site in linears.items():
-        channels = torch.arange(shapes[name][-1])
-        front: list[tuple[str, Any]] = [(name, channels.expand(shapes[name]))]
-        read_by: list[list[int]] = [[] for _ in channels]
-        leaf = 0
-        for value, probe in front:  # which grows
-            for reader in readers.get(value, []):
-                if reader.op in MOVES:
-                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, value: probe}), **reader.kwargs)
-                    front.append((reader.name, moved))
-                elif reader.op not in SHAPE_READERS:
-                    for channel in probe.unique().tolist():
-                        read_by[channel].append(leaf)
-                    leaf += 1
+    values, readers = trace(program, example), program.consumers()
+    splits = {}
+    for site in sites:
+        if site.role != "linear":
+            continue
+        read_by: list[list[int]] = [[] for _ in range(values[site.node.name].shape[-1])]
+        count = 0  # of readers
+        for view, channels in channels_in_views(site.node.name, values, readers):
+            for reader in readers.get(view, []):
+                if reader.op not in MOVES and reader.op not in SHAPE_READERS:
+                    for channel in channels.unique().tolist():
+                        read_by[channel].append(count)
+                    count += 1
         seen: dict[tuple[int, ...], int] = {}
-        parts[site.name] = torch.tensor([seen.setdefault(tuple(leaves), len(seen)) for leaves in read_by])
-    return parts
+        splits[site.name] = torch.tensor([seen.setdefault(tuple(each), len(seen)) for each in read_by])
+    return splits
 
 
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:

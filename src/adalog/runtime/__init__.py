@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from adalog import library
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.graph.tracing import trace
 from adalog.model import QuantizedModel
 from adalog.runtime import integer, native, reference, regions
-from adalog.runtime.native.plan import Plan, shapes_of
+from adalog.runtime.native.plan import Plan
 from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
 
 Executor = Literal["reference", "torch", "native"]
@@ -125,7 +126,7 @@ class Compiled(nn.Module):
                 self.model.check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                shapes = shapes_of(self.model.program, inputs)
+                shapes = trace(self.model.program, inputs)
                 self._plans[batch] = Plan(*self._apart, self._context, inputs, shapes)
             return self._plans[batch]
 

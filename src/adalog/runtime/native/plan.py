@@ -1085,15 +1085,3 @@ def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
     heads = shape[-3] if len(shape) > 2 else 1
     by_head = scale.double().reshape(scale.shape[-3:]) if scale.numel() > 1 else scale.double().reshape(())
     return by_head.expand(heads, 1, shape[-1]).reshape(-1)
-
-
-def shapes_of(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """What each value of a program is for inputs like these: on the meta device, sizes as numbers."""
-    found: dict[str, Any] = {}
-    given = [torch.empty_like(value, device="meta") for value in inputs]
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        found[node.name] = result
-
-    program.map_tensors(lambda value: value.to("meta")).run(given, watch)
-    return {**program.tensors, **found, **dict(zip(program.inputs, given, strict=True))}

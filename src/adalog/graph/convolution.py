@@ -1,0 +1,55 @@
+"""The geometry of a 2-D convolution, and the patches that make it a matrix product."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from adalog.graph.program import Node
+
+
+def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
+    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
+
+    def pair(name: str, default: int) -> tuple[int, ...]:
+        value = given.get(name, (default, default))
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return value * 2 if len(value) == 1 else value
+
+    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
+
+
+def output_sizes(
+    sizes: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> tuple[int, ...]:
+    """(height, width) of a convolution's output."""
+    each = zip(sizes, kernel, stride, padding, dilation, strict=True)
+    return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in each)
+
+
+def patches(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    *,
+    fill: int = 0,
+) -> Tensor:
+    """The patch of an image that each output of a convolution reads: (B, C, H, W) -> (B, L, C * kh * kw).
+
+    x: of any type; it is padded with `fill`.
+    """
+    height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
+    if any(padding):
+        x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=fill)
+    x = x.contiguous()
+    images, channels, down, across = x.stride()
+    steps = (images, stride[0] * down, stride[1] * across, channels, dilation[0] * down, dilation[1] * across)
+    seen = x.as_strided((len(x), height, width, x.shape[1], *kernel), steps)
+    return seen.reshape(len(x), height * width, x.shape[1] * math.prod(kernel)).contiguous()
