@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import adalog
 from adalog.calibration import refine
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.calibration.observe import Need, Observed
+from adalog.calibration.observe import Observed, Request
 from adalog.calibration.partial import Fold, Partial
 from adalog.config import BlockRefinement, Config, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.errors import CalibrationError
@@ -209,14 +209,14 @@ class Calibration:
         self._seconds: dict[Any, float] = {}
         self._probe: Tensor | None = None
 
-    def _need(self, group: _Group) -> Need:
+    def _need(self, group: _Group) -> Request:
         """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
         products = [] if group.pair is None else list(group.pair.sites)
         read = {group.first.left} | {site.left for site in self.sites if site.name in products}
         if group.first.role in ("qk", "av"):
             read.add(group.first.right)
         rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
-        return Need(group.first.name, frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
+        return Request(group.first.name, frozenset(read), rows, self._elements(group) * _BYTES_AN_ELEMENT)
 
     @torch.no_grad()
     def quantize(
@@ -291,7 +291,7 @@ class Calibration:
         """The groups by whose operands are held at a time, in order."""
 
         def number(group: _Group) -> int:
-            return self._observed.part(self._needs[group.first.name].names)
+            return self._observed.stage(self._needs[group.first.name].names)
 
         return [list(groups) for _, groups in groupby(sorted(self._groups, key=number), key=number)]
 

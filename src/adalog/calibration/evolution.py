@@ -1,0 +1,124 @@
+"""Evol-Q: weights' scales perturbed block by block, judged by what the model puts out.
+
+With outputs o_i of the quantized and f_j of the float model, normalised to length 1, the loss is InfoNCE: the mean over
+images i of -log(exp(o_i f_i / t) / sum_j exp(o_i f_j / t)). The scales s of a block become |s + u|, with u uniform in
+[-radius, radius].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from adalog.calibration.blocks import Blocks, quantizers_of, with_quantizers
+from adalog.config import Evolution
+from adalog.graph.program import Program, refs_of
+from adalog.graph.rewrite import Placed, built
+from adalog.graph.sites import find_blocks
+from adalog.graph.tracing import trace
+from adalog.quantizers import MAX_BITS, UniformQuantizer
+
+
+def evolved(
+    program: Program,
+    images: Sequence[Tensor],
+    placed: Sequence[Placed],
+    choices: Evolution,
+    generator: torch.Generator,
+    memory: int | None = None,
+) -> list[Placed]:
+    """What was found for a float program, with the scales of its weights evolved, block by block.
+
+    Each pass goes from the last block to the first. A block's input depends on no block behind it, so the inputs that
+    the program has at the start of a pass serve all of its blocks.
+    """
+    blocks, output = find_blocks(program), _first_output(program, images)
+    wanted = Blocks(program, images, blocks, memory).run(dict(zip(program.inputs, images, strict=True)), [output])
+    current, least = list(placed), None
+    for _ in range(choices.passes):
+        before = Blocks(built(program, current), images, blocks, memory)
+        for number, block in reversed(list(enumerate(blocks))):
+            start = _weights(current, set(block.nodes))
+            if not start:
+                continue
+            given = before.inputs(number)
+
+            def loss(
+                quantizers: list[UniformQuantizer],
+                indices: Sequence[int] = list(start),
+                placed: Sequence[Placed] = current,
+                before: Blocks = before,
+                given: dict[str, Tensor] = given,
+            ) -> float:
+                whole = built(program, _with_weights(placed, indices, quantizers))
+                outputs = before.run(given, [output], whole)[output]
+                return info_nce(outputs, wanted[output], choices.temperature)
+
+            least, best = evolve(loss, list(start.values()), choices, generator, least)
+            current = _with_weights(current, list(start), best)
+    return current
+
+
+def _weights(placed: Sequence[Placed], nodes: set[str]) -> dict[int, UniformQuantizer]:
+    """The quantizers of the weights of a block, by their place in the list."""
+    found = {}
+    for index, each in enumerate(placed):
+        _, right = quantizers_of(each)
+        stored = each.sites[0].role in ("linear", "conv") and each.sites[0].node.name in nodes
+        if stored and isinstance(right, UniformQuantizer):
+            found[index] = right
+    return found
+
+
+def _with_weights(
+    placed: Sequence[Placed], indices: Sequence[int], quantizers: Sequence[UniformQuantizer]
+) -> list[Placed]:
+    changed = list(placed)
+    for index, quantizer in zip(indices, quantizers, strict=True):
+        changed[index] = with_quantizers(changed[index], quantizers_of(changed[index])[0], quantizer)
+    return changed
+
+
+def _first_output(program: Program, images: Sequence[Tensor]) -> str:
+    """The name of the first floating tensor among a model's outputs."""
+    names = list(refs_of(program.output))
+    values = trace(program, images, names=names)
+    return next(name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
+
+
+def evolve(
+    loss: Callable[[list[UniformQuantizer]], float],
+    start: list[UniformQuantizer],
+    choices: Evolution,
+    generator: torch.Generator,
+    least: float | None = None,
+) -> tuple[float, list[UniformQuantizer]]:
+    """(its loss, the best individual) of a population that starts as copies of one individual.
+
+    Each cycle draws samples with replacement, mutates the best of them, and drops the worst individual of all. least:
+    the loss of the start, if it is known.
+    """
+    population = [(loss(start) if least is None else least, start)] * choices.population
+    for _ in range(choices.cycles):
+        drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
+        parent = population[min(drawn)][1]  # they are in order, the best first
+        child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
+        population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
+    return population[0]
+
+
+def mutated(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
+    """The quantizer with every scale moved by at most the radius, and none of them zero."""
+    if radius is None:
+        radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
+    moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    scale = (quantizer.scale + radius * moves.to(quantizer.scale)).abs()
+    return replace(quantizer, scale=scale.clamp(min=2.0**-94))
+
+
+def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
+    """How badly each output, (N, ...), tells its own wanted output from those of the other images."""
+    similar = normalize(outputs.flatten(1), dim=1) @ normalize(wanted.flatten(1), dim=1).T
+    return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))
