@@ -1,4 +1,4 @@
-"""What a program multiplies: its sites, LayerNorm pairs and blocks, read from the flow of data and never from names."""
+"""The sites, LayerNorm pairs and blocks of a program, found from the flow of data and never from names."""
 
 import math
 from bisect import bisect_left
@@ -44,19 +44,22 @@ POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand comes from: "weight", "input", "layer_norm", "softmax", an activation's name, or "other"."""
+    """Where an operand comes from: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
+
+    node: the name of the node that made it, before any views. minimum: the least value that this operation can make.
+    """
 
     kind: str
-    node: str = ""  # the node that made it, before any moves
-    minimum: float = -math.inf  # of the operation, where it has one
+    node: str = ""
+    minimum: float = -math.inf
 
 
 @dataclass(frozen=True)
 class Site:
-    """One multiplication: role "linear", "conv", "qk" or "av"; left and right are the operands' value names.
+    """One multiplication: its role ("linear", "conv", "qk" or "av") and the names of its operands, left and right.
 
-    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one. The operands of
-    "qk" and "av" are values, or stored tensors on the right. refusal: why it stays float, where it does.
+    The right operand of a linear or convolution is its weight, and `bias` names its bias, if it has one. The operands
+    of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
     """
 
     name: str
@@ -72,7 +75,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm whose every reader is a linear, so that its scale can be folded; or why it is not one."""
+    """A LayerNorm and the linears that read it, whose scale can be folded; refusal: why not, where it cannot."""
 
     norm: Node
     sites: tuple[str, ...]
@@ -80,13 +83,13 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The norm's module, or its node where that is the whole model."""
+        """The name of the norm's module, or of its node where the norm is the whole model."""
         return self.norm.scope or self.norm.name
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes with one live value in and one out: the unit of reconstruction."""
+    """Consecutive nodes, of which one value goes in and one goes out: the unit of refinement and reconstruction."""
 
     value_in: str
     value_out: str
@@ -120,7 +123,7 @@ def _products(program: Program) -> list[Site]:
             role, name = ("linear" if node.op == PRODUCTS[0] else "conv"), right.removesuffix(".weight")
             bias = node.args[2].name if len(node.args) > 2 and node.args[2] is not None else None
             parameters = {"weight": right} if bias is None else {"weight": right, "bias": bias}
-            computed = [part for part, value in parameters.items() if value not in program.tensors]
+            computed = [kind for kind, value in parameters.items() if value not in program.tensors]
             refusal = f"its {computed[0]} is computed, not stored" if computed else ""
         else:
             role = name = "av" if _is_attention(makers, left) else "qk"
@@ -135,14 +138,14 @@ def _products(program: Program) -> list[Site]:
 
 
 def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
-    """Whether a value is what a softmax made, though linears mixed its heads afterwards (talking heads)."""
+    """Whether a softmax made a value, even if linears mixed its heads afterwards (talking heads)."""
     while name in makers and makers[name].op in MOVES | set(PRODUCTS[:2]):
         name = makers[name].args[0].name
     return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
-    """Walk back from a value through moves to what made it."""
+    """The source of a value: what made it, before any views."""
     while name in makers and makers[name].op in MOVES:
         name = makers[name].args[0].name
     if name in program.inputs:
@@ -165,7 +168,7 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
 
 
 def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
-    """c where the node is x * sigmoid(c x), whichever way it is written."""
+    """c, where the node is x * sigmoid(c x), in either order of its factors; None where it is not."""
     if node.op != "aten.mul.Tensor" or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     for x, gate_ref in (node.args, node.args[::-1]):
@@ -183,7 +186,7 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
 
 
 def minimum_of(function: Any) -> float:
-    """The least value of a pointwise activation, by its own float64 arithmetic: GELU's is -0.16997120747990366."""
+    """The least value of a pointwise activation, computed in float64: GELU's is -0.16997120747990366."""
     low, high = -30.0, 30.0
     for _ in range(12):
         x = torch.linspace(low, high, 2001, dtype=torch.float64)
@@ -252,11 +255,11 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
 
 
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How much of what there is, as JSON.
+    """The counts of what a program multiplies, and the list of its sites, as JSON.
 
-    post_gelu: sites whose left operand a GELU made. pairs: those that fold. refusals: why a norm does not, and why
-    a multiplication stays float, by name. other_sites: products of two values that belong to no attention. float_ops:
-    what multiplies no two tensors.
+    post_gelu: the number of sites whose left operand a GELU made. pairs: the number of pairs that fold. refusals: by
+    name, why a norm is not folded or a multiplication stays float. other_sites: products of two values that belong to
+    no attention. float_ops: the operations that do not multiply two tensors.
     """
     readers = program.consumers()
     roles = {site.name: site.role for site in sites}
@@ -289,9 +292,9 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
 
 
 def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bool:
-    """Whether a softmax reads what a product makes, without another product between."""
+    """Whether a softmax reads the result of a product, with no other product between them."""
     front = [product.name]
-    for name in front:  # which grows
+    for name in front:  # the list grows meanwhile
         for reader in readers.get(name, []):
             if reader.op == "aten.softmax.int":
                 return True
@@ -301,11 +304,11 @@ def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bo
 
 
 def find_blocks(program: Program) -> list[Block]:
-    """The program cut at values that everything later depends on: the stem, a block for each attention, the head.
+    """The program cut into its stem, one block per attention, and its head, at values that all later ones depend on.
 
-    A block starts at the last such value before its softmax, which in a pre-norm ViT is the residual stream, and holds
-    what follows (the MLP, a change of resolution) up to the next. The head starts after the last residual addition.
-    What does not depend on the inputs (position tables, masks) may be read across blocks, as tensors may.
+    A block starts at the last such value before its softmax, which is the residual stream in a pre-norm ViT. It holds
+    all that follows (the MLP, a change of resolution) up to the next block. The head starts after the last residual
+    addition. Values that do not depend on the inputs (position tables, masks) may be read across blocks, like tensors.
     """
     narrow = _bottlenecks(program)
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
@@ -323,9 +326,9 @@ def find_blocks(program: Program) -> list[Block]:
 
 
 def _bottlenecks(program: Program) -> list[int]:
-    """The indices of nodes whose value is, right after them, all that later nodes read of what the inputs gave.
+    """The indices of nodes after which theirs is the only value, of those that depend on inputs, that is still read.
 
-    A tensor that is read for its shape alone, or is an output of the model, is not thereby read by a later node.
+    Reading a tensor for its shape alone does not count, and neither does putting it out.
     """
     steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
@@ -341,11 +344,11 @@ def _bottlenecks(program: Program) -> list[int]:
 
 
 def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
-    """Whether the last bottleneck is a residual addition: of an earlier one, through moves and other additions."""
+    """Whether the last bottleneck adds to an earlier one, directly or through views and other additions."""
     *streams, last = (program.nodes[index] for index in narrow)
     makers = {node.name: node for node in program.nodes}
     front = [last] if last.op == "aten.add.Tensor" else []
-    for node in front:  # which grows
+    for node in front:  # the list grows meanwhile
         if node in streams:
             return True
         if node.op in MOVES | {"aten.add.Tensor"}:
