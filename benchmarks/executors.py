@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
-from adalog.graph.program import FAKE_QUANTIZE
+from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.inputs import demo
 from adalog.quantizers import LogQuantizer
 from adalog.study.doctor import machine

@@ -23,7 +23,8 @@ from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
 from adalog.artifact import FORMAT, KEY, inspect, sizes
 from adalog.choices import ReleasedSearch, ScaleSearch
 from adalog.files import check_writable, write_whole
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import (
     LogQuantizer,

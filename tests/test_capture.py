@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import zoo
 from adalog import CaptureError
 from adalog.graph.capture import capture
-from adalog.graph.program import OPERATIONS, PRODUCTS, Output
+from adalog.graph.operations import OPERATIONS, PRODUCTS
+from adalog.graph.program import Output
 
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 

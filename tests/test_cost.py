@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from adalog import Calibration, Config
 from adalog.graph.capture import capture
-from adalog.graph.program import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
+from adalog.graph.operations import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
 from adalog.study.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
 from stored import serialise

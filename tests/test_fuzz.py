@@ -15,7 +15,7 @@ from torch import nn
 import zoo
 from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
 from adalog.artifact import KEY
-from adalog.graph.program import OPERATIONS
+from adalog.graph.operations import OPERATIONS
 from adalog.inputs.demo.model import DemoViT
 from stored import deserialise, serialise
 

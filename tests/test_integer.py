@@ -16,7 +16,8 @@ from torch import nn
 
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
 from adalog.choices import ReleasedSearch, ScaleSearch
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import (
     LogQuantizer,

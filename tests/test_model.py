@@ -12,7 +12,8 @@ from torch import nn
 import adalog
 import zoo
 from adalog import Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
-from adalog.graph.program import FAKE_QUANTIZE, Output
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Output
 from adalog.graph.sites import find_sites
 from adalog.inputs import demo
 from adalog.quantized import QuantizedProgram

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adalog import Calibration, library
-from adalog.graph.sites import MOVES
+from adalog.graph.operations import MOVES
 from adalog.runtime import _compiled, native, reference
 from adalog.runtime.native.products import Encoder
 from adalog.runtime.native.recognise import recognise
@@ -29,7 +29,7 @@ def recognised(model, inputs):
     program, made = _compiled(model.program, planned, native.encoder_key, native.encoder, lambda site: site)
     sites = {site.node.name: site for site in planned if native.takes(site)}
     quantizers = {name: each.quantizer for name, each in made.items() if isinstance(each, Encoder)}
-    return recognise(program, sites, quantizers, native.shapes_of(model.program, [inputs]))
+    return recognise(program, sites, quantizers, trace(model.program, [inputs]))
 
 
 def working(found):

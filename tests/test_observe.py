@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from adalog import Calibration, CalibrationError, Config, DataError, Search
-from adalog.calibration.observe import Need, Observed, measured
+from adalog import Calibration, CalibrationError, Config, DataError, Search, artifact
+from adalog.calibration.observe import Observed, Request
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
-from stored import serialise
+from adalog.graph.tracing import trace
 from test_capture import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -30,7 +30,8 @@ def needs_of(program):
     """What each product reads that is no weight."""
     sites = find_sites(program)
     names = [{site.left, site.right} - program.tensors.keys() for site in sites]
-    return [Need(site.name, frozenset(read), site.role == "linear", 0) for site, read in zip(sites, names, strict=True)]
+    reads = zip(sites, names, strict=True)
+    return [Request(site.name, frozenset(read), site.role == "linear", 0) for site, read in reads]
 
 
 def at_once(program, images):
@@ -44,11 +45,11 @@ def at_once(program, images):
 def size_of(program, images):
     """Bytes of all that is needed."""
     names = frozenset().union(*(need.names for need in needs_of(program))) - set(program.inputs)
-    return sum(value.numel() * 4 for name, value in measured(program, images).items() if name in names)
+    return sum(value.numel() * 4 for name, value in trace(program, images).items() if name in names)
 
 
 def observed(program, images, memory):
-    return Observed(program, images, measured(program, images), needs_of(program), memory)
+    return Observed(program, images, trace(program, images), needs_of(program), memory)
 
 
 class Held(TorchDispatchMode):
@@ -113,7 +114,7 @@ def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     numbers = []
     for need in needs_of(program):
         assert seen.stride(need.names) == 1
-        numbers.append(seen.part(need.names))
+        numbers.append(seen.stage(need.names))
         for value, values in seen.seen(need.names).items():
             assert values.shape == expected[value].shape
             torch.testing.assert_close(values, expected[value], rtol=1e-5, atol=1e-5)
@@ -168,7 +169,7 @@ def test_parts_in_order_cost_one_forward(share, computed):
     names = {name for need in needs for name in need.names if name in computed}
     assert {computed[name] for name in names} == {33 if share > 1 else 37}
     seen.seen(needs[1].names)
-    assert seen.part(needs[1].names) == 0
+    assert seen.stage(needs[1].names) == 0
     (first,) = needs[1].names
     assert computed[first] == (33 if share > 1 else 37 + 37)
 
@@ -178,7 +179,7 @@ def test_parts_may_be_asked_for_in_any_order_and_by_threads():
     expected, needs = at_once(program, [IMAGES]), needs_of(program)
     seen = observed(program, [IMAGES], size_of(program, [IMAGES]) // 3)
     some = [needs[index] for index in (2, 7, len(needs) - 1)]
-    assert len({seen.part(need.names) for need in some}) == 3
+    assert len({seen.stage(need.names) for need in some}) == 3
     wrong = []
 
     def ask(order):
@@ -223,7 +224,7 @@ def test_several_inputs_and_sizes_go_with_their_images():
     for need in needs:
         for name, value in seen.seen(need.names).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
-    assert seen.part(needs[-1].names) > 0
+    assert seen.stage(needs[-1].names) > 0
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_what_batches_cannot_give_is_computed_at_once(mixed):
     expected = at_once(program, [IMAGES])
     seen = observed(program, [IMAGES], size_of(program, [IMAGES]) // 2)
     needs = needs_of(program)
-    assert seen.part(needs[-1].names) > 0
+    assert seen.stage(needs[-1].names) > 0
     for need in needs:
         for name, value in seen.seen(need.names).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
@@ -258,7 +259,7 @@ def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
         stride = seen.stride(need.names)
         strides.add(stride)
         for value, kept in seen.seen(need.names).items():
-            whole = expected[value].flatten(0, -2) if need.rows and stride > 1 else expected[value]
+            whole = expected[value].flatten(0, -2) if need.by_row and stride > 1 else expected[value]
             torch.testing.assert_close(kept, whole[::stride], rtol=1e-5, atol=1e-5)
     assert 1 in strides
     assert max(strides) >= 3
@@ -311,9 +312,9 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert result.ledger[-1].sqnr == found.assignment.sqnr
     assert calibration.judge(found, config).mean_square_error() == found.mean_square_error()
     again = Calibration(model, images, memory=memory)
-    assert serialise(again.quantize(config)) == serialise(result)
+    assert artifact.serialise(again.quantize(config)) == artifact.serialise(result)
     resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
-    assert serialise(resumed) == serialise(result)
+    assert artifact.serialise(resumed) == artifact.serialise(result)
 
 
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):

@@ -10,13 +10,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from adalog import Calibration
 from adalog.choices import Search
 from adalog.config import Config
-from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
 from adalog.methods import METHODS
 from adalog.quantizers import (
     LogQuantizer,

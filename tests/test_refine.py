@@ -5,26 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adalog.calibration.refine import refined
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration.refine import (
-    _between,
-    _block_inputs,
-    _first_output,
-    _inputs,
-    evolve,
-    info_nce,
-    largest_errors,
-    mutated,
-    refine_block,
-    refined,
-    scaled,
-)
+from adalog.calibration.blockwise import largest_errors, refine_block, scaled
+from adalog.calibration.evolution import evolve, info_nce, mutated
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
-from adalog.graph.program import Ref
 from adalog.graph.rewrite import Placed, built
-from adalog.graph.sites import find_blocks
 from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 from strategies import normal
 
@@ -213,34 +201,6 @@ def test_blocks_lower_their_own_outputs_errors(calibration):
             assert torch.equal(quantizer.scale, before.scale)
     assert changed > 0
     assert [row.sqnr for row in plain.ledger] != [row.sqnr for row in after.ledger]
-
-
-@pytest.mark.parametrize("name", ["timm_swin", "hf_vit", "timm_pvt"])
-def test_a_block_by_itself_is_that_part_of_the_model(name):
-    """Of models whose blocks read sizes from before them; and so is what a block is followed by."""
-    _, program = zoo.captured(name)
-    blocks = find_blocks(program)
-    assert len(blocks) > 2
-    seen = {}
-
-    def watch(node, args, result):
-        seen[node.name] = result
-
-    with torch.no_grad():
-        output = program.run([zoo.IMAGES], watch)
-        found, numbers = _block_inputs(program, [zoo.IMAGES], blocks)
-        for block in blocks:
-            alone = _between(program, block.value_in, Ref(block.value_out), numbers)
-            given = _inputs(program, [zoo.IMAGES], block, found)
-            assert torch.equal(alone.run(given), seen[block.value_out])
-            outside = {node.name for node in alone.nodes} - set(block.nodes)
-            assert len(outside) < 40
-            rest = _between(program, block.value_in, program.output, numbers)
-            assert _first_output(rest.run(given)).equal(_first_output(output))
-            if block.value_in not in program.inputs:
-                given[0] = torch.zeros_like(zoo.IMAGES)
-                assert alone.run(given).equal(seen[block.value_out])
-                assert _first_output(rest.run(given)).equal(_first_output(output))
 
 
 def test_ranges_can_be_evolved_with_any_search():

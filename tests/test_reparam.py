@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
 from torch.nn.functional import conv2d, gelu, layer_norm
 
-from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, patches, shared_scale
+from adalog.graph.convolution import patches
 from adalog.quantizers import LogQuantizer, uniform_quantize
 from strategies import R, normal
 

@@ -20,17 +20,8 @@ import adalog
 from adalog.config import Config
 from adalog.errors import ArtifactError, one_line
 from adalog.files import write_whole
-from adalog.graph.program import (
-    FAKE_QUANTIZE,
-    OPERATIONS,
-    PLACEMENT,
-    Arg,
-    Node,
-    Output,
-    Program,
-    Ref,
-    refs_of,
-)
+from adalog.graph.operations import FAKE_QUANTIZE, OPERATIONS, PLACEMENT
+from adalog.graph.program import Arg, Node, Output, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from adalog.config import Config
-from adalog.graph.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
+from adalog.graph.operations import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS
+from adalog.graph.program import Program
 from adalog.ledger import LedgerRow, float_lines, ledger_table
 
 

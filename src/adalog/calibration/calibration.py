@@ -14,19 +14,21 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog.calibration import refine
+from adalog.calibration.blockwise import refined_blocks
+from adalog.calibration.evolution import evolved
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
-from adalog.calibration.observe import Need, Observed, measured
+from adalog.calibration.observe import Observed, Request
 from adalog.calibration.operands import choices_of, formats_of, in_shape_of_product, operands_of, product_elements
 from adalog.calibration.ordered import observe_in_order
 from adalog.calibration.partial import Partial, assignment_json
 from adalog.calibration.schedule import Progress, run_searches
-from adalog.choices import BlockRefinement, RangeSearch
+from adalog.choices import BlockRefinement, Evolution, RangeSearch
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Pair, find_blocks, find_pairs, find_parts, find_refused, find_sites
+from adalog.graph.sites import Pair, find_blocks, find_pairs, find_refused, find_sites, find_splits
+from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
 from adalog.quantized import QuantizedProgram
@@ -88,7 +90,7 @@ class Calibration:
             raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
         self._blocks = find_blocks(self.program)
         self._memory = memory
-        self._shapes = measured(self.program, self.images)
+        self._shapes = trace(self.program, self.images)
         self._needs = {group.name: self._need(group) for group in self.groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
         self._found: dict[Any, Any] = {}  # what searches share and find, by what it depends on
@@ -280,7 +282,7 @@ class Calibration:
 
     # --- all groups ---
 
-    def _need(self, group: SiteGroup) -> Need:
+    def _need(self, group: SiteGroup) -> Request:
         """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
         products = [] if group.pair is None else list(group.pair.sites)
         read = {group.first.left} | {site.left for site in self.sites if site.name in products}
@@ -288,23 +290,25 @@ class Calibration:
             read.add(group.first.right)
         rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
         elements = product_elements(self.program, group, self._shapes)
-        return Need(group.name, frozenset(read), rows, elements * _BYTES_PER_ELEMENT)
+        return Request(group.name, frozenset(read), rows, elements * _BYTES_PER_ELEMENT)
 
     def _splits(self) -> list[list[SiteGroup]]:
         """The groups by whose operands are held at a time, in order."""
 
         def number(group: SiteGroup) -> int:
-            return self._observed.part(self._needs[group.name].names)
+            return self._observed.stage(self._needs[group.name].names)
 
         return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
 
     def _refined(self, assigned: Assigned, config: Config) -> list[tuple[SiteGroup, Assignment]]:
         """With other scales, as `Config.refine` has it, and SQNRs to match."""
-        gradients = {}
         if isinstance(config.refine, BlockRefinement):
             gradients = self._squared_gradients(config.refine.probes)
-        assert config.refine is not None
-        changed = refine.refined(self.program, self.images, assigned, config.refine, gradients, self.seed)
+            changed = refined_blocks(self.program, self.images, assigned, config.refine, gradients)
+        else:
+            assert isinstance(config.refine, Evolution)
+            generator = torch.Generator().manual_seed(self.seed)
+            changed = evolved(self.program, self.images, assigned, config.refine, generator)
         judged = []
         for (group, before), (_, after) in zip(assigned, changed, strict=True):
             if after is before:
@@ -374,7 +378,7 @@ class Calibration:
 
     def _all_row_splits(self) -> dict[str, Tensor]:
         if "row splits" not in self._found:
-            self._found["row splits"] = find_parts(self.program, self.sites, take(self.images, [0, 1]))
+            self._found["row splits"] = find_splits(self.program, self.sites, take(self.images, [0, 1]))
         found: dict[str, Tensor] = self._found["row splits"]
         return found
 

@@ -1,4 +1,4 @@
-"""How much each value inside a program matters to what it puts out: squared gradients, by autograd on the program."""
+"""How much each value inside a program matters to its output: squared gradients, by autograd on the program."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -9,19 +9,21 @@ from torch import Tensor
 
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program, leaves_of
+from adalog.graph.tracing import image_axes, keeps_images_apart
 
 # (the program's floating outputs for some images, which images) -> the gradient of a loss by each of these outputs.
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
 
-BATCH = 4  # images that are back-propagated together
+BATCH = 4  # images per backward pass
 
 
 def hessian_probe(generator: torch.Generator) -> Probe:
     """Random gradients whose mean square is the diagonal of the loss's Hessian.
 
-    The loss is KL(p || softmax(y)) where y, (B, classes), is all that the model puts out: its Hessian by y is
+    Where the model's only output is y, (B, classes), the loss is KL(p || softmax(y)). Its Hessian by y is
     diag(p) - p p^T = E[g g^T] with g = (diag(s) - p s^T) e, s = sqrt(p), and e random signs. So E[(J^T g)^2] is the
-    diagonal of J^T (diag(p) - p p^T) J by any value inside. Of other outputs it is half the squared distance, g = e.
+    diagonal of J^T (diag(p) - p p^T) J by any value inside. For other outputs the loss is half the squared distance,
+    and g = e.
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
@@ -36,9 +38,10 @@ def hessian_probe(generator: torch.Generator) -> Probe:
 
 
 def noise_probe(generator: torch.Generator) -> Probe:
-    """What the gradient of KL(p || softmax(y)) at softmax(y) = p comes to: (diag(p) - p p^T) times rounding noise of y.
+    """What a computer finds for the gradient of KL(p || softmax(y)) at softmax(y) = p, where the true one is zero.
 
-    The true gradient is zero. Only the noise's direction counts, so it is Gaussian of unit size here.
+    It is (diag(p) - p p^T) times the rounding noise of y. Only the noise's direction counts, so it is Gaussian with
+    unit variance here.
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
@@ -52,7 +55,7 @@ def noise_probe(generator: torch.Generator) -> Probe:
 
 
 def given_probe(gradient: Tensor) -> Probe:
-    """This gradient by the only output, (images, ...)."""
+    """A given gradient by the model's only output: (images, ...)."""
     return lambda outputs, images: [_like(gradient[images], outputs[0])]
 
 
@@ -67,10 +70,10 @@ def _is_scores(outputs: Sequence[Tensor]) -> bool:
 def squared_gradients(
     program: Program, images: Sequence[Tensor], names: Collection[str], probes: Sequence[Probe]
 ) -> dict[str, Tensor]:
-    """The mean over probes of the squared gradient by each named value, scaled so that it is 1 on average.
+    """The mean over probes of the squared gradient by each named value, scaled so that its mean is 1.
 
-    What no gradient reaches has zeros. Takes one forward for every BATCH images, and one backward for each probe; all
-    images together where some value does not keep them one after the other.
+    Values that no gradient reaches have zeros. Takes one forward per BATCH images and one backward per probe and batch;
+    where some value does not keep the images one after the other, all images are one batch.
     """
     dimensions = _image_dimensions(program, images, names)
     batch = len(images[0]) if dimensions is None else BATCH
@@ -79,14 +82,14 @@ def squared_gradients(
         for name, value in program.tensors.items()
     }
     free = replace(program, tensors=leaves)
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    batches: dict[str, list[Tensor]] = {name: [] for name in names}
     count = len(images[0])
     for start in range(0, count, batch):
         which = slice(start, min(start + batch, count))
         kept: dict[str, Tensor] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any, kept: dict[str, Tensor] = kept) -> None:
-            if node.name in parts:
+            if node.name in batches:
                 kept[node.name] = result
 
         with torch.enable_grad():
@@ -107,9 +110,10 @@ def squared_gradients(
                 if gradient is not None:
                     squares[name] += gradient.square() / len(probes)
         for name, value in squares.items():
-            parts[name].append(value)
+            batches[name].append(value)
     together = {
-        name: values[0] if dimensions is None else torch.cat(values, dimensions[name]) for name, values in parts.items()
+        name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
+        for name, values in batches.items()
     }
     return {name: value / value.mean().clamp(min=torch.finfo(value.dtype).tiny) for name, value in together.items()}
 
@@ -120,32 +124,22 @@ def _leaf(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _image_dimensions(program: Program, images: Sequence[Tensor], names: Collection[str]) -> dict[str, int] | None:
-    """The dimension of each value along which those of two images come one after the other.
+    """The dimension of each value that counts images; None where the images must go through the program together."""
 
-    None: some value mixes its images otherwise, so that all must go through together.
-    """
-
-    def values(which: list[int]) -> dict[str, Tensor]:
+    def run(first: int, count: int) -> dict[str, Tensor]:
         seen: dict[str, Tensor] = {}
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
             if node.name in names:
                 seen[node.name] = result
 
-        program.run([value[which] for value in images], watch)
+        program.run([value[first : first + count] for value in images], watch)
         return seen
 
     if len(images[0]) < 2:
         return None
-    first, second, both = values([0]), values([1]), values([0, 1])
-    dimensions = {}
-    for name, whole in both.items():
-        one, other = first[name], second[name]
-        grown = [dim for dim in range(whole.ndim) if whole.shape[dim] != one.shape[dim]]
-        if len(grown) != 1:
-            return None
-        joined = torch.cat([one, other], grown[0])
-        if joined.shape != whole.shape or not torch.allclose(joined, whole, rtol=1e-2, atol=1e-3 * float(whole.std())):
-            return None
-        dimensions[name] = grown[0]
+    axes = image_axes(program, images)
+    dimensions = {name: axis[0] for name in names if (axis := axes.get(name)) is not None}
+    if len(dimensions) < len(set(names)) or not keeps_images_apart(run, names, axes):
+        return None
     return dimensions

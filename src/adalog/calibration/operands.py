@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from adalog.config import Config
+from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
-from adalog.graph.reparam import patches
 from adalog.graph.rewrite import SiteGroup
-from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site, conv_geometry
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site
 from adalog.quantizers import Fold
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime

@@ -1,10 +1,8 @@
 """A program: the straight line of operations that a model is, with its tensors and quantizers.
 
 It is what `capture` reads from a model, what calibration observes and rewrites, what an artifact stores, and what runs.
-Only the operations in `OPERATIONS` can be in a program; nothing else can be named, so running one runs no foreign code.
 """
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,104 +12,21 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ProgramError, one_line
+from adalog.graph.operations import (
+    FACTORIES,
+    FAKE_QUANTIZE,
+    FLOAT_PRODUCTS,
+    PRODUCTS,
+    resolve,
+)
 from adalog.quantizers import QuantizedTensor, Quantizer
 
-FAKE_QUANTIZE = "adalog.fake_quantize"
-
-
-def aten(names: str) -> frozenset[str]:
-    """ATen operations by their names without the prefix."""
-    return frozenset(f"aten.{name}" for name in names.split())
-
-
-_ATEN = aten(
-    """
-    linear.default conv2d.default matmul.default bmm.default
-    layer_norm.default batch_norm.default group_norm.default instance_norm.default rms_norm.default
-    softmax.int log_softmax.int
-    gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default
-    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default
-    prelu.default glu.default log_sigmoid.default square.default sign.default floor.default ceil.default round.default
-    exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
-    reciprocal.default
-    add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
-    add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
-    maximum.default minimum.default clamp.default clamp.Tensor clamp_min.default clamp_max.default
-    mean.dim mean.default sum.dim_IntList sum.default amax.default amin.default argmax.default max.dim min.dim
-    var.correction std.correction
-    linalg_vector_norm.default cumsum.default
-    reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
-    expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
-    unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
-    select_scatter.default slice_scatter.default
-    cat.default stack.default meshgrid.indexing repeat.default repeat_interleave.self_int roll.default flip.default
-    im2col.default col2im.default tril.default triu.default
-    pad.default constant_pad_nd.default
-    masked_fill.Scalar where.self where.ScalarOther where.ScalarSelf logical_not.default logical_and.default
-    logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
-    eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
-    le.Tensor ge.Tensor index.Tensor index_select.default embedding.default gather.default
-    zeros.default ones.default full.default arange.default arange.start arange.start_step
-    zeros_like.default ones_like.default full_like.default to.dtype
-    max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
-    upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
-    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec
-    sym_size.int
-    """
-)
-
-
-def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
-    """Arithmetic on sizes: whole numbers within 64 bits, and nothing else that Python's operators know."""
-
-    def checked(*sizes: int) -> int:
-        if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
-            raise TypeError("takes whole numbers of 64 bits")
-        return function(*sizes)
-
-    return checked
-
-
-def _item(values: Sequence[Any], index: int) -> Any:
-    """One of the tensors that an operation has made several of."""
-    if not isinstance(values, (tuple, list)) or type(index) is not int:
-        raise TypeError("takes one of several values by its number")
-    return values[index]
-
-
-_PYTHON: dict[str, Callable[..., Any]] = {
-    "sym.add": _on_sizes(operator.add),
-    "sym.sub": _on_sizes(operator.sub),
-    "sym.mul": _on_sizes(operator.mul),
-    "sym.floordiv": _on_sizes(operator.floordiv),
-    "sym.mod": _on_sizes(operator.mod),
-    "sym.neg": _on_sizes(operator.neg),
-    "getitem": _item,
-}
-
-# Multiplications that run in float: no site is made of them.
-FLOAT_PRODUCTS = aten(
-    "conv1d.default conv1d.padding conv3d.default conv3d.padding "
-    "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
-)
-
-OPERATIONS: frozenset[str] = _ATEN | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
-
-# Multiplications of two tensors: what quantization is about. Those before the last two have a weight and a bias.
-PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
-
-# Operations that make a tensor from numbers alone, and so must be told on which device.
-FACTORIES = aten("zeros.default ones.default full.default arange.default arange.start arange.start_step")
-
-# Keyword arguments that say where and how a value lies; a program runs where its inputs are.
-PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
-
-# What a program may hold at once for each image, counted in elements (2**28 in float32: 1 GiB). For comparison: 24
-# heads over 1,370 tokens, as in the largest DINOv2 at 518 pixels, make scores of 45 million.
+# The most elements that a program may hold at once for each image (2**28 in float32: 1 GiB). For comparison: the scores
+# of 24 heads over 1,370 tokens, as in the largest DINOv2 at 518 pixels, are 45 million.
 MAX_ELEMENTS = 2**28
-# A tensor's own bookkeeping, in elements: what keeps a program from holding millions of tiny ones.
+# Every tensor counts as this many elements at least, so that a program cannot hold millions of tiny ones.
 _PER_TENSOR = 2**8
-# How many tensors an operation makes of one.
+# How many tensors an operation makes from one, known before it runs.
 _PIECES: dict[str, Callable[..., int]] = {
     "aten.unbind.int": lambda x, dim=0: x.shape[dim],
     "aten.split.Tensor": lambda x, size, dim=0: x.shape[dim] // size,
@@ -121,7 +36,7 @@ _PIECES: dict[str, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Ref:
-    """The value of an input, a tensor or an earlier node, by name."""
+    """A reference by name to the value of an input, a tensor or an earlier node."""
 
     name: str
 
@@ -131,7 +46,7 @@ Arg = Any  # Ref, None, bool, int, float, str, torch.dtype, or a tuple of these
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: name = op(*args, **kwargs). scope: the module it came from, for display only."""
+    """One operation: name = op(*args, **kwargs). scope: the module that it came from, for display only."""
 
     name: str
     op: str
@@ -165,8 +80,11 @@ class Output(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Program:
-    """inputs: names; output: nested tuples, lists and dicts of `Ref`; tensors: float values by name, among them the
-    dequantized value of every entry of `weights`; quantizers: by the name that a fake-quantize node gives."""
+    """A straight line of operations that reads inputs and stored tensors and makes an output.
+
+    inputs: their names. output: nested tuples, lists and dicts of `Ref`. tensors: float values by name, among them the
+    dequantized value of every entry of `weights`. quantizers: by the name that a fake-quantize node gives.
+    """
 
     inputs: tuple[str, ...]
     nodes: tuple[Node, ...]
@@ -181,11 +99,11 @@ class Program:
         watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
         steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Any:
-        """Evaluate on the inputs. watch(node, args, result) sees every operation with its evaluated arguments.
+        """Evaluate the program on its inputs, in order.
 
-        What it returns, if anything, takes the result's place. steps: by a node's name what computes it from its
-        arguments, in place of its operation.
-        Raises ProgramError where an operation fails.
+        watch(node, args, result) sees every operation with its evaluated arguments; if it returns something, that takes
+        the result's place. steps: functions that compute a node's value from its arguments instead of its operation, by
+        the node's name. Raises ProgramError where an operation fails.
         """
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
@@ -200,8 +118,8 @@ class Program:
                 step = None if steps is None else steps.get(node.name)
                 result = self.apply(node, args, kwargs) if step is None else step(*args)
             except torch.OutOfMemoryError:
-                raise  # of a batch that is too large, which the caller may halve
-            except Exception as cause:  # whatever an operation says of its arguments
+                raise  # the batch is too large; the caller may halve it
+            except Exception as cause:  # an operation may raise anything about its arguments
                 raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
             instead = None if watch is None else watch(node, args, result)
             values[node.name] = result if instead is None else instead
@@ -210,7 +128,7 @@ class Program:
         return evaluate(self.output, values)
 
     def apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """One operation on evaluated arguments."""
+        """The result of one operation on evaluated arguments."""
         if node.op == FAKE_QUANTIZE:
             x, quantizer = args[0], self.quantizers[args[1]]
             if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:
@@ -224,10 +142,11 @@ class Program:
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
-        """Run on the shapes and types of the inputs alone, without data: takes a millisecond for about seven nodes.
+        """Refuse a program that cannot run on inputs like these, without running it on data.
 
-        Raises ProgramError where an operation cannot take its arguments, a quantizer does not have the shape for its
-        value, or the values held at once, inputs among them, are more than `MAX_ELEMENTS` an image.
+        Takes about a millisecond per seven nodes. Raises ProgramError where an operation cannot take its arguments,
+        where a quantizer does not have the shape for its value, or where the values held at once, inputs included, are
+        more than `MAX_ELEMENTS` per image.
         """
         for node in self.nodes:
             _check_dtypes(node)
@@ -243,12 +162,17 @@ class Program:
             for name in next(last_uses):
                 held.pop(name, None)
 
-        shapes = [torch.empty_like(value, device="meta") for value in inputs]
+        self.run_without_data([torch.empty_like(value, device="meta") for value in inputs], watch)
+
+    def run_without_data(
+        self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None
+    ) -> Any:
+        """Evaluate the program on inputs on the meta device: all values have shapes and types, but no data."""
         tensors = {name: value.to("meta") for name, value in self.tensors.items()}
-        replace(self, tensors=tensors).run(shapes, watch)
+        return replace(self, tensors=tensors).run(inputs, watch)
 
     def _last_uses(self) -> list[list[str]]:
-        """For each node the names whose value nothing reads afterwards."""
+        """The names, per node, whose values no later node reads."""
         kept = {*self.tensors, *self.inputs, *refs_of(self.output)}
         dead: list[list[str]] = []
         for node in reversed(self.nodes):
@@ -258,7 +182,7 @@ class Program:
         return dead[::-1]
 
     def consumers(self) -> dict[str, list[Node]]:
-        """Which nodes read each value."""
+        """The nodes that read each value, by its name."""
         readers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.refs()):
@@ -266,7 +190,7 @@ class Program:
         return readers
 
     def unquantized(self) -> "tuple[Program, dict[str, str]]":
-        """The program with every operand read where it is made, and what each fake-quantize node reads."""
+        """The program without its fake-quantize nodes, and the name of the value that each of these nodes read."""
         sources: dict[str, str] = {}
         nodes = []
         for node in self.nodes:
@@ -278,12 +202,12 @@ class Program:
         return replace(self, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
     def float_operations(self) -> dict[str, int]:
-        """How many of each operation multiply no two tensors, by ATen's name without overload."""
+        """The number of operations that do not multiply two tensors, by ATen's name without overload."""
         ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS)
         return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops if op.startswith("aten.")))
 
     def pruned(self) -> "Program":
-        """Without the nodes and tensors that no output needs."""
+        """The program without the nodes and tensors that no output needs."""
         needed = set(refs_of(self.output))
         nodes = []
         for node in reversed(self.nodes):
@@ -294,7 +218,7 @@ class Program:
         return replace(self, nodes=tuple(nodes[::-1]), tensors=tensors)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Program":
-        """With a function (a move to a device, a cast) applied to every tensor and quantizer parameter.
+        """The program with a function (a move to a device, a cast) applied to every tensor and quantizer parameter.
 
         Codes, indices and masks keep their type under any cast.
         """
@@ -319,7 +243,7 @@ def _where(node: Node) -> str:
 
 
 def _check_dtypes(node: Node) -> None:
-    """PyTorch takes a number for a type, and dies of one that names none."""
+    """Refuse types given as numbers: PyTorch accepts them, and crashes on a number that names no type."""
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
@@ -330,14 +254,14 @@ def _check_dtypes(node: Node) -> None:
 
 
 def _elements(value: Any) -> int:
-    """Of a tensor or a tuple of tensors, one of 8 bytes as two; a size counts nothing."""
+    """The elements of a tensor or a tuple of tensors, those of 8 bytes counted twice; a size counts nothing."""
     if isinstance(value, Tensor):
         return max(value.numel() * max(1, value.element_size() // 4), _PER_TENSOR)
     return sum(_elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
 
 
 def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
-    """Elements that an operation may make besides its result: patches of images, operands spread over a batch."""
+    """The elements that an operation may make besides its result: patches of images, operands repeated for a batch."""
     if op == "aten.conv2d.default":
         kernel = args[1].shape
         return result.numel() // max(kernel[0], 1) * args[0].shape[-3] * kernel[2] * kernel[3]
@@ -346,17 +270,6 @@ def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
         rows, columns = (left.shape[-2] if left.ndim > 1 else 1), (right.shape[-1] if right.ndim > 1 else 1)
         return result.numel() // max(rows * columns, 1) * (rows + columns) * left.shape[-1]
     return 0
-
-
-def resolve(op: str) -> Callable[..., Any]:
-    """The function of an operation on the whitelist."""
-    if op not in OPERATIONS or op == FAKE_QUANTIZE:
-        raise KeyError(op)
-    if op in _PYTHON:
-        return _PYTHON[op]
-    name, overload = op.removeprefix("aten.").split(".")
-    function: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
-    return function
 
 
 def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
@@ -371,6 +284,7 @@ def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
 
 
 def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
+    """The argument with every `Ref` replaced by what the function makes of it."""
     if isinstance(arg, Ref):
         return function(arg)
     if isinstance(arg, (tuple, list)):
@@ -381,7 +295,7 @@ def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """What nested tuples, lists and dicts hold, in order."""
+    """The values in nested tuples, lists and dicts, in order."""
     if isinstance(output, (tuple, list, dict)):
         items = output.values() if isinstance(output, dict) else output
         return [leaf for item in items for leaf in leaves_of(item)]

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.graph.sites import Pair, Site, conv_geometry
+from adalog.graph.convolution import conv_geometry
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program, Ref
+from adalog.graph.sites import Pair, Site
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer
 
 

@@ -1,4 +1,4 @@
-"""What a program multiplies: its sites, LayerNorm pairs and blocks, read from the flow of data and never from names."""
+"""The sites, LayerNorm pairs and blocks of a program, found from the flow of data and never from names."""
 
 import math
 from bisect import bisect_left
@@ -11,38 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.program import FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, aten, evaluate, refs_of, resolve
+from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
+from adalog.graph.program import Node, Program, Ref, refs_of
+from adalog.graph.tracing import channels_in_views, trace
 
-# Operations that move values about without changing them: a value's source is looked for through these.
-MOVES = {"getitem"} | aten(
-    "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
-    "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
-    "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
-)
 _ACTIVATIONS = {
     f"aten.{name}.default": name
     for name in ("gelu", "silu", "relu", "hardswish", "mish", "relu6", "sigmoid", "tanh", "elu", "hardsigmoid")
 }
 GELUS = ("gelu", "quick_gelu")
 POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
-_SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand comes from: "weight", "input", "layer_norm", "softmax", an activation's name, or "other"."""
+    """Where an operand comes from: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
+
+    node: the name of the node that made it, before any views. minimum: the least value that this operation can make.
+    """
 
     kind: str
-    node: str = ""  # the node that made it, before any moves
-    minimum: float = -math.inf  # of the operation, where it has one
+    node: str = ""
+    minimum: float = -math.inf
 
 
 @dataclass(frozen=True)
 class Site:
-    """One multiplication: role "linear", "conv", "qk" or "av"; left and right are the operands' value names.
+    """One multiplication: its role ("linear", "conv", "qk" or "av") and the names of its operands, left and right.
 
-    For a linear or convolution, right is the weight's tensor name and `bias` the bias's, if it has one. The operands of
-    "qk" and "av" are values, or stored tensors on the right. refusal: why it stays float, where it does.
+    The right operand of a linear or convolution is its weight, and `bias` names its bias, if it has one. The operands
+    of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
     """
 
     name: str
@@ -58,7 +56,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm whose every reader is a linear, so that its scale can be folded; or why it is not one."""
+    """A LayerNorm and the linears that read it, whose scale can be folded; refusal: why not, where it cannot."""
 
     norm: Node
     sites: tuple[str, ...]
@@ -66,13 +64,13 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The norm's module, or its node where that is the whole model."""
+        """The name of the norm's module, or of its node where the norm is the whole model."""
         return self.norm.scope or self.norm.name
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes with one live value in and one out: the unit of reconstruction."""
+    """Consecutive nodes, of which one value goes in and one goes out: the unit of refinement and reconstruction."""
 
     value_in: str
     value_out: str
@@ -106,7 +104,7 @@ def _products(program: Program) -> list[Site]:
             role, name = ("linear" if node.op == PRODUCTS[0] else "conv"), right.removesuffix(".weight")
             bias = node.args[2].name if len(node.args) > 2 and node.args[2] is not None else None
             parameters = {"weight": right} if bias is None else {"weight": right, "bias": bias}
-            computed = [part for part, value in parameters.items() if value not in program.tensors]
+            computed = [kind for kind, value in parameters.items() if value not in program.tensors]
             refusal = f"its {computed[0]} is computed, not stored" if computed else ""
         else:
             role = name = "av" if _is_attention(makers, left) else "qk"
@@ -121,14 +119,14 @@ def _products(program: Program) -> list[Site]:
 
 
 def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
-    """Whether a value is what a softmax made, though linears mixed its heads afterwards (talking heads)."""
+    """Whether a softmax made a value, even if linears mixed its heads afterwards (talking heads)."""
     while name in makers and makers[name].op in MOVES | set(PRODUCTS[:2]):
         name = makers[name].args[0].name
     return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
-    """Walk back from a value through moves to what made it."""
+    """The source of a value: what made it, before any views."""
     while name in makers and makers[name].op in MOVES:
         name = makers[name].args[0].name
     if name in program.inputs:
@@ -151,7 +149,7 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
 
 
 def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
-    """c where the node is x * sigmoid(c x), whichever way it is written."""
+    """c, where the node is x * sigmoid(c x), in either order of its factors; None where it is not."""
     if node.op != "aten.mul.Tensor" or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     for x, gate_ref in (node.args, node.args[::-1]):
@@ -169,7 +167,7 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
 
 
 def minimum_of(function: Any) -> float:
-    """The least value of a pointwise activation, by its own float64 arithmetic: GELU's is -0.16997120747990366."""
+    """The least value of a pointwise activation, computed in float64: GELU's is -0.16997120747990366."""
     low, high = -30.0, 30.0
     for _ in range(12):
         x = torch.linspace(low, high, 2001, dtype=torch.float64)
@@ -179,35 +177,13 @@ def minimum_of(function: Any) -> float:
     return float(function(torch.tensor([(low + high) / 2], dtype=torch.float64)).item())
 
 
-def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
-    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
-
-    def pair(name: str, default: int) -> tuple[int, ...]:
-        value = given.get(name, (default, default))
-        value = (value,) if isinstance(value, int) else tuple(value)
-        return value * 2 if len(value) == 1 else value
-
-    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
-
-
 def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[Pair]:
     """For every LayerNorm that feeds a linear: the linears to fold it with, or the reason not to.
 
-    Folding changes every value the norm sends out, so every reader must be a linear that meets the channels where the
-    norm left them, last. example: inputs to run the program on once.
+    Folding changes every value that the norm puts out. So every reader must be a linear, and its last axis must count
+    the norm's channels, whatever views lie between. example: inputs whose shapes the program is traced with.
     """
-    numbers: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, int):
-            numbers[node.name] = result
-        elif node.op == "aten.layer_norm.default":
-            shapes[node.name] = tuple(result.shape)
-
-    program.run(example, watch)
-    readers = program.consumers()
+    values, readers = trace(program, example), program.consumers()
     linears = {site.node.name: site for site in sites if site.role == "linear"}
     outputs = set(refs_of(program.output))
     pairs = []
@@ -219,72 +195,52 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
             refusals.append("it normalises more than the channels")
         if any(arg is None or arg.name not in program.tensors for arg in (*norm.args[2:4], None, None)[:2]):
             refusals.append("it has no weight and bias to fold into")
-        # A probe that holds its channel's number at every place is moved as the norm's output is: where a linear reads,
-        # the last axis must count the channels.
-        channels = torch.arange(shapes[norm.name][-1])
-        front: list[tuple[str, Any]] = [(norm.name, channels.expand(shapes[norm.name]))]
-        for name, probe in front:  # which grows
+        for name, channels in channels_in_views(norm.name, values, readers):
             if name in outputs:
                 refusals.append("it is an output of the model")
             for reader in readers.get(name, []):
                 if reader.name in linears and linears[reader.name].left == name:
                     reading.append(linears[reader.name].name)
-                    if probe.shape[-1] != len(channels) or not bool((probe == channels).all()):
+                    count = values[norm.name].shape[-1]
+                    if channels.shape[-1] != count or not bool((channels == torch.arange(count)).all()):
                         refusals.append(f"its channels are mixed with positions before {reading[-1]}")
-                elif reader.op in MOVES:
-                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, name: probe}), **reader.kwargs)
-                    front.append((reader.name, moved))
-                elif reader.op != "aten.sym_size.int":
+                elif reader.op not in MOVES and reader.op != "aten.sym_size.int":
                     refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
         if reading:
             pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else ""))
     return pairs
 
 
-def find_parts(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
-    """For every linear by name, (O,), the part that each channel of its output belongs to, counted from 0.
+def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The number of the split, from 0, that each output channel of a linear belongs to: (O,), by the linear's name.
 
-    Channels of one part are read, after moves, by the same operations: so the queries, keys and values of one linear
-    are three parts. example: inputs to run the program on once.
+    Channels belong together if the same operations read them, through views: the queries, keys and values that one
+    linear makes are three splits. example: inputs whose shapes the program is traced with.
     """
-    linears = {site.node.name: site for site in sites if site.role == "linear"}
-    numbers: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if isinstance(result, int):
-            numbers[node.name] = result
-        elif node.name in linears:
-            shapes[node.name] = tuple(result.shape)
-
-    program.run(example, watch)
-    readers = program.consumers()
-    parts = {}
-    for name, site in linears.items():
-        channels = torch.arange(shapes[name][-1])
-        front: list[tuple[str, Any]] = [(name, channels.expand(shapes[name]))]
-        read_by: list[list[int]] = [[] for _ in channels]
-        leaf = 0
-        for value, probe in front:  # which grows
-            for reader in readers.get(value, []):
-                if reader.op in MOVES:
-                    moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, value: probe}), **reader.kwargs)
-                    front.append((reader.name, moved))
-                elif reader.op not in _SHAPE_READERS:
-                    for channel in probe.unique().tolist():
-                        read_by[channel].append(leaf)
-                    leaf += 1
+    values, readers = trace(program, example), program.consumers()
+    splits = {}
+    for site in sites:
+        if site.role != "linear":
+            continue
+        read_by: list[list[int]] = [[] for _ in range(values[site.node.name].shape[-1])]
+        count = 0  # of readers
+        for view, channels in channels_in_views(site.node.name, values, readers):
+            for reader in readers.get(view, []):
+                if reader.op not in MOVES and reader.op not in SHAPE_READERS:
+                    for channel in channels.unique().tolist():
+                        read_by[channel].append(count)
+                    count += 1
         seen: dict[tuple[int, ...], int] = {}
-        parts[site.name] = torch.tensor([seen.setdefault(tuple(leaves), len(seen)) for leaves in read_by])
-    return parts
+        splits[site.name] = torch.tensor([seen.setdefault(tuple(each), len(seen)) for each in read_by])
+    return splits
 
 
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """How much of what there is, as JSON.
+    """The counts of what a program multiplies, and the list of its sites, as JSON.
 
-    post_gelu: sites whose left operand a GELU made. pairs: those that fold. refusals: why a norm does not, and why
-    a multiplication stays float, by name. other_sites: products of two values that belong to no attention. float_ops:
-    what multiplies no two tensors.
+    post_gelu: the number of sites whose left operand a GELU made. pairs: the number of pairs that fold. refusals: by
+    name, why a norm is not folded or a multiplication stays float. other_sites: products of two values that belong to
+    no attention. float_ops: the operations that do not multiply two tensors.
     """
     readers = program.consumers()
     roles = {site.name: site.role for site in sites}
@@ -317,9 +273,9 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
 
 
 def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bool:
-    """Whether a softmax reads what a product makes, without another product between."""
+    """Whether a softmax reads the result of a product, with no other product between them."""
     front = [product.name]
-    for name in front:  # which grows
+    for name in front:  # the list grows meanwhile
         for reader in readers.get(name, []):
             if reader.op == "aten.softmax.int":
                 return True
@@ -329,11 +285,11 @@ def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bo
 
 
 def find_blocks(program: Program) -> list[Block]:
-    """The program cut at values that everything later depends on: the stem, a block for each attention, the head.
+    """The program cut into its stem, one block per attention, and its head, at values that all later ones depend on.
 
-    A block starts at the last such value before its softmax, which in a pre-norm ViT is the residual stream, and holds
-    what follows (the MLP, a change of resolution) up to the next. The head starts after the last residual addition.
-    What does not depend on the inputs (position tables, masks) may be read across blocks, as tensors may.
+    A block starts at the last such value before its softmax, which is the residual stream in a pre-norm ViT. It holds
+    all that follows (the MLP, a change of resolution) up to the next block. The head starts after the last residual
+    addition. Values that do not depend on the inputs (position tables, masks) may be read across blocks, like tensors.
     """
     narrow = _bottlenecks(program)
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
@@ -351,11 +307,11 @@ def find_blocks(program: Program) -> list[Block]:
 
 
 def _bottlenecks(program: Program) -> list[int]:
-    """The indices of nodes whose value is, right after them, all that later nodes read of what the inputs gave.
+    """The indices of nodes after which theirs is the only value, of those that depend on inputs, that is still read.
 
-    A tensor that is read for its shape alone, or is an output of the model, is not thereby read by a later node.
+    Reading a tensor for its shape alone does not count, and neither does putting it out.
     """
-    steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in _SHAPE_READERS]
+    steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
     derived, live, found = set(program.inputs), set(program.inputs), []
     for index, node in steps:
@@ -369,11 +325,11 @@ def _bottlenecks(program: Program) -> list[int]:
 
 
 def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
-    """Whether the last bottleneck is a residual addition: of an earlier one, through moves and other additions."""
+    """Whether the last bottleneck adds to an earlier one, directly or through views and other additions."""
     *streams, last = (program.nodes[index] for index in narrow)
     makers = {node.name: node for node in program.nodes}
     front = [last] if last.op == "aten.add.Tensor" else []
-    for node in front:  # which grows
+    for node in front:  # the list grows meanwhile
         if node in streams:
             return True
         if node.op in MOVES | {"aten.add.Tensor"}:

@@ -1,4 +1,4 @@
-"""A part of a model quantized where it stands: how it was called there, and the exchange."""
+"""A module quantized inside a larger model: how it is called there, and how another takes its place."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,11 @@ from adalog.graph.program import leaves_of
 
 @dataclass(frozen=True)
 class Call:
-    """How a module was called: its signature, the names of the tensors among its arguments, the other arguments, and
-    the structure of what it returned."""
+    """How a module was called.
+
+    inputs: the names of the tensors among its arguments. constants: the other arguments. output: the structure of what
+    it returned.
+    """
 
     signature: inspect.Signature
     inputs: tuple[str, ...]
@@ -25,8 +28,8 @@ class Call:
     output: Any
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of another such call in order; what is no tensor must be what it was. Raises TypeError."""
-        tensors, constants = _parted(_arguments(self.signature, args, kwargs))
+        """The tensors of another call, in order. Raises TypeError if its other arguments or their names differ."""
+        tensors, constants = _tensors_and_others(_arguments(self.signature, args, kwargs))
         if tuple(tensors) != self.inputs or constants != self.constants:
             raise TypeError(
                 f"the module was quantized for the tensors {self.inputs} with {self.constants}, and is called with the "
@@ -35,15 +38,15 @@ class Call:
         return list(tensors.values())
 
     def output_of(self, output: Any) -> Any:
-        """A program's output in the classes that the module returned."""
+        """A program's output in the structure and classes that the module returned."""
         return pytree.tree_unflatten(leaves_of(output), self.output)
 
 
 @torch.no_grad()
 def record_call(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[Call, tuple[Any, ...]]:
-    """How `within(*inputs)` calls one of its modules, and the module's positional inputs in that call.
+    """(how `within(*inputs)` calls one of its modules, the module's positional inputs in that call).
 
-    Raises ValueError where `within` does not hold the module, CalibrationError where it does not call it once.
+    Raises ValueError where `within` does not hold the module, and CalibrationError unless it calls it exactly once.
     """
     name = type(model).__name__
     if model is within or all(module is not model for module in within.modules()):
@@ -72,7 +75,7 @@ def record_call(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -
             "called once can be quantized in place; choose a part of it, or one that holds it"
         )
     positional = _positional(name, signature, calls[0])
-    tensors, constants = _parted(calls[0])
+    tensors, constants = _tensors_and_others(calls[0])
     return Call(signature, tuple(tensors), constants, outputs[0]), positional
 
 
@@ -85,7 +88,7 @@ def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> Non
 
 
 def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included, variadic ones each under a name of its own."""
+    """The arguments of a call by name, defaults included; each variadic argument has a name of its own."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     named: dict[str, Any] = {}
@@ -124,7 +127,7 @@ def _positional(name: str, signature: inspect.Signature, arguments: Mapping[str,
     return tuple(value for value, _ in inputs)
 
 
-def _parted(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors among the arguments, and the others."""
+def _tensors_and_others(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(the tensors among the arguments, all other arguments), both by name."""
     tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
     return tensors, {key: value for key, value in arguments.items() if key not in tensors}

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program, Ref
+from adalog.graph.tracing import trace
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import integer, native, reference, regions
@@ -126,7 +128,7 @@ class Compiled(nn.Module):
                 self._check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                shapes = native.shapes_of(self.quantized.program, inputs)
+                shapes = trace(self.quantized.program, inputs)
                 self._plans[batch] = native.Plan(*self._apart, self._context, inputs, shapes)
             return self._plans[batch]
 

@@ -6,15 +6,16 @@ floats of what comes out by one scale an output channel: output = sum of accumul
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.graph.program import FAKE_QUANTIZE, PRODUCTS, Node, Program, Ref
-from adalog.graph.reparam import output_sizes, patches
-from adalog.graph.sites import conv_geometry, find_sites
+from adalog.graph.convolution import conv_geometry, output_sizes, patches
+from adalog.graph.operations import FAKE_QUANTIZE, PRODUCTS
+from adalog.graph.program import Node, Program, Ref
+from adalog.graph.sites import find_sites
+from adalog.graph.tracing import trace
 from adalog.quantizers import Quantizer
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
@@ -101,14 +102,8 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     plain, _ = program.unquantized()
     names = {site.node.name: site.name for site in find_sites(plain)}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
-    shapes: dict[str, list[torch.Size]] = {}
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        if node.op in PRODUCTS:
-            shapes[node.name] = [value.shape for value in args[:2]]
-
-    inputs = [value.new_empty((1, *value.shape[1:]), device="meta") for value in example]
-    program.map_tensors(lambda value: value.to("meta")).run(inputs, watch)
+    operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
+    values = trace(program, example, 1, operands)
     sites = []
     for node in program.nodes:
         if node.op not in PRODUCTS or not all(isinstance(arg, Ref) for arg in node.args[:2]):
@@ -116,7 +111,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
         left, right = (arg.name for arg in node.args[:2])
         stored = node.op in PRODUCTS[:2]
         other = program.weights.get(right) if stored else fakes.get(right)
-        if left not in fakes or other is None or (node.op == PRODUCTS[1] and len(shapes[node.name][0]) != 4):
+        if left not in fakes or other is None or (node.op == PRODUCTS[1] and values[left].ndim != 4):
             continue
         name = names.get(node.name, node.name)
         quantizers = (
@@ -124,7 +119,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
             (program.quantizers[other.args[1]] if isinstance(other, Node) else other.quantizer),
         )
         weight = None if isinstance(other, Node) else other.codes
-        sites.append(_site(name, node, quantizers, weight, shapes[node.name]))
+        sites.append(_site(name, node, quantizers, weight, [values[left].shape, values[right].shape]))
     return sites
 
 

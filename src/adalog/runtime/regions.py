@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from adalog.graph.program import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, Node, Program, Ref, map_refs, refs_of, resolve
+from adalog.graph.operations import FACTORIES, FLOAT_PRODUCTS, PRODUCTS, resolve
+from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
 from adalog.runtime.integer.encode import Encoder
 from adalog.runtime.integer.products import RowProduct
 from adalog.runtime.integer.pure import Pure

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ProgramError
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, aten
+from adalog.graph.operations import FAKE_QUANTIZE, aten
+from adalog.graph.program import Node, Program
 from adalog.graph.sites import Site, find_refused, find_sites
 from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
 

@@ -21,7 +21,8 @@ from adalog.calibration.calibration import Calibration
 from adalog.calibration.schedule import Progress
 from adalog.choices import Search
 from adalog.config import Config
-from adalog.graph.program import FAKE_QUANTIZE, Node
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.ledger import LedgerRow
 from adalog.model import QuantizedModel

@@ -7,6 +7,5 @@ gives them memory and calls. docs/native.md describes the whole.
 from adalog.runtime.native.abi import Context
 from adalog.runtime.native.emit import Plan
 from adalog.runtime.native.products import encoder, encoder_key, product, takes
-from adalog.runtime.native.recognise import shapes_of
 
-__all__ = ["Context", "Plan", "encoder", "encoder_key", "product", "shapes_of", "takes"]
+__all__ = ["Context", "Plan", "encoder", "encoder_key", "product", "takes"]

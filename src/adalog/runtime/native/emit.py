@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.graph.operations import MOVES
 from adalog.graph.program import Program, evaluate, refs_of
-from adalog.graph.sites import MOVES
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.native import abi
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
@@ -36,7 +36,7 @@ class Plan:
     """A compiled program for inputs of one shape. It takes them and gives the outputs; calls wait for each other.
 
     program, functions: as compiled, with what encoders and products do, by their nodes' names; shapes: of its values,
-    as `shapes_of` finds them. calls: what it does, in order. fallbacks: the operations that run as torch runs them, by
+    as `trace` finds them. calls: what it does, in order. fallbacks: the operations that run as torch runs them, by
     their nodes' names. nbytes: of the memory that steps share. Raises ProgramError where an operation fails.
     """
 

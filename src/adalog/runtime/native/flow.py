@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.program import Node, Program, Ref, aten, evaluate, refs_of
-from adalog.graph.sites import MOVES
+from adalog.graph.operations import MOVES, aten
+from adalog.graph.program import Node, Program, Ref, evaluate, refs_of
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.reference import ENCODE, PRODUCT
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from adalog.errors import AdalogError, ProgramError, one_line
-from adalog.graph.program import Node, Program, Ref, aten
-from adalog.graph.sites import MOVES
+from adalog.graph.operations import MOVES, aten
+from adalog.graph.program import Node, Program, Ref
 from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition
 from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Rows, Same, Step, Steps, Torch
@@ -43,7 +43,7 @@ def recognise(
     """The steps of a compiled program.
 
     sites, quantizers: of the products and of the encoders that kernels take, by their nodes' names; shapes: what each
-    value is on the meta device, as `shapes_of` finds it. Raises ProgramError where an operation fails on its arguments.
+    value is on the meta device, as `trace` finds it. Raises ProgramError where an operation fails on its arguments.
     """
     flow = Flow(program, shapes)
     found = _Recogniser(flow, sites, quantizers)
@@ -397,15 +397,3 @@ def _distinct(*values: Tensor) -> list[Tensor]:
     """Tensors of one shape without the dimensions along which all of them repeat themselves in memory."""
     repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
     return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]
-
-
-def shapes_of(program: Program, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """What each value of a program is for inputs like these: a tensor on the meta device, or a number for a size."""
-    found: dict[str, Any] = {}
-    given = [torch.empty_like(value, device="meta") for value in inputs]
-
-    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
-        found[node.name] = result
-
-    program.map_tensors(lambda value: value.to("meta")).run(given, watch)
-    return {**program.tensors, **found, **dict(zip(program.inputs, given, strict=True))}

@@ -1,9 +1,23 @@
-"""The geometry of convolutions: what each output sees."""
+"""The geometry of a 2-D convolution, and the patches that make it a matrix product."""
 
 import math
 
 import torch
 from torch import Tensor
+
+from adalog.graph.program import Node
+
+
+def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
+    given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
+
+    def pair(name: str, default: int) -> tuple[int, ...]:
+        value = given.get(name, (default, default))
+        value = (value,) if isinstance(value, int) else tuple(value)
+        return value * 2 if len(value) == 1 else value
+
+    return pair("stride", 1), pair("padding", 0), pair("dilation", 1), int(given.get("groups", 1))
 
 
 def output_sizes(
@@ -27,7 +41,10 @@ def patches(
     *,
     fill: int = 0,
 ) -> Tensor:
-    """What each output of a convolution sees, of any type: (B, C, H, W) -> (B, L, C * kh * kw), padded with `fill`."""
+    """The patch of an image that each output of a convolution reads: (B, C, H, W) -> (B, L, C * kh * kw).
+
+    x: of any type; it is padded with `fill`.
+    """
     height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if any(padding):
         x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), value=fill)

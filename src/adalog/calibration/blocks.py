@@ -1,0 +1,168 @@
+"""A program cut into blocks, and what each block is given on the images, within a limit of memory.
+
+Whoever changes a model block by block (scales judged by a block's output, weights learned by gradients) takes the
+blocks one after the other from here: `Blocks.inputs` of a block, `Blocks.cut` for the program that computes it, and
+`Blocks.change` once the block is replaced by a quantized one.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory, size_in_bytes
+from adalog.graph.program import Program, Ref
+from adalog.graph.sites import Block
+from adalog.graph.tracing import trace
+
+
+class Blocks:
+    """The blocks of a program with what they are given on all images; about `memory` bytes are held at a time.
+
+    Where the inputs of all blocks and the values of one forward fit, one forward of all images makes the inputs, and
+    they stay. Else 3/8 of the memory hold the input of one block, 3/8 that of the next one while it is made, and 1/4
+    the values of a batch of images. So blocks in order cost one forward in all, and a block before the last one that
+    was asked for starts from the images again. An input of more than 3/8 of the memory is not held: `inputs` makes it
+    whenever it is asked for, `batches` makes a batch of it at a time.
+
+    Batches give what all images at once give, up to rounding. They are tried on two images; where these have not alone
+    what they have together, all images go at once, whatever the memory. The images, the program's tensors and what a
+    caller holds on to are not counted.
+
+    To go on after an interruption, either make a new object with the program as it was, whose first block asked for is
+    made from the images, or `restore` the input of that block. memory: None for no limit.
+    """
+
+    def __init__(self, program: Program, images: Sequence[Tensor], blocks: Sequence[Block], memory: int | None = None):
+        self.blocks = tuple(blocks)
+        self._batches = Batches(program, images)
+        self._count = self._batches.count
+        shapes = trace(program, images)
+        names = [block.value_in for block in blocks if block.value_in not in program.inputs]
+        self._bytes = {name: size_in_bytes(shapes[name]) for name in names}
+        self._held: Chunk = {}
+        self._apart: set[str] = set(program.inputs)  # values that keep their images apart
+        self._mixed: set[str] = set()  # values that do not, or of which it is not known
+        peak = _peak(program, shapes)
+        self._all_fit = memory is None or sum(self._bytes.values()) + peak <= memory
+        self._limit = 0 if memory is None else memory * 3 // 8
+        self.batch = self._count
+        if memory is not None and not self._all_fit:
+            self.batch = min(self._count, max(1, memory * self._count // (4 * max(peak, 1))))
+
+    def cut(self, number: int, program: Program | None = None, count: int | None = None) -> Program:
+        """The program of a block alone, which takes the model's inputs and, unless it is the first, the block's input.
+
+        It puts out the block's output. program: another one with the same blocks, such as the quantized one. count: the
+        number of images that it is to take; all, if not given. It may be run with gradients.
+        """
+        block = self.blocks[number]
+        fixed = self._batches.sizes(count or self._count)
+        return cut(program or self._batches.program, [block.value_in], Ref(block.value_out), fixed)
+
+    def nodes(self, number: int) -> Program:
+        """The operations of a block alone with sizes left open: to be rewritten, and then to be given to `run`."""
+        alone, program = self.cut(number), self._batches.program
+        made = {node.name for node in alone.nodes}
+        nodes = tuple(node for node in program.nodes if node.name in made)
+        read = {name for node in nodes for name in node.refs()}
+        tensors = {name: value for name, value in program.tensors.items() if name in read}
+        output = Ref(self.blocks[number].value_out)
+        return replace(program, inputs=alone.inputs, nodes=nodes, tensors=tensors, output=output)
+
+    @torch.no_grad()
+    def inputs(self, number: int) -> Chunk:
+        """What a block takes, on all images: the model's inputs and the block's, by name, as `cut` takes them."""
+        images, name = self._batches.images, self.blocks[number].value_in
+        if name in images:
+            return dict(images)
+        if name not in self._held:
+            source = self._source(number)
+            later = [block.value_in for block in self.blocks[number + 1 :]]
+            made = self.run(source, [name, *(later if self._all_fit else ())])
+            if not self._all_fit and self._bytes[name] > self._limit:
+                return {**images, name: made[name]}
+            self._held = {**(self._held if self._all_fit else {}), **made}
+        return {**images, name: self._held[name]}
+
+    @torch.no_grad()
+    def batches(self, number: int) -> Iterator[Chunk]:
+        """What a block takes, in batches of consecutive images."""
+        name = self.blocks[number].value_in
+        whole = name in self._batches.images or name in self._held or self._all_fit
+        if whole or self._bytes[name] <= self._limit or not self._splits(self._source(number), [name]):
+            chunk = self.inputs(number)
+            yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self._count)
+            return
+        for chunk in self._batches.split(self._source(number), self.batch):
+            inputs = {key: chunk[key] for key in self._batches.images}
+            yield {**inputs, **self._batches.run(chunk, [name])}
+
+    @torch.no_grad()
+    def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:
+        """Values of a program on all images, computed from given ones, in batches that the memory allows.
+
+        given: as of `inputs`, perhaps with more that `run` has made. program: another one with the same blocks, or the
+        `nodes` of one, rewritten.
+        """
+        if not self._splits(given, names, program):
+            return self._batches.run(given, names, program)
+        result: Chunk = {}
+        before = 0
+        for chunk in self._batches.split(given, self.batch):
+            for name, value in self._batches.run(chunk, names, program).items():
+                axis = self._batches.axes[name]
+                if axis is None:
+                    result.setdefault(name, in_own_memory(value))
+                    continue
+                dim, each = axis
+                if name not in result:
+                    result[name] = value.new_empty((*value.shape[:dim], each * self._count, *value.shape[dim + 1 :]))
+                result[name].narrow(dim, before * each, value.shape[dim]).copy_(value)
+            before += self._batches.count_of(chunk)
+        return result
+
+    def change(self, number: int, program: Program) -> None:
+        """Go on with another program, which differs from the one so far in this block and those behind it only."""
+        behind = {block.value_in for block in self.blocks[number + 1 :]}
+        self._held = {name: value for name, value in self._held.items() if name not in behind}
+        self._batches.program = program
+
+    def restore(self, number: int, value: Tensor) -> None:
+        """Hold the input of a block that was made before, so that the blocks before it are not run again."""
+        self._held = {self.blocks[number].value_in: value}
+
+    def _source(self, number: int) -> Chunk:
+        """What is held of the last block before this one, or the images: to make this one's input of."""
+        for block in reversed(self.blocks[: number + 1]):
+            if block.value_in in self._held:
+                return {**self._batches.images, block.value_in: self._held[block.value_in]}
+        return dict(self._batches.images)
+
+    def _splits(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
+        """Whether values may be given, and others made of them, in batches; new ones are tried on two images."""
+        if self.batch >= self._count:
+            return False
+        return self._keep_apart(self._batches.images, given, None) and self._keep_apart(given, names, program)
+
+    def _keep_apart(self, given: Chunk, names: Collection[str], program: Program | None) -> bool:
+        new = [name for name in names if name not in self._apart]
+        if not new:
+            return True
+        apart = self._mixed.isdisjoint(new) and self._batches.keeps_apart(given, new, program)
+        (self._apart if apart else self._mixed).update(new)
+        return apart
+
+
+def _peak(program: Program, shapes: Mapping[str, Any]) -> int:
+    """The most bytes of values that one forward of all images holds at a time."""
+    live: dict[str, int] = {}
+    most = 0
+    for node, dead in zip(program.nodes, program._last_uses(), strict=True):
+        live[node.name] = size_in_bytes(shapes[node.name])
+        most = max(most, sum(live.values()))
+        for name in dead:
+            live.pop(name, None)
+    return most

@@ -1,0 +1,133 @@
+"""Evol-Q: weights' scales perturbed block by block, judged by what the model puts out.
+
+With outputs o_i of the quantized and f_j of the float model, normalised to length 1, the loss is InfoNCE: the mean over
+images i of -log(exp(o_i f_i / t) / sum_j exp(o_i f_j / t)). The scales s of a block become |s + u|, with u uniform in
+[-radius, radius].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
+
+from adalog.calibration.blocks import Blocks
+from adalog.choices import Evolution
+from adalog.graph.program import Program, refs_of
+from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.sites import find_blocks
+from adalog.graph.tracing import trace
+from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, UniformQuantizer
+
+Weight = UniformQuantizer | QuantizedTensor  # codes that are chosen already stay
+
+
+def evolved(
+    program: Program,
+    images: Sequence[Tensor],
+    assigned: Assigned,
+    choices: Evolution,
+    generator: torch.Generator,
+    memory: int | None = None,
+) -> list[tuple[SiteGroup, Assignment]]:
+    """The assignments with the scales of weights evolved, block by block.
+
+    Each pass goes from the last block to the first. A block's input depends on no block behind it, so the inputs that
+    the program has at the start of a pass serve all of its blocks.
+    """
+    blocks, output = find_blocks(program), _first_output(program, images)
+    wanted = Blocks(program, images, blocks, memory).run(dict(zip(program.inputs, images, strict=True)), [output])
+    current, least = list(assigned), None
+    for _ in range(choices.passes):
+        before = Blocks(rewritten(program, current), images, blocks, memory)
+        for number, block in reversed(list(enumerate(blocks))):
+            start = _weights(current, set(block.nodes))
+            if not start:
+                continue
+            given = before.inputs(number)
+
+            def loss(
+                quantizers: list[Weight],
+                indices: Sequence[int] = list(start),
+                assigned: Assigned = current,
+                before: Blocks = before,
+                given: dict[str, Tensor] = given,
+            ) -> float:
+                whole = rewritten(program, _with_weights(assigned, indices, quantizers))
+                outputs = before.run(given, [output], whole)[output]
+                return info_nce(outputs, wanted[output], choices.temperature)
+
+            least, best = evolve(loss, list(start.values()), choices, generator, least)
+            current = _with_weights(current, list(start), best)
+    return current
+
+
+def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
+    """The weights of a block, by their place in the list."""
+    found: dict[int, Weight] = {}
+    for index, (group, assignment) in enumerate(assigned):
+        stored = group.first.role in ("linear", "conv") and group.first.node.name in nodes
+        if stored and isinstance(assignment.right, (UniformQuantizer, QuantizedTensor)):
+            found[index] = assignment.right
+    return found
+
+
+def _with_weights(
+    assigned: Assigned, indices: Sequence[int], weights: Sequence[Weight]
+) -> list[tuple[SiteGroup, Assignment]]:
+    changed = list(assigned)
+    for index, weight in zip(indices, weights, strict=True):
+        group, assignment = changed[index]
+        if weight is not assignment.right:
+            changed[index] = group, replace(assignment, right=weight)
+    return changed
+
+
+def _first_output(program: Program, images: Sequence[Tensor]) -> str:
+    """The name of the first floating tensor among a model's outputs."""
+    names = list(refs_of(program.output))
+    values = trace(program, images, names=names)
+    return next(name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
+
+
+def evolve(
+    loss: Callable[[list[Weight]], float],
+    start: list[Weight],
+    choices: Evolution,
+    generator: torch.Generator,
+    least: float | None = None,
+) -> tuple[float, list[Weight]]:
+    """(its loss, the best individual) of a population that starts as copies of one individual.
+
+    Each cycle draws samples with replacement, mutates the best of them, and drops the worst individual of all. least:
+    the loss of the start, if it is known.
+    """
+    population = [(loss(start) if least is None else least, start)] * choices.population
+    for _ in range(choices.cycles):
+        drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
+        parent = population[min(drawn)][1]  # they are in order, the best first
+        child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
+        population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
+    return population[0]
+
+
+def mutated(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
+    """The weight with every scale moved by at most the radius, and none of them zero."""
+    if isinstance(weight, QuantizedTensor):
+        return replace(weight, quantizer=_moved(weight.quantizer, radius, generator))
+    return _moved(weight, radius, generator)
+
+
+def _moved(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
+    if radius is None:
+        radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
+    moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    scale = (quantizer.scale + radius * moves.to(quantizer.scale)).abs()
+    return replace(quantizer, scale=scale.clamp(min=2.0**-94))
+
+
+def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
+    """How badly each output, (N, ...), tells its own wanted output from those of the other images."""
+    similar = normalize(outputs.flatten(1), dim=1) @ normalize(wanted.flatten(1), dim=1).T
+    return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))

@@ -1,0 +1,336 @@
+"""The canonical form of a program: the same values, written in the one way that the rest of the package reads.
+
+`UNFOLDED` are rewrites of single operations, applied as `capture` reads them: pattern (the operation) -> what replaces
+it. `REWRITES` are rewrites of whole programs, applied in order:
+
+    softmax_left          V^T A^T                            -> (A V)^T
+    share_equal_values    the same operation, twice          -> once
+    store_parameters      a parameter computed from tensors  -> a stored tensor;   x W -> linear(x, W^T)
+    fold_batch_norms      batch_norm(conv(x))                -> conv(x), with other weights
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.errors import CaptureError
+from adalog.graph.operations import PRODUCTS
+from adalog.graph.program import Arg, Node, Program, Ref, map_refs, refs_of
+from adalog.graph.sites import find_source
+
+# Arguments that are parameters: (operation, position) -> what they are.
+_PARAMETERS = {
+    **{(f"aten.{op}.default", 1): "weight" for op in ("linear", "conv2d", "matmul", "batch_norm")},
+    **{(f"aten.{op}.default", 2): "bias" for op in ("linear", "conv2d", "batch_norm")},
+    ("aten.layer_norm.default", 2): "weight",
+    ("aten.layer_norm.default", 3): "bias",
+}
+
+
+# --- single operations -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation as `torch.export` gives it, with what a rewrite needs to replace it.
+
+    metas, meta_kwargs: each argument as a tensor without data, whose sizes may be symbolic. emit(op, *args, part=""):
+    adds a node, named after this operation and the part, and returns the reference to it.
+    """
+
+    args: tuple[Arg, ...]
+    kwargs: Mapping[str, Arg]
+    metas: tuple[Any, ...]
+    meta_kwargs: Mapping[str, Any]
+    scope: str
+    emit: Callable[..., Ref]
+
+
+def unfold_attention(call: Call) -> Ref:
+    """softmax(Q K^T scale + mask) V as separate operations, so that its two products are sites."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    if given.get("is_causal") or given.get("enable_gqa"):
+        where = call.scope or "the model"
+        raise CaptureError(f"attention in {where} is causal or grouped, which no vision transformer needs")
+    scale = given.get("scale")
+    if scale is None:
+        scale = 1 / math.sqrt(call.metas[0].shape[-1])
+    transposed = call.emit("aten.transpose.int", given["key"], -2, -1, part="_kt")
+    scores = call.emit("aten.matmul.default", given["query"], transposed, part="_qk")
+    scores = call.emit("aten.mul.Tensor", scores, scale, part="_scaled")
+    mask = given.get("attn_mask")
+    if mask is not None:
+        meta = call.metas[3] if len(call.metas) > 3 else call.meta_kwargs["attn_mask"]
+        if meta.dtype == torch.bool:
+            hidden = call.emit("aten.logical_not.default", mask, part="_hidden")
+            scores = call.emit("aten.masked_fill.Scalar", scores, hidden, -math.inf, part="_masked")
+        else:
+            scores = call.emit("aten.add.Tensor", scores, mask, part="_masked")
+    weights = call.emit("aten.softmax.int", scores, -1, part="_softmax")
+    return call.emit("aten.matmul.default", weights, given["value"], part="_av")
+
+
+def unfold_einsum(call: Call) -> Ref | None:
+    """An einsum of two operands as permute, flatten, matmul, unflatten, permute.
+
+    Letters of both operands are summed, or else they are matmul's leading dimensions; letters of one operand stay.
+    """
+    equation, operands = call.args[:2]
+    if len(operands) != 2:
+        return None
+    inputs, arrow, wanted = equation.replace(" ", "").partition("->")
+    left, right = inputs.split(",")
+    if not arrow:
+        wanted = "".join(sorted(letter for letter in {*left, *right} if (left + right).count(letter) == 1))
+    alone = set(left) ^ set(right)
+    plain = all(word.isalpha() and len(set(word)) == len(word) for word in (left, right, wanted) if word)
+    if not plain or not alone <= set(wanted) or not set(wanted) <= {*left, *right}:
+        return call.emit(f'aten.einsum.default("{equation}")')  # which no program can hold
+    sizes: dict[str, Arg] = {}
+    for word, value, meta in zip((left, right), operands, call.metas[1], strict=True):
+        for axis, (letter, size) in enumerate(zip(word, meta.shape, strict=True)):
+            known = isinstance(size, int)
+            sizes[letter] = size if known else call.emit("aten.sym_size.int", value, axis, part="_size")
+    lead = [letter for letter in left if letter in right and letter in wanted]
+    summed = [letter for letter in left if letter in right and letter not in wanted]
+    rows, columns = ([letter for letter in word if letter in alone] for word in (left, right))
+    first = _arrange(call, operands[0], left, (lead, rows, summed), sizes, "_left")
+    second = _arrange(call, operands[1], right, (lead, summed, columns), sizes, "_right")
+    result = call.emit("aten.matmul.default", first, second, part="_product")
+    made = [*lead, *rows, *columns]
+    result = call.emit("aten.reshape.default", result, tuple(sizes[letter] for letter in made), part="_split")
+    return call.emit("aten.permute.default", result, tuple(made.index(letter) for letter in wanted))
+
+
+def _arrange(
+    call: Call, value: Ref, word: str, groups: tuple[list[str], ...], sizes: Mapping[str, Arg], part: str
+) -> Ref:
+    """A value whose dimensions have these letters, permuted to (*lead, one dimension, one dimension)."""
+    lead, *grouped = groups
+    order = tuple(word.index(letter) for letter in [*lead, *grouped[0], *grouped[1]])
+    value = call.emit("aten.permute.default", value, order, part=part)
+    if all(len(letters) == 1 for letters in grouped):
+        return value
+    shape: list[Arg] = [sizes[letter] for letter in lead]
+    for letters in grouped:
+        count: Arg = 1
+        for letter in letters:
+            size = sizes[letter]
+            if isinstance(count, int) and isinstance(size, int):
+                count *= size
+            else:
+                count = call.emit("sym.mul", count, size, part="_count")
+        shape.append(count)
+    return call.emit("aten.reshape.default", value, tuple(shape), part=f"{part}_matrix")
+
+
+def unfold_vector_product(call: Call) -> Ref | None:
+    """A product with a vector as a product with a matrix of one row or one column."""
+    row, column = (meta.ndim == 1 for meta in call.metas)
+    if not row and not column:
+        return None
+    left, right = call.args
+    if row:
+        left = call.emit("aten.unsqueeze.default", left, 0, part="_row")
+    if column:
+        right = call.emit("aten.unsqueeze.default", right, -1, part="_column")
+    product = call.emit("aten.matmul.default", left, right, part="_product")
+    dims = (-2,) * row + (-1,) * column
+    return call.emit("aten.squeeze.dims", product, dims)
+
+
+def unfold_added_product(call: Call) -> Ref:
+    """beta added + alpha left right, as separate operations."""
+    added, left, right = call.args
+    alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    product = call.emit("aten.matmul.default", left, right, part="_product")
+    if alpha != 1:
+        product = call.emit("aten.mul.Tensor", product, alpha, part="_scaled")
+    if beta != 1:
+        added = call.emit("aten.mul.Tensor", added, beta, part="_weighed")
+    return call.emit("aten.add.Tensor", added, product)
+
+
+def unfold_named_padding(call: Call) -> Ref:
+    """A convolution with padding "same" or "valid", with the padding as numbers.
+
+    Where an even kernel asks for an odd number of zeros, the odd one goes below and to the right.
+    """
+
+    def of(
+        image: Ref,
+        weight: Ref,
+        bias: Ref | None = None,
+        stride: Sequence[int] = (1, 1),
+        padding: str = "valid",
+        dilation: Sequence[int] = (1, 1),
+        groups: int = 1,
+    ) -> Ref:
+        kernel = call.metas[1].shape[2:]
+        both = [step * (size - 1) * (padding == "same") for step, size in zip(dilation, kernel, strict=True)]
+        sides = tuple(total // 2 for total in both)
+        if any(total % 2 for total in both):
+            (top, left), (height, width) = sides, both
+            zeros = (left, width - left, top, height - top)
+            image = call.emit("aten.constant_pad_nd.default", image, zeros, part="_pad")
+            sides = (0, 0)
+        return call.emit("aten.conv2d.default", image, weight, bias, stride, sides, dilation, groups)
+
+    return of(*call.args)
+
+
+# Each returns what replaces the operation; None where the operation is canonical as it is.
+UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
+    "aten.scaled_dot_product_attention.default": unfold_attention,
+    "aten.einsum.default": unfold_einsum,
+    "aten.matmul.default": unfold_vector_product,
+    "aten.mv.default": unfold_vector_product,
+    "aten.baddbmm.default": unfold_added_product,
+    "aten.addmm.default": unfold_added_product,
+    "aten.conv2d.padding": unfold_named_padding,
+}
+
+
+# --- whole programs --------------------------------------------------------------------------------------------------
+
+
+def softmax_left(program: Program) -> Program:
+    """V^T A^T as (A V)^T, so that a softmax is always the left operand of its product."""
+    makers = {node.name: node for node in program.nodes}
+    nodes: list[Node] = []
+
+    def transposed(value: Ref, name: str, scope: str) -> Ref:
+        maker = makers.get(value.name)
+        if maker is not None and maker.op == "aten.transpose.int" and set(maker.args[1:]) == {-2, -1}:
+            return maker.args[0]
+        nodes.append(Node(name, "aten.transpose.int", (value, -2, -1), scope=scope))
+        return Ref(name)
+
+    for node in program.nodes:
+        sources = [find_source(program, makers, ref.name).kind for ref in node.args] if node.op in PRODUCTS[2:] else []
+        if sources[1:] == ["softmax"] and sources[0] not in ("softmax", "weight"):
+            value, weights = node.args
+            args = (
+                transposed(weights, f"{node.name}#left", node.scope),
+                transposed(value, f"{node.name}#right", node.scope),
+            )
+            nodes.append(replace(node, name=f"{node.name}#product", args=args))
+            transposed(Ref(nodes[-1].name), node.name, node.scope)
+        else:
+            nodes.append(node)
+    return replace(program, nodes=tuple(nodes))
+
+
+def share_equal_values(program: Program) -> Program:
+    """Equal operations on equal values done once, so that one activation is one value, however often it is viewed."""
+    seen: dict[Any, str] = {}
+    names: dict[str, str] = {}
+    nodes = []
+    for node in program.nodes:
+        renamed = node.renamed(names)
+        key = repr((renamed.op, renamed.args, sorted(renamed.kwargs.items())))
+        if key in seen:
+            names[node.name] = seen[key]
+        else:
+            seen[key] = node.name
+            nodes.append(renamed)
+    output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
+    return replace(program, nodes=tuple(nodes), output=output)
+
+
+def store_parameters(program: Program) -> Program:
+    """Weights, biases and products that depend on tensors alone, as stored tensors.
+
+    Examples are a bias joined from several and the MLP of a position table. A product with a stored matrix on its
+    right, x W, becomes a linear with the transpose of W.
+    """
+    constant = set(program.tensors)
+    for node in program.nodes:
+        if constant.issuperset(node.refs()):
+            constant.add(node.name)
+    stored: dict[str, str] = {}  # a computed value -> the tensor that it becomes
+
+    def store(value: str, node: Node, part: str) -> None:
+        if value in constant and value not in program.tensors and value not in stored:
+            name = f"{node.scope}.{part}".lstrip(".")
+            taken = name in program.tensors or name in stored.values()
+            stored[value] = f"{name}#{node.name}" if taken else name
+
+    for node in program.nodes:
+        if node.op in PRODUCTS:
+            store(node.name, node, "stored")
+        for index, arg in enumerate(node.args):
+            if (node.op, index) in _PARAMETERS and arg is not None:
+                store(arg.name, node, _PARAMETERS[node.op, index])
+    making = tuple(node for node in program.nodes if node.name in constant)
+    wanted = {name: Ref(value) for value, name in stored.items()}
+    computed: dict[str, Tensor] = replace(program, inputs=(), nodes=making, output=wanted).pruned().run(())
+    tensors, nodes = dict(program.tensors), []
+    tensors.update((name, value.contiguous()) for name, value in computed.items())
+    for node in program.nodes:
+        reading = node.renamed(stored)
+        if node.op == "aten.matmul.default" and node.args[0].name not in constant:
+            right = reading.args[1].name
+            if right in tensors and tensors[right].ndim == 2:
+                tensors[f"{right}.transposed"] = tensors[right].t().contiguous()
+                reading = replace(reading, op="aten.linear.default", args=(reading.args[0], Ref(f"{right}.transposed")))
+        nodes.append(reading)
+    output = map_refs(program.output, lambda ref: Ref(stored.get(ref.name, ref.name)))
+    return replace(program, nodes=tuple(nodes), output=output, tensors=tensors).pruned()
+
+
+def fold_batch_norms(program: Program) -> Program:
+    """y = (conv(x) - mean) g + b, g = weight / sqrt(variance + eps), as one convolution with other weights."""
+    makers = {node.name: node for node in program.nodes}
+    readers = program.consumers()
+    uses = [name for node in program.nodes for name in node.refs()]
+    outputs = set(refs_of(program.output))
+    tensors, names, replaced = dict(program.tensors), dict[str, str](), dict[str, Node]()
+    for norm in program.nodes:
+        if norm.op != "aten.batch_norm.default":
+            continue
+        conv = makers.get(norm.args[0].name)
+        if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1 or conv.name in outputs:
+            continue
+        if norm.args[3] is None or norm.args[4] is None:  # it normalises by the batch's own statistics
+            continue
+        weight_name = conv.args[1].name
+        if weight_name not in tensors or uses.count(weight_name) != 1:
+            continue
+        mean, variance = (tensors[norm.args[i].name].double() for i in (3, 4))
+        gain = torch.rsqrt(variance + norm.args[7])
+        if norm.args[1] is not None:
+            gain = gain * tensors[norm.args[1].name].double()
+        bias = -mean * gain if norm.args[2] is None else tensors[norm.args[2].name].double() - mean * gain
+        old_bias = conv.args[2] if len(conv.args) > 2 else None
+        if old_bias is not None:
+            bias = bias + tensors[old_bias.name].double() * gain
+        weight = tensors[weight_name]
+        tensors[weight_name] = (weight.double() * gain.view(-1, 1, 1, 1)).to(weight.dtype)
+        bias_name = f"{weight_name.removesuffix('.weight')}.folded_bias"
+        tensors[bias_name] = bias.to(weight.dtype)
+        replaced[conv.name] = replace(conv, args=(*conv.args[:2], Ref(bias_name), *conv.args[3:]))
+        names[norm.name] = conv.name
+    nodes = tuple(replaced.get(node.name, node).renamed(names) for node in program.nodes if node.name not in names)
+    output = map_refs(program.output, lambda ref: Ref(names.get(ref.name, ref.name)))
+    return replace(program, nodes=nodes, output=output, tensors=tensors).pruned()
+
+
+REWRITES: tuple[Callable[[Program], Program], ...] = (
+    softmax_left,
+    share_equal_values,
+    store_parameters,
+    fold_batch_norms,
+)
+
+
+def canonical(program: Program) -> Program:
+    """The program after all `REWRITES`, without what no output needs."""
+    for rewrite in REWRITES:
+        program = rewrite(program)
+    return program.pruned()

@@ -1,0 +1,118 @@
+"""The operations that a program may hold, by name: nothing else can be named, so running one runs no foreign code."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+FAKE_QUANTIZE = "adalog.fake_quantize"  # the one operation that is not PyTorch's: quantize and dequantize a value
+
+
+def aten(names: str) -> frozenset[str]:
+    """ATen operations by their names without the prefix."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_ATEN = aten(
+    """
+    linear.default conv2d.default matmul.default bmm.default
+    layer_norm.default batch_norm.default group_norm.default instance_norm.default rms_norm.default
+    softmax.int log_softmax.int
+    gelu.default relu.default silu.default mish.default sigmoid.default tanh.default hardswish.default
+    hardsigmoid.default hardtanh.default relu6.default leaky_relu.default elu.default erf.default softplus.default
+    prelu.default glu.default log_sigmoid.default square.default sign.default floor.default ceil.default round.default
+    exp.default log.default sqrt.default rsqrt.default cos.default sin.default abs.default neg.default
+    reciprocal.default
+    add.Tensor sub.Tensor mul.Tensor div.Tensor div.Tensor_mode pow.Tensor_Scalar pow.Scalar
+    add.Scalar sub.Scalar mul.Scalar div.Scalar rsub.Scalar
+    maximum.default minimum.default clamp.default clamp.Tensor clamp_min.default clamp_max.default
+    mean.dim mean.default sum.dim_IntList sum.default amax.default amin.default argmax.default max.dim min.dim
+    var.correction std.correction
+    linalg_vector_norm.default cumsum.default
+    reshape.default reshape_as.default permute.default transpose.int t.default flatten.using_ints unflatten.int
+    expand.default expand_as.default unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int
+    unbind.int split.Tensor split_with_sizes.default chunk.default select.int slice.Tensor narrow.int
+    select_scatter.default slice_scatter.default
+    cat.default stack.default meshgrid.indexing repeat.default repeat_interleave.self_int roll.default flip.default
+    im2col.default col2im.default tril.default triu.default
+    pad.default constant_pad_nd.default
+    masked_fill.Scalar where.self where.ScalarOther where.ScalarSelf logical_not.default logical_and.default
+    logical_or.default bitwise_not.default bitwise_and.Tensor bitwise_or.Tensor
+    eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Scalar gt.Tensor gt.Scalar ge.Scalar
+    le.Tensor ge.Tensor index.Tensor index_select.default embedding.default gather.default
+    zeros.default ones.default full.default arange.default arange.start arange.start_step
+    zeros_like.default ones_like.default full_like.default to.dtype
+    max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
+    upsample_bicubic2d.vec upsample_bilinear2d.vec upsample_nearest2d.vec pixel_shuffle.default pixel_unshuffle.default
+    _upsample_bicubic2d_aa.vec _upsample_bilinear2d_aa.vec
+    sym_size.int
+    """
+)
+
+
+def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
+    """Arithmetic that takes whole numbers of 64 bits only, although Python's operators would take more."""
+
+    def checked(*sizes: int) -> int:
+        if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
+            raise TypeError("takes whole numbers of 64 bits")
+        return function(*sizes)
+
+    return checked
+
+
+def _item(values: Sequence[Any], index: int) -> Any:
+    """One of several tensors that an operation made, by its number."""
+    if not isinstance(values, (tuple, list)) or type(index) is not int:
+        raise TypeError("takes one of several values by its number")
+    return values[index]
+
+
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "sym.add": _on_sizes(operator.add),
+    "sym.sub": _on_sizes(operator.sub),
+    "sym.mul": _on_sizes(operator.mul),
+    "sym.floordiv": _on_sizes(operator.floordiv),
+    "sym.mod": _on_sizes(operator.mod),
+    "sym.neg": _on_sizes(operator.neg),
+    "getitem": _item,
+}
+
+# Multiplications that always run in float; they are no sites.
+FLOAT_PRODUCTS = aten(
+    "conv1d.default conv1d.padding conv3d.default conv3d.padding "
+    "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
+)
+
+OPERATIONS: frozenset[str] = _ATEN | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
+
+# Multiplications of two tensors, which can be quantized. The first two have a weight and a bias.
+PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
+
+# Operations that make a tensor from numbers alone, and so must be told the device.
+FACTORIES = aten("zeros.default ones.default full.default arange.default arange.start arange.start_step")
+
+# Keyword arguments for the place and layout of a value in memory; a program runs where its inputs are.
+PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
+
+# Operations that move values about without changing them; the source of a value is found by walking through these.
+MOVES = {"getitem"} | aten(
+    "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
+    "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
+    "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
+)
+
+# Operations that read a tensor's shape alone.
+SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
+
+
+def resolve(op: str) -> Callable[..., Any]:
+    """The function of an operation on the whitelist. Raises KeyError for any other name."""
+    if op not in OPERATIONS or op == FAKE_QUANTIZE:
+        raise KeyError(op)
+    if op in _PYTHON:
+        return _PYTHON[op]
+    name, overload = op.removeprefix("aten.").split(".")
+    function: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
+    return function

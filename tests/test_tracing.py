@@ -1,0 +1,105 @@
+"""What shapes alone tell: they are those of a run, and they say which axis counts images and where channels go."""
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from adalog.graph.capture import capture
+from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
+from test_capture import IMAGES, Toy
+
+
+def values_of(program, inputs):
+    values = {**program.tensors, **dict(zip(program.inputs, inputs, strict=True))}
+    with torch.no_grad():
+        program.run(inputs, lambda node, args, result: values.update({node.name: result}))
+    return values
+
+
+def shape_of(value):
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    return [shape_of(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+@pytest.mark.parametrize("name", ["demo", "timm_swin", "timm_pvt"])
+def test_a_trace_has_the_shapes_of_a_run(name):
+    _, program = zoo.captured(name)
+    images = torch.randn(3, *zoo.IMAGES.shape[1:])
+    run = values_of(program, [images])
+    for traced in (trace(program, [images]), trace(program, [images[:1]], 3)):
+        assert {key: shape_of(value) for key, value in traced.items()} == {
+            key: shape_of(value) for key, value in run.items()
+        }
+        assert all(value.is_meta for value in traced.values() if isinstance(value, torch.Tensor))
+        assert sizes(traced) == {key: value for key, value in run.items() if isinstance(value, int)}
+    some = [program.nodes[3].name, *program.inputs, next(iter(program.tensors))]
+    assert trace(program, [images], names=some).keys() == set(some)
+
+
+@pytest.mark.parametrize("name", ["demo", "timm_swin"])
+def test_images_lie_along_their_axis(name):
+    """What three images have together is what each has alone, along the axis that was found."""
+    _, program = zoo.captured(name)
+    images = torch.randn(3, *zoo.IMAGES.shape[1:])
+    axes, together = image_axes(program, [images]), values_of(program, [images])
+    alone = [values_of(program, [images[index : index + 1]]) for index in range(3)]
+    assert axes.keys() == {key for key, value in together.items() if isinstance(value, torch.Tensor)}
+    for key, axis in axes.items():
+        for index, values in enumerate(alone):
+            part = together[key] if axis is None else together[key].narrow(axis[0], index * axis[1], axis[1])
+            assert close(part, values[key])
+
+
+@pytest.mark.parametrize(
+    ("mixed", "known", "apart"),
+    [
+        (lambda x: x * 2, True, True),
+        (lambda x: x.transpose(0, 1) * 2, True, True),
+        (lambda x: x - x.mean(0), True, False),
+        (lambda x: x.transpose(0, 1).flatten(0, 1) * 2, True, False),
+        (lambda x: x.flatten(1) @ x.flatten(1).t(), False, False),
+    ],
+)
+def test_images_that_mix_are_told(mixed, known, apart):
+    program = capture(Toy(lambda m, x: mixed(x)), IMAGES)
+    name = program.nodes[-1].name
+    axes = image_axes(program, [IMAGES])
+    assert (name in axes) is known
+
+    def run(first, count):
+        return {name: program.run([IMAGES[first : first + count]])}
+
+    assert keeps_images_apart(run, [name], axes) is apart
+
+
+def test_close_is_equal_but_for_rounding():
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert close(x, x * (1 + 1e-4))
+    assert not close(x, x * 1.01)
+    assert not close(x, x[:50])
+    assert close(x.half(), x.half() * 1.01)
+    assert not close(torch.arange(3), torch.arange(3) + 1)
+
+
+def test_channels_are_followed_through_views():
+    """(N, tokens, 6 channels) as two heads of three channels, as a single token, and as they are."""
+
+    def views(m, x):
+        y = m.fc(x.flatten(2)[:, :, :6])
+        heads = y.unflatten(2, (2, 3)).transpose(1, 2)
+        return heads.exp(), y[:, 0].exp(), y.exp()
+
+    program = capture(Toy(views, fc=nn.Linear(6, 6)), IMAGES)
+    (linear,) = [node.name for node in program.nodes if node.op == "aten.linear.default"]
+    values, readers = trace(program, [IMAGES]), program.consumers()
+    found = dict(channels_in_views(linear, values, readers))
+    heads, token, whole = (found[node.args[0].name] for node in program.nodes if node.op == "aten.exp.default")
+    tokens = values[linear].shape[1]
+    assert heads.shape == (len(IMAGES), 2, tokens, 3)
+    assert (heads == torch.arange(6).view(2, 1, 3)).all()
+    assert token.shape == (len(IMAGES), 6)
+    assert (token == torch.arange(6)).all()
+    assert whole.shape == (len(IMAGES), tokens, 6)
+    assert (whole == torch.arange(6)).all()
