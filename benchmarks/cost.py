@@ -6,6 +6,8 @@ Prints one JSON object and saves it as benchmarks/results/cost.json. The weights
 shapes and bits alone (the size of the file also on how many decimals a few numbers have); so is the search cut short.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 from dataclasses import replace
 
 import timm
@@ -16,7 +18,6 @@ from adalog import Calibration, Config, Search, artifact
 from adalog.quantizers import LogQuantizer
 from adalog.study.cost import Cost, cost
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 MODEL = "deit_tiny_patch16_224"
 SHAPE = (3, 224, 224)

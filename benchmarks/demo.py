@@ -7,6 +7,8 @@ as benchmarks/results/demo.json: per bits and method the mean and the standard d
 bytes and seconds, and AdaLog's loss to full precision in points.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import json
 import subprocess
 import sys
@@ -17,7 +19,6 @@ from typing import Annotated
 import typer
 
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 
 def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:

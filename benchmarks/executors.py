@@ -14,6 +14,8 @@ random weights at batch 8, one thread, and the quotients by the first; of the pr
 shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +33,6 @@ from adalog.graph.program import FAKE_QUANTIZE
 from adalog.inputs import demo
 from adalog.quantizers import LogQuantizer
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 BATCH = 20
 BARS = {"median_logit_error": 1e-4, "agreement": 0.995, "speed_ratio": 1.3}

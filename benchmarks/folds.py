@@ -8,6 +8,8 @@ one range in standard deviations for all channels; `held_out`: on 200 test image
 Prints one JSON object and saves it as benchmarks/results/folds.json.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,6 @@ from adalog.inputs import demo
 from adalog.quantize import Searched, sample_images
 from adalog.search.product import search_channels
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 
 def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:

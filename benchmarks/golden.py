@@ -15,6 +15,8 @@ layers within 0.1 %, another q or activation zero point, or a geometric mean of 
 1 (above 0.85 at 6 bits).
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import json
 import sys
 from dataclasses import replace
@@ -32,7 +34,6 @@ from adalog.config import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}
 RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, in the released codes

@@ -10,6 +10,8 @@ agreement with the float one, McNemar's p beside it and beside `adalog` at the s
 bit each, hexadecimal), and the SQNR of every site. `--work DIR` keeps finished rows.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import argparse
 import os
 import sys
@@ -29,7 +31,6 @@ from adalog.runtime import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import classify_by_nearest, predict, score
 from adalog.study.tables import kept, p_value, packed
-from publish import RESULTS, publish
 
 IMAGES = 32
 

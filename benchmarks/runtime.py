@@ -22,11 +22,15 @@ while ours run, PyTorch has one. Prints one JSON object and saves it as benchmar
 - Attention is exported as its products and softmax: OpenVINO takes 5 to 10 % more time for the operation in one.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,13 +42,11 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
-from adalog.cli import quiet
 from adalog.errors import one_line
 from adalog.inputs.zoo import load_model
 from adalog.quantizers import LogQuantizer
 from adalog.study.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.study.doctor import machine, version_of
-from publish import RESULTS, publish
 
 IMAGES = 8  # that peers calibrate on
 SEED = 0
@@ -302,7 +304,7 @@ def main(given: Sequence[str] | None = None) -> None:
     loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
-    with quiet():  # exporters speak of themselves
+    with redirect_stdout(sys.stderr):  # exporters print, and standard output is for the result
         result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}

@@ -31,6 +31,10 @@ Prints one JSON object and saves it as benchmarks/results/search-*.json. --work 
 from there; start with an empty one where the library has changed.
 """
 
+from benchmarks import golden, realbench
+from benchmarks.direct import Direct
+from benchmarks.publish import RESULTS, publish
+
 import ctypes
 import math
 import multiprocessing
@@ -47,15 +51,14 @@ from unittest import mock
 
 import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import adalog
-import golden
-import realbench
 from adalog import Calibration, Config, Search
 from adalog.artifact import write_whole
-from adalog.cli import progress_bar
 from adalog.config import ReleasedSearch
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
@@ -65,8 +68,6 @@ from adalog.search import released
 from adalog.search.product import Found, Operand, search_product
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
-from direct import Direct
-from publish import RESULTS, publish
 
 SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6
 CHEAP = Search(init=(4, 2), keep=1, steps=0, rounds=1)
@@ -158,6 +159,12 @@ def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
     result = run()
     seconds = time.process_time() - start
     return {"seconds": seconds, "peak_rss_bytes": peak_bytes() if peak else None}, result
+
+
+def progress_bar() -> Progress:
+    """A bar on standard error, and none where that is no terminal."""
+    terminal = Console(stderr=True)
+    return Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 def least_seconds(run: Callable[[], object], times: int = 3) -> float:

@@ -7,6 +7,8 @@ explains the order of Table 1 at W3/A3, which is not the published one. Prints o
 benchmarks/results/sides.json.
 """
 
+from benchmarks.publish import RESULTS, publish
+
 import argparse
 from pathlib import Path
 from statistics import mean, stdev
@@ -21,7 +23,6 @@ from adalog.quantize import sample_images
 from adalog.runtime import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict
-from publish import RESULTS, publish
 
 BITS = ("w3a32", "w32a3", "w3a3")
 SEEDS = range(3)

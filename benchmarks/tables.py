@@ -1,5 +1,7 @@
 """Write the tables of README and docs from benchmarks/results: `python benchmarks/tables.py` (`--check` compares)."""
 
+from benchmarks.publish import RESULTS
+
 import json
 import re
 import sys
@@ -8,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adalog.study.tables import markdown
-from publish import RESULTS
+from adalog.study.markdown import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 
