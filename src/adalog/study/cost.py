@@ -1,8 +1,8 @@
 """What one image costs a model, by operation: multiplications, FixOPs, BOPs and bytes.
 
 A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so a product of b1 by b2 bits is b1 b2 / 64 FixOPs and
-one of two float32 numbers 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count multiplications alone:
-BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of integers. Without
+one of two float32 numbers 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count multiplications
+alone: BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of integers. Without
 one, or on request, they count as Eq. 10 is printed, by mantissas and shifts. docs/cost.md lists what is counted.
 """
 
@@ -49,8 +49,8 @@ class CostRow:
     """One operation, on one image.
 
     role: "linear", "conv", "qk" or "av" for products of two operands; "quantize" and "dequantize" for conversion to
-    codes and back; "look-up" and "shift" (Eq. 10) of logarithmic codes; or the name of a float operation. count: MACs of
-    a product, or how many multiplications, look-ups or shifts. left_bits, right_bits: widths of the factors, 0 if
+    codes and back; "look-up" and "shift" (Eq. 10) of logarithmic codes; or a float operation's name. count: MACs of a
+    product, or how many multiplications, look-ups or shifts. left_bits, right_bits: widths of the factors, 0 if
     nothing is multiplied. weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an
     earlier row has the same weight.
     """
