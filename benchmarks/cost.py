@@ -2,9 +2,11 @@
 
     python benchmarks/cost.py
 
-Prints one JSON object and saves it as benchmarks/results/cost.json. The weights are random, since a cost depends on
-shapes and bits alone (the size of the file also on how many decimals a few numbers have); so is the search cut short.
+Prints one JSON object and saves it as benchmarks/results/cost.json. The weights are random and the search is cut short,
+since a cost depends on shapes and bits alone (the size of the file also on how many decimals a few numbers have).
 """
+
+from benchmarks.publish import RESULTS, publish
 
 from dataclasses import replace
 
@@ -16,11 +18,10 @@ from adalog import Calibration, Config, Search, artifact
 from adalog.quantizers import LogQuantizer
 from adalog.study.cost import Cost, cost
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 MODEL = "deit_tiny_patch16_224"
 SHAPE = (3, 224, 224)
-# Table 3: FixOPs in billions and the model's size in MB, AdaLog's.
+# AdaLog in the paper's Table 3: FixOPs in billions, and the size of the model in MB.
 PAPER = {"fp32": (20.1, 21.9), "w6a6": None, "w4a4": (0.539, 3.4), "w3a3": (0.391, 2.7)}
 
 
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def summary(found: Cost) -> dict[str, object]:
-    """All but the rows, and what the bit costs that a mantissa of Eq. 10 has more than its code."""
+    """All but the rows, with the cost of the one bit by which a mantissa of Eq. 10 is wider than its code."""
     told = found.to_json()
     del told["rows"]
     widened = [row for row in found.rows if row.role == "shift"]

@@ -1,11 +1,13 @@
-"""What the demo's table is over three choices of calibration images: the README's numbers.
+"""The demo's table over several draws of calibration images: the README's numbers.
 
     python benchmarks/demo.py --seeds 0,1,2 --work DIR
 
-Runs `adalog demo --seed S` for each seed (a finished seed in DIR is not run again), prints one JSON object and saves it
-as benchmarks/results/demo.json: per bits and method the mean and the standard deviation over seeds of top-1, agreement,
-bytes and seconds, and AdaLog's loss to full precision in points.
+Runs `adalog demo --seed S` for each seed; a seed that is finished in DIR is not run again. Prints one JSON object and
+saves it as benchmarks/results/demo.json: for each bits and method the mean and the standard deviation over seeds of
+top-1, agreement, bytes and seconds, and the loss to full precision in points.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import json
 import subprocess
@@ -17,7 +19,6 @@ from typing import Annotated
 import typer
 
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 
 def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:

@@ -1,10 +1,10 @@
-"""The released code's search, every candidate of every step a whole product: the reference of `search.py`.
+"""The released code's search with a whole product for every candidate of every step: the reference of `search.py`.
 
-Written from an account of the released code, and not from the library's search, with which it shares formats,
-quantizers and what comes of them. It is what that code does, made as fast as that goes without doing anything else:
-each candidate quantizes its operand, multiplies it with the other one over all tokens of all images and is compared
-with the full-precision output. No error is derived from another, no token left out, no candidate given up early.
-Quantizing is done in place, and products go, in tiles that fit in the cache, into buffers that are there.
+This is written from an account of the released code and not from the library's search, with which it shares only
+formats, quantizers and results. It does what that code does, as fast as possible without doing anything else: each
+candidate quantizes its operand, which is multiplied by the other one over all tokens of all images and compared with
+the full-precision output. No error is derived from another, no token is left out, no candidate is given up early.
+Values are quantized in place, and products are written, in tiles that fit in the cache, to existing buffers.
 """
 
 import math
@@ -19,17 +19,17 @@ from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, Uni
 from adalog.search.operand import Operand
 from adalog.search.product import Found
 
-POINTS = 128  # candidates of a step
-TILE_ELEMENTS = 1 << 19  # of an operand and its output together, more or less
-LEAST_SCALE = 1e-4  # of an activation
+POINTS = 128  # candidates per step
+TILE_ELEMENTS = 1 << 19  # elements of an operand and its output together, roughly
+LEAST_SCALE = 1e-4  # least scale of an activation
 RADIX = 37
-QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+QUANTILE_LIMIT = 1 << 24  # most elements that torch.quantile takes
 
 Space = Callable[[Tensor], Quantizer]  # a point (P, *groups) -> its quantizer
 
 
 def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
-    """quantizer.fake_quantize(values), to the bit, in a contiguous tensor of the same shape."""
+    """Write quantizer.fake_quantize(values), bit for bit, to a contiguous tensor of the same shape."""
     if isinstance(quantizer, UniformQuantizer):
         low = -quantizer.zero_point
         torch.div(values, quantizer.scale, out=out).round_()
@@ -46,25 +46,27 @@ def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
 
 
 class Losses:
-    """The squared error of operand @ other^T under quantizers of the operand; without another, of the operand itself.
+    """The squared error of operand @ other^T under quantizers of the operand; without `other`, that of the operand.
 
-    other, other_hat: (*batch, O, I), as it is and as it is quantized. evaluated, flops: what was done so far.
+    other, other_hat: (*batch, O, I), in full precision and quantized. evaluated: candidates scored on the output so
+    far; flops: those of their products.
     """
 
     def __init__(self, operand: Operand, other: Tensor | None = None, other_hat: Tensor | None = None):
-        self.keep, self.evaluated, self.flops = operand.format.own_dims, 0, 0
+        self.own_dims, self.evaluated, self.flops = operand.format.own_dims, 0, 0
         values = operand.values.contiguous()
         rows = values.ndim - 2
         columns = 0 if other is None else other.shape[-2]
-        # Images of attention, rows of an activation, or the columns of the output of a weight's kept rows.
+        # Tiles are cut along the images of attention, along the rows of an activation, or, for a weight whose rows have
+        # parameters of their own, along the columns of the output.
         along = 0 if values.ndim == 4 else rows
-        on_other = along in self.keep
+        on_other = along in self.own_dims
         whole = columns if on_other else values.shape[along]
         unit = values[..., 0].numel() // (1 if on_other else whole) * (1 if on_other else values.shape[-1] + columns)
         size = max(1, min(whole, TILE_ELEMENTS // unit))
         if other is None or other_hat is None:
-            parts = [values] if on_other else values.split(size, along)
-            self.tiles = [(part, None, part) for part in parts]
+            pieces = [values] if on_other else values.split(size, along)
+            self.tiles = [(piece, None, piece) for piece in pieces]
         else:
             other, other_hat = other.contiguous(), other_hat.contiguous()
             target = values @ other.transpose(-1, -2)
@@ -76,7 +78,7 @@ class Losses:
         self.masks = masks or [None] * len(self.tiles)
 
     def __call__(self, quantizers: Sequence[Quantizer]) -> Tensor:
-        """(K, *groups), float64."""
+        """The losses of K quantizers: (K, *groups), float64."""
         losses: list[Tensor | float] = [0.0] * len(quantizers)
         for (values, other, target), mask in zip(self.tiles, self.masks, strict=True):
             hat, output = torch.empty_like(values), values.new_empty(target.shape)
@@ -90,14 +92,14 @@ class Losses:
                     multiply(hat, other, output).sub_(target)
                     self.flops += 2 * output.numel() * values.shape[-1]
                 squares = torch.linalg.vector_norm(output, dim=-1).double().square_()
-                summed = [dim for dim in range(squares.ndim) if dim not in self.keep]
+                summed = [dim for dim in range(squares.ndim) if dim not in self.own_dims]
                 losses[index] += squares.sum(summed) if summed else squares
         self.evaluated += len(quantizers) if self.tiles[0][1] is not None else 0
         return torch.stack([torch.as_tensor(loss) for loss in losses])
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """left (*batch, T, I) @ right (*batch, O, I)^T."""
+    """left (*batch, T, I) @ right (*batch, O, I)^T, written to `out`."""
     if left.ndim == 2:
         return torch.mm(left, right.t(), out=out)
     torch.bmm(left.flatten(0, -3), right.flatten(0, -3).transpose(1, 2), out=out.view(-1, *out.shape[-2:]))
@@ -105,13 +107,13 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 class Direct:
-    """The search, and what it did: candidates scored on the output and the FLOPs of their products."""
+    """The search. candidates: how many were scored on the output so far; flops: those of their products."""
 
     def __init__(self) -> None:
         self.candidates = self.flops = 0
 
     def search_product(self, role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
-        """Quantizers of left @ right^T, as `released.search_product`, whose place it can take."""
+        """Quantizers of left @ right^T; it can take the place of `released.search_product`."""
         half = 2 ** (right.format.bits - 1)
         of_activations = role in ("qk", "av")
         steps = search.steps - 1 if search.progressive else 0
@@ -143,20 +145,23 @@ class Direct:
         return Found.judged(left, right, first, second)
 
 
-def best(points: Tensor, losses: Tensor, keep: int) -> Tensor:
-    """The points (keep, P, *groups) of least loss; of equal ones the last, which comes closest to `torch.topk`."""
-    order = len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:keep]
+def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
+    """The `count` points of least loss, (count, P, *groups); among equals the last, as `torch.topk` does most often."""
+    order = len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
     return torch.take_along_dim(points, order.unsqueeze(1), dim=0)
 
 
 def refine(
-    losses: Losses, space: Space, points: Tensor, spacing: Tensor, steps: int, keep: int, least: float
+    losses: Losses, space: Space, points: Tensor, spacing: Tensor, steps: int, count: int, least: float
 ) -> Tensor:
-    """The best point after `steps` steps in which the scales of the `keep` best ones are spread by `spacing`."""
-    fan = POINTS // keep
+    """The best point after `steps` steps, each of which places new scales around the `count` best points.
+
+    spacing: the distance between scales of the first grid.
+    """
+    fan = POINTS // count
     offsets = torch.linspace(-0.5, 0.5, fan).view(1, fan, *(1 for _ in spacing.shape))
     for _ in range(steps):
-        parents = best(points, losses([space(point) for point in points]), keep)
+        parents = best(points, losses([space(point) for point in points]), count)
         scales = (parents[:, None, 0] + offsets * spacing).clamp(min=least).flatten(0, 1)
         points = torch.stack([scales, parents[:, 1].repeat_interleave(fan, dim=0)], dim=1)
         spacing = spacing / (fan - 0.5)
@@ -165,7 +170,7 @@ def refine(
 
 @dataclass(frozen=True)
 class Uniform:
-    """Points (scale, zero point)."""
+    """A uniform quantizer; its points are (scale, zero point)."""
 
     operand: Operand
     zero_points: int
@@ -173,17 +178,17 @@ class Uniform:
     least: float = LEAST_SCALE
 
     def quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.spread(part)[0] for part in point)
+        scale, zero_point = (self.operand.spread(each)[0] for each in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """Zero points around the middle, under each the scales from the inner 80 % of values to all of them."""
+        """The first grid: for zero points around the middle, scales from the inner 80 % of the values to all."""
         bits, groups = self.operand.format.bits, self.operand.groups()
         count = POINTS // self.zero_points
-        parts = 1
-        while groups.numel() // parts > QUANTILE_LIMIT and groups.shape[1] % (2 * parts) == 0:
-            parts *= 2
-        inner = groups.view(len(groups), parts, -1).quantile(torch.tensor([0.1, 0.9]), dim=2).mean(2)
+        pieces = 1
+        while groups.numel() // pieces > QUANTILE_LIMIT and groups.shape[1] % (2 * pieces) == 0:
+            pieces *= 2
+        inner = groups.view(len(groups), pieces, -1).quantile(torch.tensor([0.1, 0.9]), dim=2).mean(2)
         narrow, wide = inner[1] - inner[0], groups.amax(1) - groups.amin(1)
         scales = (narrow + torch.arange(count).view(-1, 1) / (count - 1) * (wide - narrow)) / (2**bits - 1)
         scales = scales.clamp(min=max(self.least, torch.finfo(torch.float32).tiny))
@@ -207,7 +212,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Logarithmic:
-    """Points (scale, q) of AdaLog, also where the base is to be a fixed one, which takes the scale only."""
+    """A logarithmic quantizer; its points are AdaLog's (scale, q). A fixed base takes over the scale alone."""
 
     operand: Operand
     choices: ReleasedSearch
@@ -232,11 +237,11 @@ class Logarithmic:
         )
 
     def span(self) -> tuple[Tensor, Tensor]:
-        """Of scales: the 0.9 quantile of the positive values, and the largest, lifted."""
+        """The range of scales: the 0.9 quantile of the positive values and the largest one, both plus the offset."""
         positive = self.operand.values[self.operand.values > 0].sort().values
         if not len(positive):
             positive = torch.ones(1)
-        low, high = (positive[math.ceil(part * len(positive)) - 1] for part in (0.9, 1.0))
+        low, high = (positive[math.ceil(share * len(positive)) - 1] for share in (0.9, 1.0))
         return low + self.operand.format.offset, high + self.operand.format.offset
 
     def start(self, *, own_error: bool) -> LogQuantizer:
@@ -266,7 +271,7 @@ class Logarithmic:
 
 @dataclass(frozen=True)
 class Twin:
-    """Points (positive scale,): the negative scale times a power of two."""
+    """A twin quantizer; its points are (positive scale,), the negative scale times a power of two."""
 
     operand: Operand
 

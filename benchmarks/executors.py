@@ -1,18 +1,21 @@
-"""Integers beside fake quantization, on the bundled model and its 2,000 images, and their speed on DeiT-S's shapes.
+"""Integers compared with fake quantization on the bundled model and its 2,000 images, and their speed on DeiT-S.
 
     python benchmarks/executors.py --model demo --bits w3a3 w4a4 w6a6 [--json F]
 
-One row for each executor and bits with the tables that calibration chose, against fake quantization of the same file:
-the share of activation codes that differ, the median over images of the logits' relative error, the share of equal
-answers (also beside `torch`), top-1 and images a second of the process's own time (batch 20, one thread). Rows of the
-executor "fake" are fake quantization itself, with u8, u16 and float tables: what tables cost in top-1, and in loss, the
-mean squared error of logits to full precision. In float32 the sums of fake quantization are rounded, which moves values
-over thresholds (each then moves others), the more the finer the codes; rows with dtype "float64" compare the same in
-float64, where nothing differs.
-"speed": the median images a second of fp32 torch, of `torch`, and of `torch` after `compile()`, in turn, on DeiT-S with
-random weights at batch 8, one thread, and the quotients by the first; of the process's own seconds, since machines are
-shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
+There is one row per executor and bits, with the tables that calibration chose. It compares with fake quantization of
+the same file: the share of activation codes that differ, the median over images of the relative error of the logits,
+the share of equal answers (also compared with `torch`), top-1, and images per second of the process's own time (batch
+20, one thread). Rows with the executor "fake" are fake quantization itself, with u8, u16 and float tables; they show
+what tables cost in top-1 and in loss, the mean squared error of the logits against full precision. In float32 the sums
+of fake quantization are rounded, which moves values across thresholds, and each of these moves others, the more the
+finer the codes are. Rows with dtype "float64" compare the same in float64, where nothing differs.
+
+"speed" is the median images per second of fp32 torch, of `torch`, and of `torch` after `compile()`, which take turns on
+DeiT-S with random weights at batch 8 on one thread, and their ratios to the first. Seconds are the process's own, since
+machines are shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import time
 from collections.abc import Callable
@@ -31,7 +34,6 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.inputs import demo
 from adalog.quantizers import LogQuantizer
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 BATCH = 20
 BARS = {"median_logit_error": 1e-4, "agreement": 0.995, "speed_ratio": 1.3}
@@ -40,7 +42,7 @@ SEED = 0
 
 @torch.no_grad()
 def answers(model: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, float]:
-    """The logits, and images a second."""
+    """The logits, and how many images per second they took."""
     start = time.process_time()
     logits = torch.cat([model(part) for part in images.split(BATCH)])
     return logits, len(images) / (time.process_time() - start)
@@ -48,7 +50,7 @@ def answers(model: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def flips(model: QuantizedModel, executor: str, images: Tensor) -> float:
-    """The share of codes of activations that are others than in fake quantization."""
+    """The share of activation codes that differ from those of fake quantization."""
     compiled = model.compile(executor)
     differ = count = 0
     for part in images.split(BATCH):
@@ -66,14 +68,14 @@ def flips(model: QuantizedModel, executor: str, images: Tensor) -> float:
 
 
 def tables_of(model: QuantizedModel) -> str:
-    """The widths of a model's tables, how many of each."""
+    """The widths of a model's tables, and how many there are of each."""
     widths = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
     counted = {f"u{width}" if width else "float": widths.count(width) for width in sorted(set(widths))}
     return ", ".join(f"{name} x {count}" for name, count in counted.items())
 
 
 def speed(bits: str, repeats: int) -> dict[str, Any]:
-    """Images a second at batch 8 on one thread, fp32 and integers in turn."""
+    """Images per second at batch 8 on one thread, of fp32 and integers in turn."""
     import timm
 
     torch.manual_seed(SEED)
@@ -100,11 +102,11 @@ def speed(bits: str, repeats: int) -> dict[str, Any]:
 
 
 def main(
-    bits: Annotated[list[str] | None, typer.Argument(help="After --bits.")] = None,
+    bits: Annotated[list[str] | None, typer.Argument(help="More bits, after the first of --bits.")] = None,
     model: str = "demo",
-    first: Annotated[str, typer.Option("--bits", help="Several may follow.")] = "w3a3",
-    images: Annotated[int, typer.Option(help="Of the 2,000.")] = 2000,
-    reference_images: Annotated[int, typer.Option(help="Of these, for what is slow.")] = 400,
+    first: Annotated[str, typer.Option("--bits", help="Bits; more may follow.")] = "w3a3",
+    images: Annotated[int, typer.Option(help="How many of the 2,000 images to use.")] = 2000,
+    reference_images: Annotated[int, typer.Option(help="How many of these to use where a run is slow.")] = 400,
     repeats: int = 20,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -150,7 +152,10 @@ def main(
             found = row(executor, width, tables_of(quantized), logits, rate, fake)
             found["agreement_with_torch"] = float((logits.argmax(1) == by_torch[:count].argmax(1)).double().mean())
             rows.append({**found, "code_flip_fraction": flips(quantized, executor, some)})
-        double, some = deserialise(serialise(quantized.quantized)).double(), pictures[:reference_images].double()
+        double, some = (
+            QuantizedModel(deserialise(serialise(quantized.quantized))).double(),
+            pictures[:reference_images].double(),
+        )
         logits, rate = answers(double.compile("torch"), some)
         found = row("torch", width, tables_of(quantized), logits, rate, answers(double, some)[0])
         rows.append({**found, "code_flip_fraction": flips(double, "torch", some)})

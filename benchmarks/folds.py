@@ -1,12 +1,15 @@
-"""Where a LayerNorm's scale should be folded, and by which ranges: on images that calibrated, and on others.
+"""Where to fold a LayerNorm's scale, and by which ranges: on the calibration images, and on others.
 
     python benchmarks/folds.py [--json FILE]
 
-For every norm of the bundled ViT, calibrated on 32 images, and bits of weights and activations 3, 4, 6, 8: the squared
-error of the linear's output over that without a fold, (own) with each channel's range by its own error, (shared) with
-one range in standard deviations for all channels; `held_out`: on 200 test images. The head reads one row an image.
+The bundled ViT is calibrated on 32 images with weights and activations of 3, 4, 6 and 8 bits. For every norm, the
+figures are the squared error of the linear's output with a fold over that without: `own` where each channel has the
+range with the least error of its own, `shared` where all channels have one range in standard deviations; `held_out` is
+on 200 test images. The head reads one row per image.
 Prints one JSON object and saves it as benchmarks/results/folds.json.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import sys
 from dataclasses import replace
@@ -25,7 +28,6 @@ from adalog.inputs import demo
 from adalog.quantize import sample_images
 from adalog.search.bounds import search_channels
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 
 def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:
@@ -35,7 +37,7 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
     held_out = Calibration(model, demo.test_images()[0][:200])
     rows: list[dict[str, Any]] = []
     for bits in (3, 4, 6, 8):
-        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9)  # no fold
+        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9)  # so many rows that nothing is folded
         sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
         plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
         folds = {}

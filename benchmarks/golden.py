@@ -1,19 +1,22 @@
-"""Whether methods compute what their authors' released code does, and whether `adalog` does better.
+"""Whether methods compute what their authors' released code computes, and whether `adalog` does better.
 
     python benchmarks/golden.py --golden DIR [--json FILE]
 
-DIR holds outputs of released code on a small timm VisionTransformer: one *.safetensors, here or in the folder above,
-with its weights, `state.*`, and calibration `images`, and a JSON file for each setting, here or in a folder `rivals`,
-with `bits`, the mean square error of every layer's output (`relative_output_mse`, its `mse`) and the `hyperparameters`
-by layer. Its fields tell the method: `method` "RepQ-ViT" or "PTQ4ViT", else AdaLog's with `fpcs` and `post_gelu`.
-PTQ4ViT's errors are weighted by the gradient that its code back-propagated, `probe_logit_gradient`. The architecture is
-read from the shapes. Held-out images are Gaussian noise with the mean and deviation of the calibration images.
+DIR holds outputs of released code on a small timm VisionTransformer. One *.safetensors, in DIR or the folder above, has
+its weights, `state.*`, and the calibration `images`. One JSON file per setting, in DIR or its folder `rivals`, has the
+`bits`, the mean square error of every layer's output (`relative_output_mse`, its `mse`) and the `hyperparameters` by
+layer. Its field `method` is "RepQ-ViT" or "PTQ4ViT"; without that field the file is AdaLog's, with `fpcs` and
+`post_gelu`. Errors of PTQ4ViT are weighted by the gradient that its code back-propagated, `probe_logit_gradient`. The
+architecture is read from the shapes. Held-out images are Gaussian noise with the mean and deviation of the calibration
+images.
 
-Prints one JSON object and saves it as benchmarks/results/golden.json; exit code 1 where "ok" is false: a layer's error
-off by more than 1 % (3 % where AdaLog's code has another quantizer after GELU); of AdaLog's files fewer than 90 % of
-layers within 0.1 %, another q or activation zero point, or a geometric mean of our errors over the released ones above
-1 (above 0.85 at 6 bits).
+Prints one JSON object and saves it as benchmarks/results/golden.json. The exit code is 1 if "ok" is false, for one of
+these reasons: the error of a layer is off by more than 1 % (3 % if AdaLog's code has another quantizer after GELU); in
+a file of AdaLog's, fewer than 90 % of the layers are within 0.1 %, or a q or an activation's zero point differs; or the
+geometric mean of our errors over the released ones is above 1 (above 0.85 at 6 bits).
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import json
 import sys
@@ -32,10 +35,9 @@ from adalog.calibration.calibration import Searched
 from adalog.choices import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.study.doctor import machine
-from publish import RESULTS, publish
 
 METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}
-RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, in the released codes
+RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as the released code has it
 POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
 
 
@@ -60,25 +62,25 @@ def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
 
 
 def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[str, Any]]]:
-    """The model, the calibration images and the settings by name, AdaLog's first."""
+    """The model, the calibration images, and the settings by name, those of AdaLog first."""
     (weights,) = sorted(folder.glob("*.safetensors")) or sorted(folder.parent.glob("*.safetensors"))
     tensors = load_file(weights)
     paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("rivals/*.json"))]
     settings = {path.stem: json.loads(path.read_text()) for path in paths}
-    # Of RepQ-ViT's one scale a tensor the heads cannot be told.
+    # RepQ-ViT has one scale per tensor, which does not tell the number of heads; a file of AdaLog's does.
     others = [*settings.values(), *(json.loads(path.read_text()) for path in sorted(weights.parent.glob("*.json")))]
     scales = [content["hyperparameters"]["blocks.0.attn.matmul1.A_quantizer"]["scale"] for content in others]
     return load_vit(tensors, heads=max(map(len, scales))), tensors["images"], settings
 
 
 def layer_name(searched: Searched) -> str:
-    """As the released code calls it."""
+    """The name of a layer in the released code."""
     name, role = searched.sites[0].name, searched.sites[0].role
     return {"qk": name.removesuffix(".qk") + ".matmul1", "av": name.removesuffix(".av") + ".matmul2"}.get(role, name)
 
 
 def released_config(content: dict[str, Any]) -> Config:
-    """The choices that are as this file's method has them in its released code."""
+    """The choices with which a method computes what the released code behind this file computes."""
     bits = content["bits"]
     if bits["head"] != bits["activation"]:
         raise typer.BadParameter(f"the head has {bits['head']} bits, the other activations {bits['activation']}")
@@ -100,14 +102,14 @@ def released_config(content: dict[str, Any]) -> Config:
 
 
 def find_all(calibration: Calibration, content: dict[str, Any]) -> list[Searched]:
-    """What the method of this file finds for every product."""
+    """What the method of this file finds for each product."""
     if "probe_logit_gradient" in content:
         calibration.probe(torch.tensor(content["probe_logit_gradient"]))
     return calibration.search(released_config(content))
 
 
 def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
-    """One setting of the released code against the same one of ours."""
+    """How far our results are from those of the released code in one setting."""
     ratios, q_equal, zero_points_equal, furthest = {}, True, True, 0.0
     for searched in found:
         name = layer_name(searched)
@@ -138,12 +140,13 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
 
 
 def scale_distance(ours: torch.Tensor, theirs: list[float]) -> float:
-    """The largest relative difference of scales; theirs may be those of equal runs of rows (queries, keys, values)."""
+    """The largest relative difference of scales; one of theirs may serve a run of rows (queries, keys or values)."""
     scale, other = ours.flatten().double(), torch.tensor(theirs, dtype=torch.float64)
     return float((scale / other.repeat_interleave(len(scale) // len(other)) - 1).abs().max())
 
 
 def passes(content: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether a setting is as close to the released code as the module's docstring demands."""
     if "method" in content:
         return bool(row["max_mse_ratio"] <= 1.01)
     if content["post_gelu"] != "adalog":

@@ -1,4 +1,4 @@
-"""Where a benchmark's figures go: printed as one JSON object, and saved whole or not at all."""
+"""How a benchmark's figures are published."""
 
 import json
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def publish(result: Mapping[str, Any], path: Path) -> None:
+    """Print the result as one JSON object, and save it in a file, whole or not at all."""
     text = json.dumps(result, indent=1) + "\n"
     write_whole(path, text.encode())
     print(text, end="")

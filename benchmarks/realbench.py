@@ -1,14 +1,17 @@
-"""What quantization costs a real pretrained transformer on real images.
+"""How much accuracy quantization costs a real pretrained transformer on real images.
 
     python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform]
         [--json FILE]
 
-DIR (or the environment's ADALOG_REALBENCH) holds TinyViT-5M without a classifier and 2,000 labelled images: each query
-takes the label of the nearest support image by its features. 32 support images, drawn with the seed, calibrate. Prints
-one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float and of each quantized model, its
-agreement with the float one, McNemar's p beside it and beside `adalog` at the same bits, which queries it gets right (a
-bit each, hexadecimal), and the SQNR of every site. `--work DIR` keeps finished rows.
+DIR, or the environment variable ADALOG_REALBENCH, names a folder with TinyViT-5M, which has no classifier, and 2,000
+labelled images. Each query takes the label of the support image whose features are nearest. 32 support images, drawn
+with the seed, calibrate. Prints one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float
+model and of each quantized model; for a quantized model also its agreement with the float one, McNemar's p against the
+float one and against `adalog` at the same bits, which queries it gets right (one bit each, hexadecimal), and the SQNR
+of every site. `--work DIR` keeps finished rows.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import argparse
 import os
@@ -29,7 +32,6 @@ from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import classify_by_nearest, predict, score
 from adalog.study.tables import kept, p_value, packed
-from publish import RESULTS, publish
 
 IMAGES = 32
 

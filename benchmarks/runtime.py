@@ -1,32 +1,38 @@
-"""The native kernels beside the engines that people use, on the CPU, in one run.
+"""The native kernels compared with engines that people use, on the CPU, in one run.
 
     python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 \
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
 
-All take turns on the same random images, so that what else the machine does meets all of them. A row has medians of the
-CPU seconds of the whole process and of wall seconds, bytes of weights, the CPU seconds that loading takes up to the
-first answer, and how far answers are from the float model's (the relative error of the logits), which shows that a peer
-runs the model. "ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
+All of them take turns on the same random images, so that other load on the machine affects all alike. A row has the
+median CPU time of the whole process and the median wall time, the bytes of weights, the CPU time from loading to the
+first answer, and the relative error of the logits against the float model, which shows that a peer runs the model.
+"ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
 
-Random weights, unless --pretrained; the search is short, since values do not change the time but for the widths of the
-tables, which calibration chooses ("tables"). The peers: `pip install -e ".[timm,peers]"`; what is not installed is
-listed in "absent". Of several threads each run comes after a rest, in which those of the one before stop spinning;
-while ours run, PyTorch has one. Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F.
+Weights are random, unless --pretrained. The search is short, since values do not change the time except through the
+widths of the tables, which calibration chooses ("tables"). Install the peers with `pip install -e ".[timm,peers]"`;
+what is not installed is listed in "absent". With several threads each run comes after a rest, in which the threads of
+the run before stop spinning; while ours run, PyTorch has one thread. Prints one JSON object and saves it as
+benchmarks/results/runtime-MODEL.json, or as F.
 
-- onnxruntime: the exported float model; -int8: its static quantization, QDQ, a scale for each channel of weights, eight
-  images; -int8-dynamic: its dynamic quantization, activations' scales from each input.
-- openvino: the same exported model; -bf16: the precision that it may compute in; -int8: by NNCF for transformers, eight
-  images, and float32 for the rest; -int8-bf16: and bfloat16 for the rest. One stream, the latency hint.
-- --level avx512vnni, avx2: as on a processor without the later instructions, our kernels and oneDNN, which torch and
-  OpenVINO use, alike (avx512vnni with bfloat16, as of AMD since Zen 4). ONNX Runtime keeps to none.
-- Attention is exported as its products and softmax: OpenVINO takes 5 to 10 % more time for the operation in one.
+- onnxruntime: the exported float model. -int8: its static quantization, QDQ, with one scale per channel of weights and
+  eight images. -int8-dynamic: its dynamic quantization, with the scales of activations from each input.
+- openvino: the same exported model. -bf16: it may compute in bfloat16. -int8: quantized by NNCF for transformers with
+  eight images, with float32 for the rest. -int8-bf16: with bfloat16 for the rest. It has one stream and the latency
+  hint.
+- --level avx512vnni, avx2: our kernels, and oneDNN, which torch and OpenVINO use, run as on a processor without later
+  instructions (avx512vnni with bfloat16, which AMD has since Zen 4). ONNX Runtime obeys no such limit.
+- Attention is exported as products and softmax: OpenVINO takes 5 to 10 % more time for the fused operation.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,24 +44,22 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
-from adalog.cli import quiet
 from adalog.errors import one_line
 from adalog.inputs.zoo import load_model
 from adalog.quantizers import LogQuantizer
 from adalog.study.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.study.doctor import machine, version_of
-from publish import RESULTS, publish
 
-IMAGES = 8  # that peers calibrate on
+IMAGES = 8  # calibration images of the peers
 SEED = 0
-LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # a level of ours in oneDNN's words
+LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # our levels, as oneDNN calls them
 
-Run = Callable[[], Any]  # the logits, as a tensor or an array
+Run = Callable[[], Any]  # it returns the logits, as a tensor or an array
 
 
 @dataclass(frozen=True)
 class Made:
-    """What runs, how long it took to be there, and the bytes of its weights."""
+    """A run, the CPU time it took to prepare, and the bytes of its weights."""
 
     run: Run
     load_cpu_seconds: float | None
@@ -63,13 +67,13 @@ class Made:
 
 
 class Files:
-    """The model as peers read it, each file made when it is asked for first."""
+    """The model in files that peers read; each file is made when it is first asked for."""
 
     def __init__(self, model: nn.Module, images: Tensor, folder: Path):
         self.images, self._folder = images, folder
         self._model = deepcopy(model)
         for module in self._model.modules():
-            if hasattr(module, "fused_attn"):  # of timm
+            if hasattr(module, "fused_attn"):  # timm's switch for attention in one operation
                 module.fused_attn = False
 
     def _file(self, name: str, make: Callable[[Path], None]) -> Path:
@@ -109,7 +113,7 @@ class Files:
         return self._file("dynamic.onnx" if dynamic else "static.onnx", make)
 
     def _prepare(self, prepare: Callable[..., None], path: Path) -> None:
-        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # which not every model gets through
+        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # symbolic shapes fail for some models
 
     def openvino(self, *, int8: bool) -> Path:
         import openvino
@@ -173,7 +177,7 @@ def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, im
     return Made(run, seconds, path.with_suffix(".bin").stat().st_size)
 
 
-# By name: what has to be installed, and what makes it.
+# By name: the packages that a peer needs, and the function that makes its run.
 PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
     "torch": ((), partial(torch_runs, torch.float32)),
     "torch-bf16": ((), partial(torch_runs, torch.bfloat16)),
@@ -188,7 +192,7 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
 
 
 def quantized(model: nn.Module, shape: Sequence[int], bits: str, path: Path) -> dict[str, int]:
-    """Write the model's artifact, and tell the widths of its tables."""
+    """Write the model's artifact, and return the widths of its tables."""
     short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(SEED))
     made = Calibration(model, noise, seed=SEED).quantize(replace(Config.preset(bits), images=2, search=short))
@@ -197,13 +201,13 @@ def quantized(model: nn.Module, shape: Sequence[int], bits: str, path: Path) -> 
 
 
 def widths(model: QuantizedModel) -> dict[str, int]:
-    """How many tables a model has of each width."""
+    """The number of a model's tables of each width."""
     found = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
     return {f"u{width}" if width else "float": found.count(width) for width in sorted(set(found))}
 
 
 def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
-    """The artifact by our kernels."""
+    """The artifact, run by our kernels."""
     start = time.process_time()
     compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
@@ -212,7 +216,7 @@ def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> 
 
 
 def absent(peers: Sequence[str]) -> dict[str, str]:
-    """Which of the peers cannot run here, and why."""
+    """The peers that cannot run here, and why."""
     found = {name: [package for package in PEERS[name][0] if find_spec(package) is None] for name in peers}
     return {name: f"not installed: {', '.join(missing)}" for name, missing in found.items() if missing}
 
@@ -229,7 +233,7 @@ def compare(
     seconds: float,
     level: str | None = None,
 ) -> dict[str, Any]:
-    """Rows, ratios, the tables' widths by bits, and who is absent. shape: of one image."""
+    """Rows, ratios, the widths of tables by bits, and the absent peers. shape: that of one image."""
     torch.set_num_threads(threads)
     missing = absent(peers)
     if not library.levels():
@@ -250,7 +254,7 @@ def compare(
                 if name not in missing:
                     try:
                         made[name] = PEERS[name][1](model, files, given, threads)
-                    except Exception as cause:  # whatever a peer makes of the model
+                    except Exception as cause:  # peers raise errors of any kind
                         missing[name] = f"fails at batch {batch}: {one_line(cause)}"
             here = list(made)
             made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
@@ -278,15 +282,15 @@ def compare(
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="timm:deit_small_patch16_224", help="as `adalog quantize` takes it")
-    parser.add_argument("--pretrained", action="store_true", help="with the weights that belong to the name")
+    parser.add_argument("--model", default="timm:deit_small_patch16_224", help="a model as `adalog quantize` takes it")
+    parser.add_argument("--pretrained", action="store_true", help="use the pretrained weights of that model")
     parser.add_argument("--bits", nargs="+", default=["w4a4"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--level", choices=LIMITS, help="without: what is fastest here")
-    parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; default: all")
-    parser.add_argument("--seconds", type=float, default=20, help="for each row; five repeats are the least")
-    parser.add_argument("--json", type=Path, help="in place of benchmarks/results/runtime-MODEL.json")
+    parser.add_argument("--level", choices=LIMITS, help="default: the fastest level of this machine")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: all")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds to spend on each row; five repeats at least")
+    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/runtime-MODEL.json")
     found = parser.parse_args(given)
     found.peers = [name for name in found.peers.split(",") if name]
     odd = [name for name in found.peers if name not in PEERS]
@@ -298,11 +302,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
     if asked.level is not None:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # read when oneDNN is used first
+        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # oneDNN reads it when it is first used
     loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
-    with quiet():  # exporters speak of themselves
+    with redirect_stdout(sys.stderr):  # exporters print, and standard output is for the result
         result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}

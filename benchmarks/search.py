@@ -1,61 +1,72 @@
-"""What our search costs and leaves, beside the released code's search written down directly (`direct.py`).
+"""What our search costs, and the error it leaves, compared with the released code's search (`direct.py`).
 
     python benchmarks/search.py --model timm:deit_tiny_patch16_224 --blocks 1 --images 32 [--data DIR] [--work DIR]
     python benchmarks/search.py --model demo | --model realbench:DIR
     python benchmarks/search.py --full | --scaling | --golden DIR
     python benchmarks/search.py --model demo --ablation
 
-Every site is searched twice on the same operands, with the same quantizers to choose from: by `direct`, which makes a
-whole product for each candidate, and by ours, with as many candidates (6 steps of 128, 3 rounds) and again as it comes
-("default"). The norms are folded once, by the released rule, for both. Seconds are of the processor, one thread, of
-each site's search alone; what both need first (the forward that sites are seen in, the folds) is in neither. For both,
-glibc is told to keep freed memory (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) instead of returning it to the kernel. A loss is
-the mean square error of the site's output, a ratio ours over direct's; held out: the same quantizers on other images.
-`peak_rss_bytes` is the largest resident set during either, the model and what all sites saw on both sets of images
-included (`before`: without any search).
+Every site is searched by both on the same operands, with the same quantizers to choose from. `direct` makes a whole
+product for each candidate. Ours runs twice: with as many candidates (6 steps of 128, 3 rounds), and with its defaults
+("default"). Norms are folded once for both, by the released rule. Seconds are CPU time on one thread, for the search of
+each site alone; what both need before it, the forward that observes sites and the folds, is left out. For both, glibc
+is told to keep freed memory (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) instead of returning it to the kernel. A loss is the
+mean square error of the site's output, and a ratio is ours over that of direct; held out means the same quantizers on
+other images. `peak_rss_bytes` is the largest resident set during a search; it includes the model and what all sites
+saw on both sets of images (`before`: without any search).
 
-A timm model has random weights and may be cut to its first blocks: it is there for its costs. Its images are smooth
-noise, or those of --data. `demo` is the bundled model on bundled images; `realbench` see `realbench.py`.
+A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
+noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.
 
---full: `adalog.quantize` as it comes, on the whole model, in a process of its own with memory as glibc has it.
---scaling: the cost of our search of a ViT of one block (heads of 64) by images, width and candidates a step; a figure.
---ablation: what each part of our search is worth: without it, the error of all sites over the default's, on the images
-that calibrate and held out.
---golden: whether the direct search gives the outputs of the released code; see `golden.py`, exit code 1 where not.
+--full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory.
+--scaling: how the cost of our search of a ViT with one block (heads of 64) grows with images, width and candidates per
+step; it also draws a figure.
+--ablation: what each part of our search is worth: the error of all sites without that part over the default's, on the
+calibration images and held out.
+--golden: whether the direct search gives the outputs of the released code (see `golden.py`); the exit code is 1 if not.
 
-The floor is what no exact search saves: one float forward, and, at the speed of this machine's matrix products, the
-second moments of either operand that the other's search needs (or the product itself where that is cheaper) and one
-product to judge what was found.
+The floor is what no exact search can save: one float forward and, at the speed of this machine's matrix products, the
+second moments of each operand that the other's search needs (or the product itself where that is cheaper) and one
+product to judge the result.
 
-Prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished parts and goes on
-from there; start with an empty one where the library has changed.
+Prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished measurements, which
+are not repeated; start with an empty folder when the library has changed.
 """
 
-import ctypes
+from benchmarks import golden, realbench
+from benchmarks.direct import Direct
+from benchmarks.measure import (
+    floor,
+    forward_seconds,
+    gemm_gflops,
+    irreducible_flops,
+    keep_memory,
+    measured,
+    peak_bytes,
+)
+from benchmarks.publish import RESULTS, publish
+
 import math
 import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import adalog
-import golden
-import realbench
 from adalog import Calibration, Config, Search
 from adalog.choices import ReleasedSearch
-from adalog.cli import progress_bar
 from adalog.files import write_whole
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
@@ -67,15 +78,12 @@ from adalog.search.operand import Operand
 from adalog.search.product import Found
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
-from direct import Direct
-from publish import RESULTS, publish
 
-SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6
+# A grid and 5 steps are what the released code counts as 6 steps.
+SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}
 CHEAP = Search(init=(4, 2), parents=1, steps=0, rounds=1)
-IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # of --scaling
+IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # for --scaling
 BASE = {"images": 32, "width": 192, "points": 128}
-
-Result = TypeVar("Result")
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
@@ -83,7 +91,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the images that calibrate it, and others."""
+    """A model, its calibration images, and held-out images."""
 
     model: nn.Module
     images: Tensor
@@ -91,7 +99,7 @@ class Case:
 
 
 def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) -> Case:
-    """blocks: how many of the first ones are left; 0: all."""
+    """The case that --model names. blocks: how many of the first blocks to keep; 0 keeps all."""
     kind, _, name = spec.partition(":")
     if kind == "realbench":
         model, preprocessing = realbench.load_model(Path(name)), Preprocessing(size=(224, 224), resize=256)
@@ -119,7 +127,7 @@ def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) 
 
 
 def smooth_noise(count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Images of mean 0 and deviation 1, large features stronger than small ones, as in photographs."""
+    """Images of mean 0 and deviation 1 in which large features are stronger than small ones, as in photographs."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.zeros(count, 3, *size)
     side = 2
@@ -130,80 +138,10 @@ def smooth_noise(count: int, size: tuple[int, int], seed: int) -> Tensor:
     return (images - images.mean()) / images.std()
 
 
-# --- how it is measured ----------------------------------------------------------------------------------------------
-
-
-def keep_memory() -> None:
-    """Tell glibc not to return freed memory to the kernel, whose pages would be faulted in again and again."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            library.mallopt(parameter, 1 << 30)
-
-
-def peak_bytes() -> int | None:
-    """The most that was resident; None where the system does not say."""
-    status = Path("/proc/self/status")
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
-    return None if found is None else 1024 * int(found[1])
-
-
-def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
-    """What it costs: {"seconds", "peak_rss_bytes"}, seconds of the processor. Memory kept from before is given back."""
-    library, reset = ctypes.CDLL(None), Path("/proc/self/clear_refs")
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-    peak = reset.exists()
-    if peak:
-        reset.write_text("5")  # the most that was resident is counted from here
-    start = time.process_time()
-    result = run()
-    seconds = time.process_time() - start
-    return {"seconds": seconds, "peak_rss_bytes": peak_bytes() if peak else None}, result
-
-
-def least_seconds(run: Callable[[], object], times: int = 3) -> float:
-    """Of the processor, after a first time that does not count."""
-    run()
-    found = []
-    for _ in range(times):
-        start = time.process_time()
-        run()
-        found.append(time.process_time() - start)
-    return min(found)
-
-
-@torch.no_grad()
-def forward_seconds(case: Case) -> float:
-    return least_seconds(lambda: case.model(case.images))
-
-
-def gemm_gflops() -> float:
-    """Of the processor on a product of matrices that fit in its cache."""
-    left, right, out = torch.ones(1024, 768), torch.ones(768, 512), torch.empty(1024, 512)
-    return 2 * left.numel() * 512 / least_seconds(lambda: torch.mm(left, right, out=out), 10) / 1e9
-
-
-def irreducible_flops(left: Operand, right: Operand) -> int:
-    """See the first lines."""
-    rows, inner, columns = left.values.shape[-2], left.values.shape[-1], right.values.shape[-2]
-    product = rows * inner * columns
-    searched = [(left, columns), (right, rows)]
-    moments = sum(min(others * inner**2, product) for operand, others in searched if not operand.is_float)
-    return 2 * math.prod(left.values.shape[:-2]) * (product + moments)
-
-
-def floor(flops: int, forward: float, gflops: float, ours: float) -> dict[str, float]:
-    """over_floor: our search with the forward that it needs, over the least."""
-    products = flops / gflops / 1e9
-    return {
-        "forward_seconds": forward,
-        "product_flops": flops,
-        "gemm_gflops": gflops,
-        "product_seconds": products,
-        "seconds": forward + products,
-        "over_floor": (ours + forward) / (forward + products),
-    }
+def progress_bar() -> Progress:
+    """A bar on standard error, and none where that is no terminal."""
+    terminal = Console(stderr=True)
+    return Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 # --- ours beside direct ----------------------------------------------------------------------------------------------
@@ -211,7 +149,7 @@ def floor(flops: int, forward: float, gflops: float, ours: float) -> dict[str, f
 
 @torch.no_grad()
 def measure_site(calibration: Calibration, held_out: Calibration, config: Config, name: str) -> dict[str, Any]:
-    """Both searches of the product that a site belongs to, and what their quantizers leave."""
+    """The costs of both searches of a site's product, and the errors that their quantizers leave."""
     runs: list[tuple[Operand, dict[str, Any]]] = []
 
     def directly(role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
@@ -230,11 +168,11 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
     theirs = errors(reference.found)
     row: dict[str, Any] = {
         "sites": [site.name for site in reference.sites],
-        "direct": next(cost for left, cost in runs if left is reference.left),  # of the format that won
+        "direct": next(cost for left, cost in runs if left is reference.left),  # the run with the format that won
         "irreducible_flops": irreducible_flops(reference.left, reference.right),
     }
     for kind, search in SEARCHES.items():
-        left, right = replace(reference.left), replace(reference.right)  # new ones, that know nothing
+        left, right = replace(reference.left), replace(reference.right)  # copies, whose caches are empty
         cost, found = measured(partial(search_product, left, right, search))
         pairs = zip(errors(found), theirs, strict=True)
         ratios = [1.0 if ours == other else ours / other for ours, other in pairs]
@@ -244,7 +182,7 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
 
 
 def configured_candidates(left: Operand, right: Operand, search: Search) -> int:
-    """How many a search would score on the output if no round were the last before its time."""
+    """How many candidates a search would score on the output if it never stopped early."""
     searches = 0 if right.is_float else 1
     if not left.is_float:
         searches += search.rounds * (1 if right.is_float else 2)
@@ -252,9 +190,9 @@ def configured_candidates(left: Operand, right: Operand, search: Search) -> int:
 
 
 def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
-    """All sites."""
+    """Both searches of all sites, summed up."""
     keep_memory()
-    forward, gflops = forward_seconds(case), gemm_gflops()
+    forward, gflops = forward_seconds(case.model, case.images), gemm_gflops()
     calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
     before, rows, done = measured(lambda: None)[0]["peak_rss_bytes"], {}, set()
     with progress_bar() as progress:
@@ -314,7 +252,7 @@ def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, 
 
 
 def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: int, bits: str) -> dict[str, Any]:
-    """`adalog.quantize` with the method's defaults, and what it is compared with. Meant for a process of its own."""
+    """The cost of `adalog.quantize` with the method's defaults, beside the floor. Call it in a process of its own."""
     torch.set_num_threads(1)
     case = load_case(spec, blocks, count, data, seed)
     config = replace(Config.preset(bits), images=count)
@@ -328,7 +266,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
         adalog.quantize(case.model, case.images, config, seed=seed, progress=watch)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     peak = peak_bytes()
-    forward = forward_seconds(case)
+    forward = forward_seconds(case.model, case.images)
     start = time.process_time()
     calibration = Calibration(case.model, case.images)
     captured = time.process_time() - start
@@ -338,14 +276,14 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
         "cpu_seconds": cpu,
         "wall_seconds": wall,
         "peak_rss_bytes": peak,
-        "capture_cpu_seconds": captured,  # of them: torch.export and the one forward
+        "capture_cpu_seconds": captured,  # the share of torch.export and the one forward
         "float_forwards": cpu / forward,
-        "floor": floor(flops, forward, gemm_gflops(), cpu - forward),  # the forward is in the seconds
+        "floor": floor(flops, forward, gemm_gflops(), cpu - forward),  # these seconds include the forward
     }
 
 
 def block_seconds(images: int, width: int, points: int, seed: int, config: Config) -> float:
-    """Of our search of all sites of a ViT with one block on images of 224 x 224."""
+    """CPU time of our search of all sites of a ViT with one block on images of 224 x 224."""
     from timm.models import VisionTransformer
 
     torch.manual_seed(seed)
@@ -356,13 +294,13 @@ def block_seconds(images: int, width: int, points: int, seed: int, config: Confi
 
 
 def first_points(points: int) -> tuple[int, int]:
-    """A grid of so many points, a power of 2, as square as they go: 16 x 8 of 128."""
+    """The sides of a grid of `points` points, a power of 2, as square as possible: 16 x 8 for 128."""
     first = int(2 ** (points.bit_length() // 2))
     return first, points // first
 
 
 def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, figure: Path) -> dict[str, Any]:
-    """The cost along each axis, the others as in BASE, with the exponent of the power law that fits best."""
+    """The cost along each axis, with the others as in BASE, and the exponent of the power law that fits best."""
     keep_memory()
     axes = {"images": IMAGES, "width": WIDTHS, "points": POINTS}
     found: dict[str, dict[str, Any]] = {}
@@ -384,13 +322,13 @@ def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, fig
 
 
 def exponent(sizes: tuple[int, ...], seconds: list[float]) -> float:
-    """The slope of the straight line through the logarithms, by least squares."""
+    """The slope of the straight line through the logarithms, fitted by least squares."""
     x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, seconds))
     return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
-    """A panel an axis, both scales logarithmic. Writes a PNG, whole or not at all."""
+    """Draw one panel per axis with logarithmic scales, and write a PNG, whole or not at all."""
     import io
 
     import matplotlib.figure
@@ -412,7 +350,7 @@ def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def variants(bits: str) -> dict[str, Config]:
-    """The default and what it is without one part of it, or with more of it, and the paper's reading."""
+    """The default, the default without or with more of one part, and the search as the paper describes it."""
     usual = Config.preset(bits)
     search = usual.search
     assert isinstance(search, Search)
@@ -423,13 +361,13 @@ def variants(bits: str) -> dict[str, Config]:
         "all rows in every step": replace(search, rough_rows=0),
         "6 steps and 3 rounds": SEARCHES["equal"],
     }
-    configs = {name: replace(usual, search=part) for name, part in changed.items()}
+    configs = {name: replace(usual, search=choice) for name, choice in changed.items()}
     return {**configs, "adalog-paper": Config.preset(bits, "adalog-paper")}
 
 
 @torch.no_grad()
 def ablate(case: Case, configs: dict[str, Config], key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
-    """configs: the first one is what the others are compared with. {name: {"loss", "held_out", "seconds", "sites"}}."""
+    """The errors of each config over those of the first: {name: {"loss", "held_out", "seconds", "sites"}}."""
     keep_memory()
     calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
 
@@ -456,14 +394,14 @@ def ablate(case: Case, configs: dict[str, Config], key: dict[str, Any], work: Pa
 
 
 def check_golden(folder: Path) -> dict[str, Any]:
-    """The direct search beside outputs of the released code."""
+    """Compare the direct search with outputs of the released code."""
     model, images, settings = golden.load_folder(folder)
     calibration, files, ok = Calibration(model, images), {}, True
     with mock.patch.object(released, "search_product", Direct().search_product):
         for name, content in settings.items():
-            if "method" in content:  # another's
+            if "method" in content:  # of another method
                 continue
-            # The same product under the same choices is found once, under whatever name the search goes.
+            # A calibration caches results by product and choices, so the direct search runs once for each.
             files[name] = golden.compare(content, calibration.search(golden.released_config(content)))
             ok &= golden.passes(content, files[name])
     return {"ok": ok, "files": files}
@@ -471,12 +409,12 @@ def check_golden(folder: Path) -> dict[str, Any]:
 
 def main(
     model: str = "timm:deit_tiny_patch16_224",
-    blocks: Annotated[int, typer.Option(help="The first ones of a timm model; 0: all.")] = 0,
+    blocks: Annotated[int, typer.Option(help="How many of the first blocks to keep; 0 keeps all.")] = 0,
     images: int = 32,
     bits: str = "w4a4",
-    data: Annotated[Path | None, typer.Option(help="A folder of images for a timm model.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of images for a timm model.")] = None,
     seed: int = 0,
-    work: Annotated[Path | None, typer.Option(help="Keeps finished parts.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder that keeps finished measurements.")] = None,
     full: bool = False,
     scaling: bool = False,
     ablation: bool = False,

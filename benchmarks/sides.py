@@ -1,11 +1,13 @@
-"""Where methods lose at 3 bits: with weights alone quantized, with activations alone, and with both.
+"""Where methods lose accuracy at 3 bits: with only weights quantized, with only activations, and with both.
 
     python benchmarks/sides.py --methods adalog repq-vit ptq4vit [--json F]
 
-Top-1 of the bundled ViT on its 2,000 images, mean and standard deviation over three draws of 32 calibration images. It
-explains the order of Table 1 at W3/A3, which is not the published one. Prints one JSON object and saves it as
+Measures top-1 of the bundled ViT on its 2,000 images: mean and standard deviation over three draws of 32 calibration
+images. This explains why the order of Table 1 at W3/A3 is not the published one. Prints one JSON object and saves it as
 benchmarks/results/sides.json.
 """
+
+from benchmarks.publish import RESULTS, publish
 
 import argparse
 from pathlib import Path
@@ -21,7 +23,6 @@ from adalog.model import quickest
 from adalog.quantize import sample_images
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict
-from publish import RESULTS, publish
 
 BITS = ("w3a32", "w32a3", "w3a3")
 SEEDS = range(3)

@@ -1,4 +1,11 @@
-"""Write the tables of README and docs from benchmarks/results: `python benchmarks/tables.py` (`--check` compares)."""
+"""Write the tables of README and docs from the files in benchmarks/results.
+
+    python benchmarks/tables.py [--check]
+
+With --check nothing is written; the exit code is 1 if a table is out of date.
+"""
+
+from benchmarks.publish import RESULTS
 
 import json
 import re
@@ -8,14 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
-from adalog.study.tables import markdown
-from publish import RESULTS
+from adalog.study.markdown import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def demo_table() -> str:
-    """Top-1, agreement and size of the bundled model, mean over the seeds of demo.json."""
+    """Top-1, agreement and size of the bundled model: the means over the seeds of demo.json."""
     result = json.loads((RESULTS / "demo.json").read_text())
     lines = [
         "| bits | quantizer after softmax and GELU | top-1 | agreement with fp32 | file |",
@@ -24,7 +30,7 @@ def demo_table() -> str:
     lines.append(f"| fp32 | | {100 * result['fp32']['top1']:.2f} % | | |")
     for row in result["rows"]:
         strong = "**" if row["method"] == "adalog" else ""
-        cells = (row["bits"].upper(), row["method"], spread(row["top1"]), spread(row["agreement"]))
+        cells = (row["bits"].upper(), row["method"], mean_text(row["top1"]), mean_text(row["agreement"]))
         size = f"{row['bytes']['mean'] / 1e6:.2f} MB"
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in (*cells, size)) + " |")
     machine, seeds = result["machine"], result["seeds"]
@@ -40,7 +46,7 @@ def demo_table() -> str:
 
 
 def cost_table() -> str:
-    """FixOPs and bytes of DeiT-T at each of the bits of cost.json, beside the paper's."""
+    """FixOPs and bytes of DeiT-T at the bits of cost.json, beside the paper's."""
     result = json.loads((RESULTS / "cost.json").read_text())
     columns = result["rows"]
     lines = ["| | " + " | ".join(row["bits"] for row in columns) + " |", "|---|" + "---|" * len(columns)]
@@ -56,16 +62,16 @@ def cost_table() -> str:
         return [row["roles"][role]["count"] if role in row["roles"] else None for row in found]
 
     def totals(found: list[dict[str, Any]]) -> list[float]:
-        """FixOPs of the products, of quantizing and of dequantizing, per column."""
-        cells = zip([row["fixops"] for row in found], *(fixops(role, found) for role in moves), strict=True)
+        """FixOPs of the products and of conversion to codes and back."""
+        cells = zip([row["fixops"] for row in found], *(fixops(role, found) for role in conversions), strict=True)
         return [sum(value or 0 for value in each) for each in cells]
 
-    moves = ("quantize", "dequantize")
+    conversions = ("quantize", "dequantize")
     printed = [row.get("as_printed", row) for row in columns]
     for role in ("linear", "conv", "qk", "av"):
         line(role, fixops(role, columns), ",.1f", 1e6)
     line("**products**", [row["fixops"] for row in columns], ",.1f", 1e6)
-    for role in moves:
+    for role in conversions:
         line(role, fixops(role, columns), ",.1f", 1e6)
     line("**products, quantize, dequantize**", totals(columns), ",.1f", 1e6)
     line("products, Eq. 10 as printed", [row["fixops"] for row in printed], ",.1f", 1e6)
@@ -108,7 +114,7 @@ def real_table() -> str:
 
 
 def realbench_table() -> str:
-    """Top-1 and what it loses to full precision on the real images of realbench.json."""
+    """Top-1 on the real images of realbench.json, and how much is lost to full precision."""
     result = json.loads((RESULTS / "realbench.json").read_text())
     fp32 = result["fp32"]
     heads = "bits | method | top-1 | points lost | agreement with fp32 | p, fp32 | p, adalog | calibration [CPU s]"
@@ -130,7 +136,7 @@ def realbench_table() -> str:
 
 
 def realbench_sites_table() -> str:
-    """The sites where adalog leaves the least SQNR, at each of the bits of realbench.json."""
+    """The sites with the least SQNR under adalog, at each of the bits of realbench.json."""
     rows = json.loads((RESULTS / "realbench.json").read_text())["rows"]
     lines = ["| bits | mean SQNR [dB] | the five sites with the least |", "|---|---|---|"]
     for row in (row for row in rows if row["method"] == "adalog"):
@@ -142,7 +148,7 @@ def realbench_sites_table() -> str:
 
 
 def golden_table() -> str:
-    """How close methods are to their released code, per file, and what `adalog` gains over AdaLog's released code."""
+    """How close methods are to their released code, by file, and what `adalog` gains over that of AdaLog."""
     result = json.loads((RESULTS / "golden.json").read_text())
     lines = [
         "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points |",
@@ -159,7 +165,7 @@ def golden_table() -> str:
 
 
 def folds_table() -> str:
-    """The error with folded norms over that without, and the same of the head alone, by folds.json."""
+    """The error with folded norms over that without, for all sites and for the head, from folds.json."""
     result = json.loads((RESULTS / "folds.json").read_text())
     lines = ["| bits | ranges | calibration images | held-out | the head's, held-out |", "|---|---|---|---|---|"]
     for row in result["rows"]:
@@ -171,7 +177,7 @@ def folds_table() -> str:
 
 
 def search_table() -> str:
-    """Our search beside the direct one, by each search-*.json, and a whole model's calibration."""
+    """Our search compared with the direct one, and the calibration of a whole model, from each search-*.json."""
     lines = [
         "| model | images | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"
     ]
@@ -201,9 +207,9 @@ def search_table() -> str:
 
 
 def paper_tables() -> str:
-    """The paper's tables by tables-demo.json, with their heading; nothing while there is no such file.
+    """The paper's tables with their heading, from tables-demo.json; empty if there is no such file.
 
-    It is the JSON of `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`.
+    That file is the JSON of `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`.
     """
     path = RESULTS / "tables-demo.json"
     if not path.exists():
@@ -218,18 +224,18 @@ def paper_tables() -> str:
 
 
 def sides_table() -> str:
-    """Top-1 at 3 bits of weights, of activations and of both, by sides.json."""
+    """Top-1 with weights, activations, and both at 3 bits, from sides.json."""
     result = json.loads((RESULTS / "sides.json").read_text())
     bits = list(dict.fromkeys(row["bits"] for row in result["rows"]))
     lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
-        cells = (spread(row["top1"]) for row in result["rows"] if row["method"] == method)
+        cells = (mean_text(row["top1"]) for row in result["rows"] if row["method"] == method)
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def executors_table() -> str:
-    """Executors and tables beside fake quantization, by executors.json, and speeds on DeiT-S's shapes."""
+    """Executors and tables compared with fake quantization, and speeds on DeiT-S, from executors.json."""
     result = json.loads((RESULTS / "executors.json").read_text())
     lines = [
         "| bits | executor | tables | type | top-1 | loss | other codes | error of logits | agreement | images/s |"
@@ -238,7 +244,7 @@ def executors_table() -> str:
     for row in result["rows"]:
         cells = (row["bits"].upper(), row["executor"], row["table"], row["dtype"], f"{100 * row['top1']:.2f} %")
         beside = (f"{row['median_logit_error']:.1e}", f"{100 * row['agreement']:.2f} %")
-        flips = row["code_flip_fraction"]  # None of other models, whose codes mean something else
+        flips = row["code_flip_fraction"]  # None for another model, whose codes mean something else
         cells += (f"{row['loss']:.4g}", *(("", "", "") if flips is None else (f"{flips:.1e}", *beside)))
         lines.append("| " + " | ".join([*cells, f"{row['images_per_second']:.0f}"]) + " |")
     lines += ["", "| DeiT-S, batch 8 | " + " | ".join(result["speed"][0]["ratio"]) + " |"]
@@ -250,7 +256,7 @@ def executors_table() -> str:
 
 
 def runtime_table() -> str:
-    """Our kernels' time over each peer's, by each runtime-*.json."""
+    """The time of our kernels over that of each peer, from each runtime-*.json."""
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("runtime-*.json"))]
     peers = list(dict.fromkeys(row["name"] for result in results for row in result["rows"] if "/" not in row["name"]))
     heads = ("model", "kernels", "threads", "bits", "batch", "CPU [ms]", "weights [MB]", "load [CPU s]", *peers)
@@ -268,7 +274,7 @@ def runtime_table() -> str:
 
 
 def speed_table() -> str:
-    """DeiT-S at W4A4 by our kernels and by those of the peers that are fastest or most used."""
+    """DeiT-S at W4A4 by our kernels, and by the peers that are fastest or most used."""
     peers = {
         "openvino-int8-bf16": "OpenVINO int8, bf16 around it",
         "onnxruntime-int8-dynamic": "ONNX Runtime int8",
@@ -309,7 +315,8 @@ TABLES = (
 )
 
 
-def spread(value: dict[str, float]) -> str:
+def mean_text(value: dict[str, float]) -> str:
+    """A mean and its standard deviation in percent."""
     deviation = f" ± {100 * value['std']:.2f}" if value["std"] else ""
     return f"{100 * value['mean']:.2f}{deviation} %"
 

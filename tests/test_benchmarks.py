@@ -1,17 +1,20 @@
 """The reference search and what `benchmarks/search.py` makes of it; the kernels beside their peers."""
 
+from benchmarks import direct, runtime
+from benchmarks import search as benchmark
+
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import typer
 
-import direct
-import runtime
-import search as benchmark
 from adalog import Calibration, Config, Search, library
 from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
@@ -30,6 +33,37 @@ def normal(*shape, seed=0):
 
 def scales(*shape):
     return normal(*shape, seed=2).abs() * 0.3 + 0.05
+
+
+SCRIPTS = Path(benchmark.__file__).parent
+
+
+# --- the package -----------------------------------------------------------------------------------------------------
+
+
+def test_a_script_run_by_its_path_hides_no_other_package(tmp_path):
+    """It finds its siblings in the package, and their names are no top-level modules."""
+    script = (
+        f"import sys, importlib.util; sys.path[0] = {str(SCRIPTS)!r}; import benchmarks.publish as found\n"
+        "names = ('search', 'demo', 'tables', 'cost', 'runtime', 'publish', 'direct')\n"
+        "print(found.__name__, found.__file__, [name for name in names if importlib.util.find_spec(name)])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout == f"benchmarks.publish {SCRIPTS / 'publish.py'} []\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [[str(SCRIPTS / "search.py")], ["-m", "benchmarks.search"]])
+def test_a_script_runs_by_its_path_and_as_a_module(how):
+    """`search` imports three of the others."""
+    command = [sys.executable, *how, "--help"]
+    result = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=True)
+    assert "--ablation" in result.stdout
+
+
+def test_no_script_imports_the_command_line():
+    for path in SCRIPTS.glob("*.py"):
+        assert "adalog.cli" not in path.read_text(), path
 
 
 # --- direct: quantizing in place -------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import copy
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +158,39 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, argumen
     assert told in message
     assert message.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"damaged.safetensors"}
+
+
+def test_debug_shows_the_traceback_of_an_error(tmp_path, monkeypatch, capsys):
+    """Before the same line and with the same exit code; the next run is without it again."""
+    monkeypatch.chdir(tmp_path)
+    code, message = call(monkeypatch, capsys, "--debug", "inspect", "missing")
+    *trace, last = message.splitlines()
+    assert (code, last) == (2, "error: missing cannot be read: No such file or directory")
+    assert trace[0] == "Traceback (most recent call last):"
+    assert any("FileNotFoundError" in line for line in trace)
+    assert any("DataError: missing cannot be read" in line or "ArtifactError: missing" in line for line in trace)
+    code, message = call(monkeypatch, capsys, "inspect", "missing")
+    assert (code, message) == (2, f"{last}\n")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_that_nobody_foresaw(monkeypatch, capsys, debug):
+    def fail():
+        raise KeyError("gone [wrong]")
+
+    monkeypatch.setattr("adalog.cli.doctor.examine", fail)
+    code, message = call(monkeypatch, capsys, *["--debug"] * debug, "doctor")
+    assert code == 1
+    assert message.endswith("failed: KeyError: 'gone [wrong]'\n")
+    assert ("Traceback" in message) == debug
+
+
+def test_nothing_stays_silenced(monkeypatch, capsys, tmp_path):
+    """A command that quiets others while it works leaves warnings, logging and streams as they were."""
+    (tmp_path / "own.py").write_text(OWN)
+    before = (list(warnings.filters), logging.root.manager.disable, sys.stdout, sys.stderr)
+    say(monkeypatch, capsys, "inspect", f"{tmp_path / 'own.py'}:model")
+    assert (list(warnings.filters), logging.root.manager.disable, sys.stdout, sys.stderr) == before
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["quantize"], ["inspect", "x", "--colour"]])
@@ -374,7 +409,7 @@ def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
         return predict(network, *arguments, **named)
 
     monkeypatch.setattr(QuantizedModel, "compile", compile_torch)
-    monkeypatch.setattr("adalog.cli.predict", record)
+    monkeypatch.setattr("adalog.cli.evaluate.predict", record)
     folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "native"]
     say(monkeypatch, capsys, *arguments, "--threads", 3, "--model", f"{folder / 'own.py'}:model")
@@ -548,6 +583,18 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     assert told["config"]["keep"] == [["3", 8]]
     assert model.summary() in text
     assert f"{tmp_path / 'a'}: {(tmp_path / 'a').stat().st_size:,} bytes, in " in text
+
+
+def test_pin_is_another_name_of_keep(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def record(model, images, config, **named):
+        given.append(json.loads(config.to_json())["keep"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--keep", "head=8", "--pin", "*.qk=32")
+    assert given == [[["head", 8], ["*.qk", 32]]]
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -31,8 +31,10 @@ from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
 from adalog.search.product import fake_quantize
 from adalog.search.strategies import brute_force
-from adalog.study import figures, landscape
-from adalog.study.figures import Drawn, Panel, histogram, level_figure, levels_of, rendered, sqnr_figure, thresholds_of
+from adalog.study import figures, landscape, levels
+from adalog.study.drawing import rendered
+from adalog.study.figures import Drawn, sqnr_figure
+from adalog.study.levels import Panel, histogram, level_figure, levels_of, thresholds_of
 
 UNIFORM = UniformQuantizer(torch.tensor(0.25), torch.tensor(3.0), 3)
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
@@ -51,7 +53,7 @@ def ticks(axis, marker):
 
 
 @pytest.mark.parametrize(
-    ("quantizer", "levels"),
+    ("quantizer", "expected"),
     [
         (UNIFORM, [-0.75, -0.5, -0.25, 0, 0.25, 0.5, 0.75, 1]),
         (LOG2, [0.75 * 2**-code for code in reversed(range(8))]),
@@ -62,9 +64,9 @@ def ticks(axis, marker):
         (UniformQuantizer(torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1), 2), [0, 1, 2, 3, 4, 6]),
     ],
 )
-def test_levels(quantizer, levels):
+def test_levels(quantizer, expected):
     """In the domain of what is quantized, whether or not a bias has absorbed the offset; of all scales together."""
-    assert levels_of(quantizer).tolist() == pytest.approx(levels, abs=1e-6)
+    assert levels_of(quantizer).tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_thresholds():
@@ -114,7 +116,7 @@ def test_levels_alone_come_with_thresholds():
 
 
 def test_panels_of_a_calibration(calibration, fast):
-    panels = figures.histogram_panels(calibration, {"mine": fast})
+    panels = levels.histogram_panels(calibration, {"mine": fast})
     assert [panel.title for panel in panels] == [
         "after softmax: blocks.1.attn.av",
         "after GELU: blocks.1.mlp.fc2",
@@ -127,11 +129,11 @@ def test_panels_of_a_calibration(calibration, fast):
 
 
 def test_panels_of_an_artifact(quantized, images):
-    softmax, gelu = figures.site_panels(quantized)
+    softmax, gelu = levels.site_panels(quantized)
     assert list(softmax.quantizers) == ["blocks.0.attn.av", "blocks.1.attn.av"]
     assert list(gelu.quantizers) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
     assert gelu.lift == pytest.approx(0.16997, abs=1e-5)
-    seen = figures.observed_panels(quantized, images)
+    seen = levels.observed_panels(quantized, images)
     assert [panel.title for panel in seen] == ["after softmax: blocks.1.attn.av", "after GELU: blocks.1.mlp.fc2"]
     taken = {}
     quantized.program.run(
@@ -275,7 +277,7 @@ def test_a_landscape_of_heads_and_one_of_one_hyperparameter(calibration):
     left, _ = landscape.landscapes(mixed, Search(steps=1), size=5)
     assert left.names == ("scale",)
     assert left.whole.losses.shape == (5,)
-    figure = figures.landscape_figure([left], "one")
+    figure = landscape.landscape_figure([left], "one")
     assert np.allclose(figure.axes[0].lines[0].get_xdata(), left.whole.lines[0])
     assert len(rendered(figure, "png")) > 1000
 
@@ -286,7 +288,7 @@ def test_what_stays_float_has_no_landscape(calibration):
 
 
 def test_a_drawn_landscape_shows_its_path(drawn):
-    figure = figures.landscape_figure(drawn, "search")
+    figure = landscape.landscape_figure(drawn, "search")
     axis = figure.axes[0]
     points = {line.get_label(): line.get_xydata() for line in axis.lines}
     path = drawn[0].path
@@ -334,7 +336,7 @@ def panel_figure(drawn):
 
 
 def search_figure(drawn):
-    return figures.landscape_figure(drawn, "the search of $x_1$ & <y>")
+    return landscape.landscape_figure(drawn, "the search of $x_1$ & <y>")
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Methods beside outputs of their released codes on a random tiny ViT: AdaLog (commit 75a57d2), RepQ-ViT, PTQ4ViT."""
 
+from benchmarks import golden
+from benchmarks.direct import Direct
+
 import json
 import subprocess
 import sys
@@ -12,11 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import golden
 from adalog import Calibration, Config
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.search import released
-from direct import Direct
 
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]

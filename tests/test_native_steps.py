@@ -6,6 +6,7 @@ from torch import nn
 
 from adalog import Calibration, library
 from adalog.graph.operations import MOVES
+from adalog.graph.tracing import trace
 from adalog.runtime import _compiled, native, reference
 from adalog.runtime.native.products import Encoder
 from adalog.runtime.native.recognise import recognise

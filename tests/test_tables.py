@@ -16,10 +16,12 @@ from adalog.choices import RangeSearch
 from adalog.cli import main
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
-from adalog.study import tables
+from adalog.study import paper, tables
 from adalog.study.cost import cost
 from adalog.study.evaluate import mcnemar
-from adalog.study.tables import TABLES, Bench, Row, Table, find_published, kept, markdown, plan, published
+from adalog.study.markdown import markdown
+from adalog.study.paper import TABLES, Row, Table, find_published, plan, published
+from adalog.study.tables import Bench, kept
 from test_bad_input import MODELS
 
 FIGURES = published()["figures"]
@@ -149,7 +151,7 @@ def two_tables(monkeypatch):
     quickest = Search(init=(4, 2), parents=1, steps=0, rounds=1)
     other = (rows[0], Row(("searched",), quick("uniform", search=quickest, **own), "twin"))
     found = {"1": Table("one", ("method",), rows), "B": Table("other", ("how",), other, cost=True)}
-    monkeypatch.setattr(tables, "TABLES", found)
+    monkeypatch.setattr(paper, "TABLES", found)
     return found
 
 
@@ -312,7 +314,7 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
 
 
 def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
-    import tables as generator  # benchmarks/tables.py
+    from benchmarks import tables as generator
 
     monkeypatch.setattr(generator, "RESULTS", tmp_path)
     assert generator.paper_tables() == ""

@@ -1,4 +1,4 @@
-"""What the command line says, as text and tables; printing it is the command line's."""
+"""Results as text and tables for the terminal; `console.say` prints them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from adalog import artifact
 from adalog.ledger import float_lines
 from adalog.study.cost import PRODUCT_ROLES, Cost
 from adalog.study.evaluate import Score, Share
-from adalog.study.tables import Table as PaperTable
+from adalog.study.paper import Table as PaperTable
 
 
 def percent(value: float | None) -> str:
@@ -23,7 +23,7 @@ def interval(share: Share | None) -> str:
 
 
 def judgement(name: str, score: Score, reference: str | None, full: Score | None) -> str:
-    """What a model's answers are worth, one line a question. reference: the full-precision model; full: its score."""
+    """How good a model's answers are, one line per question. reference: the full-precision model; full: its score."""
     lines = [f"{name}, {score.images:,} images"]
     for title, field in (("top-1", "top1"), ("top-5", "top5")):
         if getattr(score, field) is not None:
@@ -41,7 +41,7 @@ def judgement(name: str, score: Score, reference: str | None, full: Score | None
 
 
 def census_table(told: Mapping[str, Any]) -> Table:
-    """The sites that `models.inspect` found."""
+    """The sites that `zoo.inspect` found."""
     table = Table(title=f"{told['model']}: {told['parameters']:,} parameters, images {told['images']}")
     for column in ("site", "role", "left", "right", "weight"):
         table.add_column(column, overflow="fold")
@@ -52,7 +52,7 @@ def census_table(told: Mapping[str, Any]) -> Table:
 
 
 def census_lines(told: Mapping[str, Any]) -> str:
-    """Its counts, what does not fold or stays float, and what is no multiplication."""
+    """How many sites of each kind there are, what does not fold and why, and what stays in float."""
     counts = (
         f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
         f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
@@ -61,8 +61,8 @@ def census_lines(told: Mapping[str, Any]) -> str:
 
 
 def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Methods with their sources, and what they choose otherwise."""
-    table = Table(title="Methods; choices that are not named are the defaults")
+    """One row per method: its source, and its choices that differ from the defaults."""
+    table = Table(title="Methods; choices that are not listed are the defaults")
     for column in ("method", "source", "choices"):
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -72,7 +72,7 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def tables_list(tables: Mapping[str, PaperTable]) -> Table:
-    """The paper's tables, a line each."""
+    """One row per table of the paper."""
     table = Table(title="Tables of the paper: `adalog tables N ... --models MODEL,... --data DIR`")
     for column in ("table", "what it shows", "rows"):
         table.add_column(column, overflow="fold")
@@ -82,7 +82,7 @@ def tables_list(tables: Mapping[str, PaperTable]) -> Table:
 
 
 def _choice(value: Any) -> str:
-    """A choice as text: of a search its kind, and what it chooses otherwise in brackets."""
+    """A choice as text; a search is its kind, followed by its own choices in brackets."""
     if not isinstance(value, dict):
         return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     inner = ", ".join(f"{name} = {_choice(item)}" for name, item in value.items() if name != "kind")
@@ -94,7 +94,7 @@ def parts_line(parts: Mapping[str, int]) -> str:
 
 
 def bytes_table(content: bytes) -> Table:
-    """An artifact's bytes, one row a tensor."""
+    """An artifact's bytes, one row per tensor and one column per part."""
     parts = artifact.sizes(content)
     columns = [part for part in parts if part != "header"]
     table = Table(title="Bytes")
@@ -111,7 +111,7 @@ def bytes_table(content: bytes) -> Table:
 
 
 def health(told: Mapping[str, Any]) -> list[str | Table]:
-    """What `doctor.examine` found: versions, the machine, the kernels."""
+    """What `doctor.examine` found: versions, the machine, and the kernels."""
     packages = {name: version for name, version in told["packages"].items() if version is not None}
     missing = [name for name in told["packages"] if name not in packages]
     features = "not told by this system" if told["features"] is None else " ".join(told["features"]) or "none"
@@ -131,12 +131,12 @@ def health(told: Mapping[str, Any]) -> list[str | Table]:
         table.add_column(column)
     for name, runs in native["kernels"].items():
         used = ", used unless another is asked for" if name == native["level"] else ""
-        table.add_row(name, f"yes{used}" if runs else "no: processor or system lack them")
+        table.add_row(name, f"yes{used}" if runs else "no: the processor or the system lacks them")
     return ["\n".join(lines), table]
 
 
 def times(told: Mapping[str, Any]) -> list[str | Table]:
-    """What `adalog bench` measured, one row a batch and executor, and what could not be."""
+    """What `adalog bench` measured, one row per batch and executor, then the executors that are absent and why."""
     table = Table(title=f"{escape(told['file'])}, threads: {told['threads']}; medians")
     table.add_column("executor")
     columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
@@ -151,7 +151,7 @@ def times(told: Mapping[str, Any]) -> list[str | Table]:
 
 
 def cost_table(title: str, result: Cost) -> Table:
-    """One row a role."""
+    """One row per role."""
     table = Table(title=escape(title))
     table.add_column("role")
     for column in ("count", "FixOPs", "BOPs", "weight bytes"):
@@ -165,7 +165,7 @@ def cost_table(title: str, result: Cost) -> Table:
 
 
 def cost_lines(result: Cost) -> str:
-    """The sums."""
+    """The sums of a model's costs, one line per kind."""
     lines = [
         f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs",
         f"in integers: {result.integer_macs:,} MACs ({percent(result.integer_macs / max(result.macs, 1))})",
@@ -173,7 +173,7 @@ def cost_lines(result: Cost) -> str:
         f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in all",
     ]
     if result.table_bytes:
-        lines.append(f"tables, made of these when loaded: {result.table_bytes:,} bytes")
+        lines.append(f"tables, computed when the model is loaded: {result.table_bytes:,} bytes")
     if result.float_operations:
         lines.append(f"in float: {', '.join(f'{name} x {count}' for name, count in result.float_operations.items())}")
     return "\n".join(lines)

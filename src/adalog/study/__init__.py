@@ -1,1 +1,1 @@
-"""What is measured of models: accuracy, cost, time, figures and the paper's tables."""
+"""Studies of quantized models: accuracy, cost, time, figures and the paper's tables."""

@@ -14,16 +14,16 @@ from adalog import library
 from adalog.model import QuantizedModel
 from adalog.study import doctor
 
-FAKE = "fake"  # not an executor: the quantized model in float, which computes what its integers stand for
-FP32 = "fp32"  # the full-precision model beside it
-_WARM = 2  # turns that do not count
-_LEAST = 5  # turns that do
-REST = 0.05  # seconds before a run of several threads
+FAKE = "fake"  # no executor, but the quantized model itself, which computes in float what the integers stand for
+FP32 = "fp32"  # the full-precision model
+_WARM = 2  # turns to warm up, which do not count
+_LEAST = 5  # turns that count, at least
+REST = 0.05  # seconds of rest before a run that has several threads
 
 
 @dataclass(frozen=True)
 class Times:
-    """Medians of one run [s]: cpu, of all threads of the process together, and wall. repeats: how many there were."""
+    """Median times of a run [s]. cpu: all threads of the process together; wall: elapsed. repeats: number of runs."""
 
     cpu: float
     wall: float
@@ -31,10 +31,10 @@ class Times:
 
 
 def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float = 0.0) -> dict[str, Times]:
-    """Times of several runs, which take turns: what else the machine does meets all of them alike.
+    """Times of several runs that take turns, so that other load on the machine affects all of them alike.
 
-    seconds: for each run on average; five turns are the least. Every other turn goes backwards. rest: seconds before
-    each, so that threads of the one before no longer spin where it needs several.
+    seconds: to spend on each run, on average; there are five turns at least. Every other turn goes backwards. rest:
+    seconds to wait before each run, in which idle threads of the run before stop spinning.
     """
     order, found = list(runs), {name: ([], []) for name in runs}  # type: ignore[var-annotated]
     turns, stop = 0, 0.0
@@ -55,7 +55,7 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float =
 
 
 def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The run while PyTorch has one thread: its others spin for a while where "native" has threads of its own."""
+    """The run with PyTorch set to one thread meanwhile: idle ones would spin beside the threads of "native"."""
 
     def alone() -> Any:
         before = torch.get_num_threads()
@@ -69,7 +69,7 @@ def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def random_inputs(model: QuantizedModel, batch: int, seed: int = 0) -> list[Tensor]:
-    """Inputs of the model's shapes and types: floats are normal noise, others zeros."""
+    """Inputs with the shapes and types that the model takes: normal noise for floats, zeros for others."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [((batch, *value.shape[1:]), value.dtype) for value in model.example]
     return [
@@ -81,7 +81,7 @@ def random_inputs(model: QuantizedModel, batch: int, seed: int = 0) -> list[Tens
 
 
 def executors_here() -> tuple[list[str], dict[str, str]]:
-    """What can be timed here, slowest first but for the reference, which is for checking; what cannot, and why."""
+    """What can be timed here, slowest first, but not the reference, a tool for checks; and what cannot, and why."""
     here = doctor.executors()
     missing = {} if "native" in here else {"native": library.why()}
     return [FAKE, *(name for name in here if name != "reference")], missing
@@ -97,11 +97,11 @@ def bench(
     seconds: float,
     full: nn.Module | None = None,
 ) -> list[dict[str, Any]]:
-    """One row for each batch and executor, as JSON. full: the full-precision model, timed as "fp32" in the same turns.
+    """One row per batch size and executor, as JSON. full: a full-precision model to time as "fp32" in the same turns.
 
-    threads: of "native", while torch has one; the others take as many as torch is set to. A row's load_seconds are from
-    `load` to the first answer; its weight_bytes what a run reads of the sites' weights; its cpu_ms and wall_ms are of
-    one batch.
+    threads: those of "native", while torch has one; the other executors use as many as torch is set to. In a row,
+    load_seconds is the time from `load` to the first answer, weight_bytes what a run reads of the sites' weights, and
+    cpu_ms and wall_ms are per batch.
     Raises ValueError for an executor that does not run here, as `QuantizedModel.compile` does.
     """
     rows = []
@@ -134,7 +134,7 @@ def bench(
 
 
 def milliseconds(times: Times, batch: int) -> dict[str, Any]:
-    """A row's figures of time, as JSON."""
+    """The times of a row, as JSON."""
     return {
         "cpu_ms": 1e3 * times.cpu,
         "wall_ms": 1e3 * times.wall,

@@ -1,10 +1,9 @@
-"""What a model costs: multiplications, FixOPs, BOPs and bytes, by operation, for one image.
+"""What one image costs a model, by operation: multiplications, FixOPs, BOPs and bytes.
 
-A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so one of b1 by b2 bits is b1 b2 / 64 of them and one
-of two float32 numbers 16; a BOP is a product of 1 by 1 bit, so there are 64 to a FixOP. Both count multiplications
-alone: BOPs here have no term for the accumulator. Logarithmic codes count as they run, through a table of integers;
-without one, or where that is asked for, as Eq. 10 is printed, by mantissas and shifts. docs/cost.md says what is
-counted and what is not.
+A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so a product of b1 by b2 bits is b1 b2 / 64 FixOPs and
+one of two float32 numbers 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count multiplications
+alone: BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of integers. Without
+one, or on request, they count as Eq. 10 is printed, by mantissas and shifts. docs/cost.md lists what is counted.
 """
 
 import math
@@ -25,8 +24,8 @@ FLOAT_BITS = 32
 BOPS_PER_FIXOP = 64
 PRODUCT_ROLES = ("linear", "conv", "qk", "av")
 
-# Float multiplications and divisions an element of the result. Roots, exponentials (sigmoid, tanh, ... too) and erf
-# count as none.
+# Float multiplications and divisions per element of the result. Roots, erf and exponentials, also those in sigmoid or
+# tanh, do not count.
 _MULTIPLICATIONS = {
     **dict.fromkeys(aten("mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode reciprocal.default"), 1),
     **dict.fromkeys(aten("square.default rsqrt.default prelu.default glu.default elu.default"), 1),
@@ -38,11 +37,11 @@ _MULTIPLICATIONS = {
     **dict.fromkeys(aten("hardswish.default softplus.default"), 2),
     **dict.fromkeys(aten("mean.dim mean.default avg_pool1d.default avg_pool2d.default"), 1),
     **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
-    # n taps along each of n rows, then n across: as they are where an image grows.
+    # n taps along each of n rows, then n across, as when an image is enlarged.
     **dict.fromkeys(aten("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec"), 6),
     **dict.fromkeys(aten("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec"), 20),
 }
-# The same, an element of what is reduced.
+# Operations with one multiplication per element of what they reduce.
 _REDUCING = aten("var.correction std.correction linalg_vector_norm.default")
 
 
@@ -50,11 +49,11 @@ _REDUCING = aten("var.correction std.correction linalg_vector_norm.default")
 class CostRow:
     """One operation, on one image.
 
-    role: "linear", "conv", "qk" or "av", a product of two operands; "quantize" and "dequantize", between numbers and
-    codes; "look-up" and "shift" (Eq. 10), of logarithmic codes; or a float operation's name. count: MACs of a product,
-    multiplications, look-ups or shifts of the others. left_bits, right_bits: the widths of what is multiplied, 0 where
-    nothing is. weight_bytes: of the weight, unless an earlier row has it, as codes with scales and zero points, or as
-    floats.
+    role: "linear", "conv", "qk" or "av" for products of two operands; "quantize" and "dequantize" for conversion to
+    codes and back; "look-up" and "shift" (Eq. 10) of logarithmic codes; or a float operation's name. count: MACs of a
+    product, or how many multiplications, look-ups or shifts. left_bits, right_bits: widths of the factors, 0 if
+    nothing is multiplied. weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an
+    earlier row has the same weight.
     """
 
     name: str
@@ -85,10 +84,13 @@ class RoleCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """rows: in order of execution. size_bytes: of what is stored, by part, without names and program: "codes", "scale"
-    and "zero_point" of the weights, "activation" (scales and zero points of activations), "float" (all else).
-    table_bytes: of the tables of logarithmic codes, which are made of what is stored. float_operations: how many of
-    each operation run in float, as the summary of a model lists them, those without multiplications too."""
+    """What one image costs.
+
+    rows: in order of execution. size_bytes: size of what is stored, by part: "codes", "scale" and "zero_point" of
+    weights, "activation" (scales and zero points of activations) and "float" (all other tensors). table_bytes: size of
+    the tables of logarithmic codes, which are computed on loading. float_operations: how many of each operation run in
+    float, including those that multiply nothing, as the summary of a model lists them.
+    """
 
     rows: tuple[CostRow, ...]
     size_bytes: Mapping[str, int]
@@ -97,7 +99,7 @@ class Cost:
 
     @property
     def products(self) -> tuple[CostRow, ...]:
-        """The rows whose MACs are usually meant: all but what is elementwise."""
+        """The rows of products, whose MACs are usually meant."""
         return tuple(row for row in self.rows if row.role in PRODUCT_ROLES)
 
     @property
@@ -106,22 +108,22 @@ class Cost:
 
     @property
     def integer_macs(self) -> int:
-        """Of the products of integers by integers."""
+        """The MACs of products of integers by integers."""
         return sum(row.count for row in self.products if max(row.left_bits, row.right_bits) < FLOAT_BITS)
 
     @property
     def fixops(self) -> float:
-        """Of the products."""
+        """The FixOPs of the products."""
         return self.bops / BOPS_PER_FIXOP
 
     @property
     def bops(self) -> int:
-        """Of the products."""
+        """The BOPs of the products."""
         return sum(row.bops for row in self.products)
 
     @property
     def elementwise_fixops(self) -> float:
-        """Of everything else: quantizing, dequantizing and the float operations."""
+        """The FixOPs of all else: quantizing, dequantizing and float operations."""
         return sum(row.bops for row in self.rows) / BOPS_PER_FIXOP - self.fixops
 
     def by_role(self) -> dict[str, RoleCost]:
@@ -148,11 +150,11 @@ class Cost:
 
 
 def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed: bool = False) -> Cost:
-    """What a program costs on one image; what has no quantizer counts as float32.
+    """What one image costs a program; operands without a quantizer count as float32.
 
-    input_shapes: of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes come from
-    a run without data. as_printed: logarithmic codes by Eq. 10's mantissas and shifts, as the paper's Table 3 must have
-    them, also where tables run. Raises ValueError where the program does not run on such inputs.
+    input_shapes: the shape of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes
+    come from a run without data. as_printed: count logarithmic codes by the mantissas and shifts of Eq. 10, as the
+    paper's Table 3 must have done, even if tables run. Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
         program = replace(program, quantizers={name: _printed(each) for name, each in program.quantizers.items()})
@@ -177,7 +179,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
 
 
 def _printed(quantizer: Quantizer) -> Quantizer:
-    """Without the table of integers."""
+    """The quantizer without its table of integers."""
     return replace(quantizer, width=0, headroom=0) if isinstance(quantizer, LogQuantizer) else quantizer
 
 
@@ -205,9 +207,9 @@ def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str
 def _product_rows(
     site: Site, node: Node, values: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], weight_bytes: int
 ) -> Iterator[CostRow]:
-    """A product; where its operands are codes, the way back to floats; the shifts of Eq. 10, where no table has them.
+    """A product; the shifts of Eq. 10 if it has no table; and the conversion to floats if both operands are codes.
 
-    site: as it is without quantizers, which names it; node: as it is in the program.
+    site: the site in the program without quantizers, which names it. node: the same product in the quantized program.
     """
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
@@ -221,31 +223,32 @@ def _product_rows(
 
 
 def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
-    """x / scale for every element; of a logarithmic code its integer is looked up, or mantissa and shift (Eqs. 8-9)."""
+    """One x / scale per element. A logarithmic code looks up its integer, or its mantissa and shift (Eqs. 8-9)."""
     yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
     if isinstance(quantizer, LogQuantizer) and _bits(quantizer):
         yield CostRow(name, "look-up", count if quantizer.width else 2 * count)
 
 
 def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
-    """Products with padding count, as they are in a plain implementation."""
+    """The MACs of a site. Products with padding count, as a plain implementation computes them."""
     left, right, result = (values[name] for name in (site.left, site.right, site.node.name))
-    if site.role.startswith("conv_transpose"):  # every input meets all that is stored for its channel
+    if site.role.startswith("conv_transpose"):  # every input is multiplied by all weights of its channel
         return left.numel() * right[0].numel()
     return result.numel() * (right[0].numel() if site.role.startswith("conv") else left.shape[-1])
 
 
 def _quantizers(program: Program) -> dict[str, Quantizer]:
-    """Those of operands, by the operand's name."""
+    """The quantizers of operands, by the operand's name."""
     weights = {name: weight.quantizer for name, weight in program.weights.items()}
     fakes = [node for node in program.nodes if node.op == FAKE_QUANTIZE]
     return {**weights, **{node.name: program.quantizers[node.args[1]] for node in fakes}}
 
 
 def _bits(quantizer: Quantizer | None) -> int:
-    """The width of what is multiplied: a code, a table's integer, a mantissa, or a float.
+    """The width of a factor: a code, an integer of a table, a mantissa, or a float.
 
-    Mantissas are bits + 1 wide. Where the base is a power of two there is one only, and a shift is all: 0.
+    Mantissas have bits + 1 bits. If the base is a power of two there is only one mantissa, nothing is multiplied, and
+    the width is 0.
     """
     if quantizer is None:
         return FLOAT_BITS
@@ -259,7 +262,7 @@ def _bits(quantizer: Quantizer | None) -> int:
 
 
 def _multiplications(node: Node, values: Mapping[str, Tensor]) -> int:
-    """Of a float operation."""
+    """How many numbers a float operation multiplies."""
     result = values.get(node.name)
     if result is None or not result.is_floating_point():
         return 0
@@ -285,7 +288,7 @@ def _size_bytes(program: Program) -> dict[str, int]:
 
 
 def _tensor_bytes(program: Program, name: str) -> dict[str, int]:
-    """A tensor's bytes by part: a zero point takes one, codes lie side by side."""
+    """A tensor's bytes by part: codes are packed without gaps, and a zero point takes one byte."""
     if name not in program.weights:
         return {"float": program.tensors[name].nbytes}
     weight = program.weights[name]

@@ -1,4 +1,4 @@
-"""What of the package runs on this machine, and why something does not."""
+"""What the package can run on this machine, and why it cannot run the rest."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from adalog.runtime import EXECUTORS
 
 NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
-# What kernels look for in a processor, as Linux names it.
+# The processor features that kernels use, as Linux names them.
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 
@@ -34,12 +34,12 @@ def examine() -> dict[str, Any]:
 
 
 def executors() -> list[str]:
-    """Those that run here, slowest first: "native" does with a library."""
+    """The executors that run here, slowest first; "native" needs the compiled library."""
     return [name for name in EXECUTORS if name != "native" or library.levels()]
 
 
 def machine() -> dict[str, Any]:
-    """What a measurement was made on, as JSON: processor, cores, versions, and whether there is a compiled library."""
+    """The machine a measurement is made on, as JSON: processor, cores, versions, and whether native is compiled."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -50,6 +50,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,24 +58,24 @@ def version_of(package: str) -> str | None:
 
 
 def available_cores() -> int:
-    """Of the processor, those that this process may use."""
+    """The number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Its name."""
+    """The name of the processor."""
     names = _cpuinfo("model name")
     return names or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:
-    """Those of `FEATURES` that the processor has; None where the system does not tell."""
+    """Which of `FEATURES` the processor has; None if the system does not tell."""
     flags = _cpuinfo("flags").split()
     return [name for name in FEATURES if name in flags] if flags else None
 
 
 def _cpuinfo(key: str) -> str:
-    """What Linux says of the first core; nothing elsewhere."""
+    """A field of the first core in /proc/cpuinfo; empty on other systems than Linux."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")

@@ -1,4 +1,4 @@
-"""How good a model is: top-1 and top-5 with their intervals, and how far it is from the full-precision model."""
+"""How good a model is: top-1 and top-5 with intervals, and how far it is from the full-precision model."""
 
 import math
 from collections import deque
@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from adalog.errors import DataError
 
-Z95 = 1.959964  # of the normal distribution, two-sided
-_ROWS = 1000  # judged at once, which bounds the memory
+Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
+_ROWS = 1000  # rows judged at a time, which bounds the memory
 
 
 # --- what a model says -----------------------------------------------------------------------------------------------
@@ -31,15 +31,16 @@ def predict(
 ) -> Tensor:
     """The model's logits, or a feature model's features: float32 on the CPU, (N, C).
 
-    images: (N, 3, H, W), which `batch` divides, or batches (B, 3, H, W), of which at most jobs + 1 are held at a time.
-    jobs: batches run at once, in threads. device: where batches are moved first. progress(done): images done so far.
-    The output may be a tensor, a structure with `logits`, or a tuple that begins with them; others raise DataError.
-    Small batches: a quantized forward makes many temporaries, which had better stay in the cache.
+    images: (N, 3, H, W), run `batch` at a time, or batches (B, 3, H, W), of which at most jobs + 1 are in memory.
+    jobs: batches that run at the same time, in threads. device: where batches are moved first. progress(done): called
+    with the number of images done. The output may be a tensor, a structure with `logits`, or a tuple that begins with
+    them; other outputs raise DataError. Batches are small since a quantized forward makes many temporaries, which then
+    stay in the cache.
     """
 
-    @torch.no_grad()  # a thread's own setting
-    def run(part: Tensor) -> Tensor:
-        logits = _logits(model(part.to(device)), len(part))
+    @torch.no_grad()  # a setting of each thread
+    def run(given: Tensor) -> Tensor:
+        logits = _logits(model(given.to(device)), len(given))
         if bool(logits.isnan().any()):
             raise DataError(f"{type(model).__name__} gives NaN: check its weights, and that the images are normalised")
         return logits.to("cpu", torch.float32)
@@ -56,8 +57,8 @@ def predict(
             progress(done)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for part in images.split(batch) if isinstance(images, Tensor) else images:
-            pending.append(pool.submit(run, part))
+        for given in images.split(batch) if isinstance(images, Tensor) else images:
+            pending.append(pool.submit(run, given))
             if len(pending) > jobs:
                 collect()
         while pending:
@@ -113,7 +114,7 @@ def classify_by_nearest(support: Tensor, support_labels: Tensor | Sequence[int],
 
 @dataclass(frozen=True)
 class Share:
-    """A share of images, and its 95 % Wilson interval."""
+    """A share of images and its 95 % Wilson interval."""
 
     value: float
     low: float
@@ -122,11 +123,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Score:
-    """What answers are worth by labels, and beside those of the full-precision model; None where there is no telling.
+    """How good answers are by labels and compared with the full-precision model; None where that is unknown.
 
-    top5: only of six classes or more. agreement: share of images with the same first answer. kl: mean divergence
-    KL(full precision || model) [nats]. lost, gained: images that only the full-precision model, or only this one, gets
-    right; p_value: of that difference, by McNemar's exact test.
+    top5: only for six classes or more. agreement: share of images with the same first answer. kl: mean of
+    KL(full precision || model) [nats]. lost, gained: numbers of images that only the full-precision model, or only this
+    one, gets right. p_value: McNemar's exact test of that difference.
     """
 
     images: int
@@ -141,10 +142,10 @@ class Score:
 
 @torch.no_grad()
 def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Score:
-    """Judge a model's answers, and compare them with `reference`, those of the full-precision model.
+    """Judge a model's answers by labels, (N,), and compare them with `reference`, those of the full-precision model.
 
-    Each may be logits (N, C) or predicted classes (N,); top-5 and KL need logits. labels: (N,).
-    Raises DataError where they do not fit together.
+    Answers are logits (N, C) or predicted classes (N,); top-5 and KL need logits. Raises DataError if the arguments do
+    not fit together.
     """
     count = len(answers)
     if not count:
@@ -171,7 +172,7 @@ def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
 
 
 def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:
-    """Raise DataError where images lie in other than a folder for each class that a model tells."""
+    """Raise DataError if images lie in subfolders, but not in one per class of the model."""
     if folders is not None and len(folders) != logits.shape[1]:
         raise DataError(
             f"{data} has {len(folders)} subfolders, one a class, and {model} tells {logits.shape[1]} classes: a "
@@ -185,7 +186,7 @@ def _first(answers: Tensor) -> Tensor:
 
 
 def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
-    """Whether each label is among the `first` answers; of equal logits the lower class comes first. (N,)."""
+    """Whether each label is among the `first` answers, (N,); among equal logits the lower class comes first."""
     if labels.shape != answers.shape[:1]:
         raise DataError(f"{len(answers)} answers have labels {tuple(labels.shape)}: give one label for each image")
     last = answers.shape[1] - 1 if answers.ndim == 2 else math.inf
@@ -207,7 +208,7 @@ def _share(right: Tensor) -> Share:
 
 
 def _divergence(reference: Tensor, answers: Tensor) -> float:
-    """The mean of KL(reference || answers) [nats] over images, in float64; a class of probability zero adds nothing."""
+    """The mean over images of KL(reference || answers) [nats], in float64; classes of probability zero add nothing."""
     total = 0.0
     for p, q in zip(reference.split(_ROWS), answers.split(_ROWS), strict=True):
         log_p, log_q = p.double().log_softmax(dim=1), q.double().log_softmax(dim=1)

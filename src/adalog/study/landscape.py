@@ -1,9 +1,11 @@
-"""What a search looks like: the loss over the box of an operand's hyperparameters, and FPCS's path in it."""
+"""What a search looks like: the loss over an operand's hyperparameters, and the path that FPCS takes."""
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,15 +18,23 @@ from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid
+from adalog.study.drawing import COLOURS, SHADES, SMALL, TEXT, add_legend, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Where shades begin, in dB above the least loss: over the whole box, and near what was found.
+_STEPS = (0, 0.5, 1, 2, 4, 8), (0, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 @dataclass(frozen=True)
 class SearchPath:
-    """What FPCS tried, in order: points are (K, P) throughout, on the CPU.
+    """The points that FPCS tried, in order, each set as (K, P) on the CPU.
 
-    steps: the first grid, then the children of each step. parents: of the grid, those that had children. judged: the
-    survivors of the last step, scored on all rows. walk: from the best of these to the end of the search, the best
-    points after its moves. final: the point found, (P,), and its loss, `least`.
+    steps: the first grid, then the children of each step. parents: the points of the grid that had children. judged:
+    the survivors of the last step, scored on all rows. walk: the best point after each move, from the best survivor to
+    the end of the search. final: the point found, (P,). least: its loss.
     """
 
     steps: tuple[Tensor, ...]
@@ -37,7 +47,7 @@ class SearchPath:
 
 @dataclass(frozen=True)
 class View:
-    """Losses over a box [low, high] of hyperparameters, (P,). lines: what each was set to, (n,); losses: (n, ...)."""
+    """Losses over a box [low, high] of hyperparameters, (P,). lines: the values of each, (n,). losses: (n, ...)."""
 
     low: Tensor
     high: Tensor
@@ -47,10 +57,10 @@ class View:
 
 @dataclass(frozen=True)
 class Landscape:
-    """The loss over the box of an operand's P hyperparameters (two, or one), and FPCS's path in it.
+    """The loss over an operand's P hyperparameters, one or two, and the path that FPCS takes.
 
-    names: of the hyperparameters. whole: the box; near: around what was found. Losses are of those rows of the operand
-    that the steps of the search look at, a sample or all.
+    names: the hyperparameters. whole: the view of the whole box; near: the view around the point found. Losses are on
+    the rows of the operand that the steps of the search look at, a sample or all.
     """
 
     title: str
@@ -62,10 +72,10 @@ class Landscape:
 
 @torch.no_grad()
 def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int = 1) -> list[Landscape]:
-    """Of both operands of a product those that are quantized: each given what was found for the other.
+    """A landscape for each quantized operand of a product; the other operand is quantized as it was found.
 
-    Where an operand has several sets of parameters (the rows of a weight, heads) the one of median power is shown. The
-    search itself is run again, with losses that note what they are asked. size: of the landscape in each direction.
+    Where an operand has several sets of parameters (rows of a weight, or heads), the one with median power is shown.
+    The search is run again, with losses that record the points they are asked about. size: points in each direction.
     """
     sides = ("left", searched.product.left, searched.product.right, searched.assignment.right)
     others = ("right", searched.product.right, searched.product.left, searched.assignment.left)
@@ -85,14 +95,15 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
         transposed = other_values.transpose(-1, -2), hat.transpose(-1, -2)
         given = (values, *transposed, one.format.own_dims, mask, one.alike)
         error = ProductError.of(*given)
-        true = ProductError.of(*given, gram=False) if error.gram else error  # whose samples' losses are no constant off
+        # With a Gram matrix, losses on a sample are off by a constant, which a search may ignore but a picture may not.
+        true = ProductError.of(*given, gram=False) if error.gram else error
         title = f"{side} operand, {_format_words(one)}{which}"
         result.append(_landscape(title, one, error, true, search, size, jobs))
     return result
 
 
 def example_site(calibration: Calibration) -> str:
-    """The middle one of the sites behind a GELU, else behind what else follows a power law, else of all."""
+    """The middle one of the sites after a GELU, else of those after a softmax or the like, else of all."""
     for kinds in (GELUS, ("softmax", *POWER_LAW_ACTIVATIONS), None):
         names = [site.name for site in calibration.sites if kinds is None or site.left_source.kind in kinds]
         if names:
@@ -101,7 +112,7 @@ def example_site(calibration: Calibration) -> str:
 
 
 def _one_group(operand: Operand) -> tuple[list[int], str]:
-    """Along the kept dimensions, the place of the group of median power; and which it is, in words."""
+    """The index of the group with median power along the operand's own dimensions, and its name in words."""
     groups = operand.groups()
     if len(groups) == 1:
         return [0] * len(operand.format.own_dims), ""
@@ -120,17 +131,17 @@ def _format_words(operand: Operand) -> str:
 def _landscape(
     title: str, operand: Operand, error: ProductError, true: ProductError, search: Search, size: int, jobs: int
 ) -> Landscape:
-    def loss_of(part: ProductError) -> Loss:
-        errors = operand.errors(part.left)
-        return lambda points: part.loss_of(errors, points)
+    def loss_of(product: ProductError) -> Loss:
+        errors = operand.errors(product.left)
+        return lambda points: product.loss_of(errors, points)
 
     sample = error.sample(search.rough_rows) if search.rough_rows else error
     whole, rough = loss_of(error), loss_of(sample)
     low, high = operand.box(search.reach)
     path = fpcs_path(operand, search, whole, None if sample is error else rough)
     last = torch.cat([path.judged, path.walk]).to(low)
-    room = (0.3 * (last.amax(0) - last.amin(0))).reshape(low.shape).clamp(min=(high - low) / 24)
-    near = last.amin(0).reshape(low.shape) - room, last.amax(0).reshape(low.shape) + room
+    margin = (0.3 * (last.amax(0) - last.amin(0))).reshape(low.shape).clamp(min=(high - low) / 24)
+    near = last.amin(0).reshape(low.shape) - margin, last.amax(0).reshape(low.shape) + margin
     form = operand.format
     names: tuple[str, ...] = ("lower bound", "upper bound")
     if form.twin:
@@ -153,9 +164,9 @@ def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> Vie
 
 
 def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) -> SearchPath:
-    """The configured search of an operand that has one group, run with losses that note what they are asked.
+    """The path of the configured search of an operand with one group; losses record the points they are asked about.
 
-    rough: the cheaper loss of its steps, if they have one. Raises ValueError where the strategy is not FPCS.
+    rough: the cheaper loss that the steps use, if any. Raises ValueError if the strategy is not FPCS.
     """
     if search.strategy != "fpcs":
         raise ValueError(f"strategy = {search.strategy!r} has no path: it is FPCS's that is drawn")
@@ -171,8 +182,8 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
 
     point = minimise(noting(loss, True), operand, search, None, rough and noting(rough, False))
     least = float(loss(point[None]))
-    # The steps ask one loss for many points each; what is left of them, then the walk, from a single point on, ask the
-    # exact one; the rest is a line of scales through its end.
+    # Steps ask one loss about many points each. The survivors, and then the walk, which starts with a single point, ask
+    # the exact loss. What follows is a line of scales through the end of the walk.
     steps = list(takewhile(lambda call: call[0] == asked[0][0] and len(call[1]) > 1, asked))
     rest = asked[len(steps) :]
     every = torch.cat([points for _, points, _ in steps]), torch.cat([losses for *_, losses in steps])
@@ -188,3 +199,79 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
     return SearchPath(
         tuple(points for _, points, _ in steps), parents, judged, torch.cat([*walk, final[None]]), final, least
     )
+
+
+# --- drawn -----------------------------------------------------------------------------------------------------------
+
+
+def landscape_figure(found: Sequence[Landscape], title: str = "") -> "Figure":
+    """One column per operand: the loss [dB above the least] over the box and near the point found, with the path."""
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+
+    figure = new_figure(10 if len(found) > 1 else 6.5, 10, title)
+    axes = figure.subplots(2, len(found), squeeze=False)
+    shades: dict[int, Any] = {}
+    for column, each in zip(axes.T, found, strict=True):
+        floor = min(each.whole.losses.min(), each.near.losses.min()).clamp(min=torch.finfo(torch.float32).tiny)
+        for axis, shown in zip(column, (each.whole, each.near), strict=True):
+            decibels = 10 * (shown.losses / floor).clamp(min=1).log10()
+            row = int(shown is each.near)
+            if len(each.names) == 1:
+                axis.plot(shown.lines[0].numpy(), decibels.numpy(), color="#777777", lw=1.5)
+                axis.set_ylabel("loss above the least [dB]", fontsize=TEXT)
+            else:
+                cells = [float(line[0] - (line[1] - line[0]) / 2) for line in shown.lines]
+                cells += [float(line[-1] + (line[1] - line[0]) / 2) for line in shown.lines]
+                shades[row] = axis.imshow(
+                    decibels.T.numpy(),
+                    cmap=ListedColormap(SHADES),
+                    norm=BoundaryNorm(_STEPS[row], len(SHADES), extend="max"),
+                    extent=(cells[0], cells[2], cells[1], cells[3]),
+                    origin="lower",
+                    aspect="auto",
+                    interpolation="nearest",
+                )
+                axis.set_ylabel(each.names[1], fontsize=TEXT)
+            _draw_path(axis, each.path, None if len(each.names) > 1 else (shown.lines[0], decibels))
+            _frame(axis, each.names[0].startswith("q"), shown, 0.04 if shown is each.whole else 0)
+            axis.set_title("near what was found" if row else each.title, fontsize=TEXT)
+            axis.set_xlabel(each.names[0], fontsize=TEXT)
+    for row, image in shades.items():
+        bar = figure.colorbar(image, ax=axes[row].tolist(), pad=0.02)
+        bar.set_label("loss above the least [dB]", fontsize=TEXT)
+        bar.ax.tick_params(labelsize=SMALL)
+    add_legend(figure, axes[0, 0], 6 if len(found) > 1 else 3)
+    return figure
+
+
+def _draw_path(axis: "Axes", path: SearchPath, curve: tuple[Tensor, Tensor] | None) -> None:
+    """Draw the points of a path. curve: the loss to place points on if there is one hyperparameter, else None."""
+
+    def place(points: Tensor) -> Any:
+        if curve is None:
+            return points.T.numpy()
+        return points[:, 0].numpy(), np.interp(points[:, 0].numpy(), curve[0].numpy(), curve[1].numpy())
+
+    later = torch.cat([*path.steps[1:], path.steps[0][:0]])
+    axis.plot(*place(path.steps[0]), "o", ms=5, mfc="none", mec=COLOURS[6], label="first grid", zorder=3)
+    axis.plot(*place(path.parents), "o", ms=5, color=COLOURS[0], label="kept of it", zorder=3)
+    axis.plot(*place(later), ".", ms=5, color=COLOURS[5], label="children", zorder=3)
+    axis.plot(*place(path.judged), "s", ms=8, mfc="none", mec=COLOURS[2], mew=2, label="survivors", zorder=4)
+    axis.plot(*place(path.walk), "-", lw=2, color=COLOURS[4], marker="D", ms=5, label="walk", zorder=5)
+    axis.plot(*place(path.final[None]), "*", ms=15, color=COLOURS[1], mec="black", label="found", zorder=6)
+
+
+def _frame(axis: "Axes", whole_q: bool, shown: View, margin: float) -> None:
+    """Show the box with a margin, and label q where log2(q) is the hyperparameter."""
+    border = margin * (shown.high - shown.low).clamp(min=1e-12)
+    low, high = shown.low - border, shown.high + border
+    axis.set_xlim(float(low[0]), float(high[0]))
+    if len(low) > 1:
+        axis.set_ylim(float(low[1]), float(high[1]))
+    if whole_q:
+        octaves = float(shown.high[0] - shown.low[0])
+        places = [float(shown.low[0]) + octaves * (index + 0.5) / 4 for index in range(4)]
+        if octaves > 3:
+            places = list(range(math.ceil(float(shown.low[0])), math.floor(float(shown.high[0])) + 1))
+        axis.set_xticks(places, [f"{2**place:.3g}" for place in places])
+    axis.tick_params(labelsize=SMALL)

@@ -1,0 +1,59 @@
+"""`adalog bench`: how long an artifact takes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import adalog
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, thread_count
+from adalog.cli.targets import load_model, naming_file, source_of
+from adalog.inputs import zoo
+from adalog.runtime import EXECUTORS
+from adalog.study.bench import FAKE, bench, executors_here
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    executor: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join((FAKE, *EXECUTORS))}; may be repeated. Without it, all that are fast here."
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Images per batch; may be repeated. Without it, 1.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"Full-precision model to time as well: {zoo.KINDS}.")] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    threads: Annotated[int, typer.Option(min=0, help="Number of CPU threads per run; 0 means one per core.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=3600, help="Seconds to spend on each executor and batch; five runs at least.")
+    ] = 3,
+    json_out: JsonOption = None,
+) -> None:
+    """Time an artifact by each executor, in turn, on random images: medians, bytes of weights, time to load."""
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
+    if model is None and (checkpoint is not None or no_pretrained):
+        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+    here, missing = executors_here()
+    wanted = list(dict.fromkeys(executor)) if executor else here
+    odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
+    if odd:
+        raise ValueError(f"executor = {odd[0]!r} is none of {', '.join((FAKE, *EXECUTORS))}")
+    adalog.load(file)  # refuses a file that is no artifact, before the full-precision model is loaded
+    full = None if model is None else load_model(model, no_pretrained, checkpoint).module
+    count = thread_count(threads)
+    torch.set_num_threads(count)
+    with waiting(f"time {file}"), naming_file(file):
+        rows = bench(
+            lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
+        )
+    told = {"file": str(file), "threads": count, "rows": rows, "absent": {} if executor else missing}
+    if json_out != "-":
+        say(*views.times(told))
+    emit_json(told, json_out)

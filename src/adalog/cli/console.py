@@ -1,0 +1,188 @@
+"""What commands write: results on standard output or as JSON, the rest on standard error; and how a command ends."""
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperGroup
+
+from adalog import AdalogError, DataError, files
+from adalog.errors import printable
+
+FAILED, BAD_INPUT = 1, 2  # exit codes; 0 is done
+_errors = Console(stderr=True)
+
+
+class Interrupted(Exception):
+    """Ctrl-C. It takes the place of KeyboardInterrupt, which typer would report in its own way."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written."""
+
+
+@dataclass
+class Session:
+    """The options that stand before the command. debug: show the traceback of an error."""
+
+    debug: bool = False
+
+
+class Commands(TyperGroup):
+    """A group of commands that leaves Ctrl-C to `run`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as cause:
+            raise Interrupted from cause
+
+
+def run(app: Callable[..., Any]) -> None:
+    """Run the command line `app` and turn an error into one line on standard error and an exit code."""
+    if sys.stdout is None:
+        _complain("failed", "standard output cannot be written: it is closed")
+        sys.exit(FAILED)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be valid text
+    session = Session()
+    try:
+        app(obj=session)
+    except (Interrupted, KeyboardInterrupt):
+        _errors.print("interrupted")
+        sys.exit(FAILED)
+    except Exception as error:
+        if session.debug:
+            traceback.print_exception(error)
+        sys.exit(_explain(error))
+
+
+def _explain(error: Exception) -> int:
+    """Print the one line that says what went wrong, and return the exit code."""
+    if isinstance(error, (AdalogError, ValueError)):
+        _complain("error", str(error))
+        return BAD_INPUT
+    if isinstance(error, OutputError):
+        # Python flushes standard output when it ends, which would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _complain("failed", str(error))
+        return FAILED
+    _complain("failed", f"{type(error).__name__}: {error}")
+    return FAILED
+
+
+def _complain(how: str, why: str) -> None:
+    _errors.print(f"[bold red]{how}:[/] {escape(printable(why))}", soft_wrap=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """Print a line on standard error: it is no part of the result."""
+    _errors.print(escape(text), soft_wrap=True, highlight=False)
+
+
+def say(*results: str | Table) -> None:
+    """Print results on standard output, each starting on a new line. Raises OutputError."""
+    try:
+        for result in results:
+            if isinstance(result, str):
+                sys.stdout.write(f"{result}\n")
+            else:
+                Console().print(result)
+        sys.stdout.flush()
+    except OSError as cause:
+        raise OutputError(f"standard output cannot be written: {cause.strerror}") from cause
+
+
+def emit_json(result: Any, target: str | None) -> None:
+    """Write a result as JSON to the file `target`, whole or not at all, or to standard output where it is '-'."""
+    if target is None:
+        return
+    text = json.dumps(result, indent=1)
+    if target == "-":
+        say(text)
+        return
+    files.write_whole(Path(target), f"{text}\n".encode())
+
+
+def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
+    """Raise DataError if an output cannot be written, or is also an input (`reads`) or another output.
+
+    Commands call this before any long work. None and '-' stand for no file.
+    """
+    used = {os.path.realpath(path) for path in reads if path is not None}
+    for path in paths:
+        if path is not None and path != "-":
+            files.check_writable(Path(path))
+            if os.path.realpath(path) in used:
+                raise DataError(f"{path} is an input, or an output of another kind: choose another file")
+            used.add(os.path.realpath(path))
+
+
+# --- during the long part --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what other packages and a user's own model print, log or warn of away from the terminal.
+
+    Standard output may be JSON that a program reads. All settings are restored at the end of the block.
+    """
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show a spinner on the terminal, and be quiet."""
+    with Console(file=sys.stderr).status(escape(what)), quiet():
+        yield
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Show a bar with the time that is left; show nothing if standard error is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    terminal = Console(file=sys.stderr)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        yield progress
+
+
+def site_progress(progress: Progress, task: TaskID, name: str) -> Callable[[int, int, str], None]:
+    """A callback for `quantize` that shows on a bar how many sites are searched, and the name of the last one."""
+
+    def update(done: int, total: int, site: str) -> None:
+        progress.update(task, completed=done, total=total, description=f"{name} {site}")
+
+    return update
+
+
+def image_progress(progress: Progress) -> Callable[[int], None]:
+    """A callback for one run over images, which adds the images done to what the only bar shows already."""
+    (bar,) = progress.tasks
+    before = bar.completed
+    return lambda done: progress.update(bar.id, completed=before + done)

@@ -1,0 +1,37 @@
+"""`adalog cost`: what one image costs."""
+
+from typing import Annotated
+
+import typer
+
+import adalog
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption
+from adalog.cli.targets import load_model, refuse_weights, source_of
+from adalog.inputs import zoo
+from adalog.study.cost import cost
+
+
+def command(
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    json_out: JsonOption = None,
+) -> None:
+    """Count what one image costs, per operation: multiplications, FixOPs, BOPs and bytes."""
+    check_outputs(json_out, reads=(source_of(target), checkpoint))
+    if zoo.is_model(target):
+        loaded = load_model(target, no_pretrained, checkpoint)
+        with waiting(f"capture {target}"):
+            program, images = zoo.captured(loaded)
+        inputs = [list(images.shape[1:])]
+    else:
+        refuse_weights(target, no_pretrained, checkpoint)
+        quantized = adalog.load(target)
+        program, inputs = quantized.program, [list(value.shape[1:]) for value in quantized.example]
+    result = cost(program, inputs)
+    if json_out != "-":
+        title = f"{target}, inputs {' and '.join(map(str, inputs))}"
+        say(views.cost_table(title, result), views.cost_lines(result))
+    emit_json({"target": target, "inputs": inputs, **result.to_json()}, json_out)

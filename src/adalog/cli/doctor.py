@@ -1,0 +1,15 @@
+"""`adalog doctor`: what runs on this machine."""
+
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, say
+from adalog.cli.options import JsonOption
+from adalog.study.doctor import examine
+
+
+def command(json_out: JsonOption = None) -> None:
+    """Say what runs on this machine: versions, executors and native kernels, and why others do not."""
+    check_outputs(json_out)
+    told = examine()
+    if json_out != "-":
+        say(*views.health(told))
+    emit_json(told, json_out)

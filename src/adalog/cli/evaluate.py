@@ -1,0 +1,113 @@
+"""`adalog evaluate`: how good an artifact is."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import adalog
+from adalog import DataError, artifact
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, image_progress, progress_bar, quiet, say, waiting
+from adalog.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    JsonOption,
+    NoPretrainedOption,
+    ThreadsOption,
+    find_device,
+    thread_count,
+)
+from adalog.cli.targets import compiled, find_preprocessing, load_model, source_of, stranger
+from adalog.inputs import demo, zoo
+from adalog.inputs.images import ImageSet, find_support
+from adalog.runtime import EXECUTORS
+from adalog.study.evaluate import check_classes, classify_by_nearest, predict, score
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of images: one subfolder per class, or a CSV file of file,label. Without it, the bundled ones."
+        ),
+    ] = None,
+    support: Annotated[
+        Path | None,
+        typer.Option(
+            help="Labelled images for a model without a classifier: the nearest one gives the label. May lie in --data."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"The full-precision model to compare with: {zoo.KINDS}.")] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, in float, as the integers imply."
+        ),
+    ] = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Judge an artifact: top-1 and top-5 accuracy, and how far it is from the full-precision model."""
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
+    place, jobs = find_device(device), thread_count(threads)
+    if model is None and (checkpoint is not None or no_pretrained):
+        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+    if data is None and support is not None:
+        raise ValueError("--support goes with the images of --data: give both")
+    queries, known = (None, None) if data is None else find_support(data, support)
+    if queries is not None and queries.labels is None and model is None:
+        raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
+    quantized = adalog.load(file)
+    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [(3, *zoo.DEMO_PREPROCESSING.size)]:
+        raise stranger(file)
+    reference = "demo" if model is None and data is None else model
+    loaded = None if reference is None else load_model(reference, no_pretrained, checkpoint)
+    preprocessing = find_preprocessing(file, quantized, loaded)
+    if queries is None and preprocessing != zoo.DEMO_PREPROCESSING:
+        raise stranger(file)
+    runs = quantized if executor is None else compiled(file, quantized, executor, jobs)
+    networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
+    images, labels = demo.test_images() if queries is None else (queries, queries.labels)
+
+    def run(network: nn.Module, given: Tensor | ImageSet, progress: Progress | None = None) -> Tensor:
+        batches = given if isinstance(given, Tensor) else given.batches(preprocessing, jobs=jobs)
+        watch = None if progress is None else image_progress(progress)
+        alone = place.type != "cpu" or (executor == "native" and network is runs)  # it has threads of its own
+        return predict(network, batches, jobs=1 if alone else jobs, device=place, progress=watch)
+
+    def answer(network: nn.Module, progress: Progress) -> Tensor:
+        if known is None:
+            return run(network, images, progress)
+        features = run(network, known, progress)
+        return classify_by_nearest(features, known.labels or (), run(network, images, progress))
+
+    # Check on one image, before the long part, that the models take such images and have all their classes.
+    last = 0 if labels is None else int(torch.as_tensor(labels).argmax())
+    with waiting(f"try {file}"):
+        one = images[[last]] if isinstance(images, Tensor) else images.select([last])
+        tried = [run(network.to(place), one) for network in networks]
+        folders = None if queries is None else queries.classes
+        if known is None:
+            check_classes(folders, tried[0], str(data), str(file))
+            score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
+    with progress_bar() as progress, quiet():
+        progress.add_task("images", total=len(networks) * (len(images) + len(known or ())))
+        answers = [answer(network, progress) for network in networks]
+    result = score(answers[0], labels, *answers[1:])
+    full = None if labels is None or reference is None else score(answers[1], labels)
+    if json_out != "-":
+        say(views.judgement(str(file), result, reference, full))
+    told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
+    told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
+    emit_json(
+        told | {"sites": artifact.describe(quantized.quantized)["sites"]}, json_out
+    )  # their SQNR is that on the calibration images

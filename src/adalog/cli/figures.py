@@ -1,0 +1,102 @@
+"""`adalog figures`: pictures of a model's or an artifact's quantizers."""
+
+import functools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import Tensor
+
+import adalog
+from adalog import Calibration, Config, QuantizedModel
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, SeedOption, ThreadsOption, thread_count
+from adalog.cli.targets import find_calibration, find_preprocessing, load_model, refuse_weights, source_of
+from adalog.errors import printable
+from adalog.inputs import zoo
+from adalog.inputs.images import ImageSet, draw_indices
+from adalog.quantize import sample_images
+from adalog.study import figures
+
+METHODS = ("minmax", "ptq4vit", "repq-vit", "adalog")
+
+
+def command(
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and their index.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of images from which --images are drawn, to calibrate a model or to run an artifact on."
+        ),
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bits to quantize a model to, such as w4a4, the default.")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help=f"Methods whose SQNR to compare on a model, comma-separated. Default: {','.join(METHODS)}."),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(help="Site whose search to draw, as `adalog inspect MODEL` lists it. Default: one after a GELU."),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 32,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Draw histograms with levels, the landscape of a search, and the SQNR of each site, as PNG and SVG."""
+    possible = [out / f"{name}.{form}" for name in figures.CAPTIONS for form in figures.FORMS]
+    check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint))
+    jobs = thread_count(threads)
+    if zoo.is_model(target):
+        names, width = (methods or ",".join(METHODS)).split(","), bits or "w4a4"
+        for name in names:  # raises for a wrong name before the long part
+            Config.preset(width, name)
+        given = find_calibration(target, data, images)
+        loaded = load_model(target, no_pretrained, checkpoint)
+        preprocessing = loaded.prepared
+        with progress_bar() as progress, quiet():
+            bar = progress.add_task("capture", total=1)
+            if isinstance(given, ImageSet):
+                given = given.sample(images, seed).load(preprocessing, jobs=jobs)
+            calibration = Calibration(loaded.module, sample_images(given, images, seed), seed=seed)
+            watch = functools.partial(site_progress, progress, bar)
+            drawn, left_out = figures.of_model(
+                calibration, printable(target), width, names, site=site, jobs=jobs, progress=watch
+            )
+    else:
+        refuse_weights(target, no_pretrained, checkpoint)
+        for option, value in (("--bits", bits), ("--methods", methods), ("--site", site)):
+            if value is not None:
+                raise ValueError(f"{option} is of a model, {target} is none of {zoo.KINDS}")
+        quantized = adalog.load(target)
+        sample = _sample_for(Path(target), quantized, data, images, seed, jobs)
+        with waiting(f"draw {target}"):
+            drawn, left_out = figures.of_artifact(quantized, printable(Path(target).name), sample)
+    with waiting("draw"):
+        pictures = figures.pictures(drawn, printable(target), left_out)
+    for name, (content, _) in pictures.items():
+        files.write_whole(out / name, content)
+    if json_out != "-":
+        say(*(f"{out / name}: {len(content):,} bytes" for name, (content, _) in pictures.items()))
+        say(*(f"not drawn: {name}: {why}" for name, why in left_out.items()))
+    listed = [{"file": name, "caption": caption} for name, (_, caption) in pictures.items()]
+    emit_json({"target": target, "folder": str(out), "files": listed, "left_out": left_out}, json_out)
+
+
+def _sample_for(
+    file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
+) -> Tensor | None:
+    """Images to run an artifact on: those of a folder, or the bundled ones for the bundled model, or None."""
+    if data is not None:
+        found = find_calibration(str(file), data, count)
+        assert isinstance(found, ImageSet)
+        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
+    stored = quantized.provenance.get("preprocessing")
+    if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
+        return None
+    bundled = find_calibration("demo", None, count)
+    assert isinstance(bundled, Tensor)
+    return bundled[draw_indices(len(bundled), count, seed)]

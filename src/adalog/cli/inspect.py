@@ -1,0 +1,42 @@
+"""`adalog inspect`: what an artifact holds, or what a model has to quantize."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adalog import artifact
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption
+from adalog.cli.targets import load_model, refuse_weights, source_of
+from adalog.inputs import zoo
+
+
+def command(
+    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
+    by_bytes: Annotated[bool, typer.Option("--bytes", help="Show an artifact's bytes per tensor and part.")] = False,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    json_out: JsonOption = None,
+) -> None:
+    """List what an artifact holds, its sites, bits and bytes, or what a model has to quantize."""
+    check_outputs(json_out, reads=(source_of(target), checkpoint))
+    if zoo.is_model(target):
+        if by_bytes:
+            raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
+        loaded = load_model(target, no_pretrained, checkpoint)
+        with waiting(f"capture {target}"):
+            told = zoo.inspect(loaded)
+        if json_out != "-":
+            say(views.census_table(told), views.census_lines(told))
+        emit_json(told, json_out)
+        return
+    refuse_weights(target, no_pretrained, checkpoint)
+    content = artifact.read(Path(target))
+    if json_out != "-":
+        quantized = artifact.deserialise(content, target)
+        sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
+        say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
+    told = artifact.inspect(content, target)
+    emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)

@@ -1,0 +1,18 @@
+"""`adalog methods`: the methods there are."""
+
+from adalog import METHODS, Config
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, say
+from adalog.cli.options import JsonOption
+
+
+def command(json_out: JsonOption = None) -> None:
+    """List the methods: the source of each, and its choices that differ from the defaults."""
+    check_outputs(json_out)
+    rows = [
+        {"name": name, "source": method.source, "choices": method.to_json(Config.defaults())}
+        for name, method in METHODS.items()
+    ]
+    if json_out != "-":
+        say(views.methods_table(rows))
+    emit_json(rows, json_out)

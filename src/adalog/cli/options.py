@@ -1,0 +1,56 @@
+"""Options that several commands share, and what their texts mean."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from adalog.cli.console import quiet
+from adalog.study.doctor import available_cores
+
+JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
+SeedOption = Annotated[
+    int,
+    typer.Option(min=0, max=2**63 - 1, help="Seed that chooses the calibration images; one seed gives one result."),
+]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(help="Weights for the model: a safetensors file, or a state dict saved by torch.save.")
+]
+NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Use random weights and download nothing.")]
+ThreadsOption = Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")]
+DeviceOption = Annotated[str, typer.Option(help="Device to compute on: cpu, cuda, cuda:1, ...")]
+
+
+def thread_count(threads: int) -> int:
+    """The number of threads that an option asks for; 0 asks for one per core that this process may use."""
+    return threads or available_cores()
+
+
+def find_device(name: str) -> torch.device:
+    """The device with that name. Raises ValueError if this machine does not have it."""
+    try:
+        with quiet():
+            torch.zeros(1, device=name).item()
+        return torch.device(name)
+    except (RuntimeError, AssertionError, ImportError) as cause:
+        here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+        raise ValueError(f"device = {name!r} is not one of this machine: it has {', '.join(here)}") from cause
+
+
+def read_pinned(text: str) -> tuple[str, int]:
+    """The pattern and the bits of an option GLOB=bits."""
+    pattern, _, bits = text.rpartition("=")
+    if not pattern or not bits.isascii() or not bits.isdecimal():
+        raise ValueError(f"--keep {text!r} is not of the form GLOB=bits, as in 'head=8' or 'blocks.0.*=32' for float")
+    return pattern, int(bits)
+
+
+def read_size(text: str) -> int:
+    """The number of bytes that a size such as 2GiB, 1.5GB or 500000000 stands for."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([KMGT])(i?)B)?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"--memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
+    number, letter, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter) + 1 if letter else 0))

@@ -1,0 +1,107 @@
+"""`adalog quantize`: a model becomes an artifact."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import adalog
+from adalog import METHODS, Config, DataError, artifact
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress
+from adalog.cli.options import (
+    CheckpointOption,
+    DeviceOption,
+    JsonOption,
+    NoPretrainedOption,
+    SeedOption,
+    ThreadsOption,
+    find_device,
+    read_pinned,
+    read_size,
+    thread_count,
+)
+from adalog.cli.targets import find_calibration, load_model, source_of
+from adalog.inputs import zoo
+from adalog.inputs.images import ImageSet
+
+
+def command(
+    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of images from which --images are drawn. Not needed for demo, which has its own."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The artifact to write.")] = Path("model.safetensors"),
+    bits: Annotated[
+        str, typer.Option(help="Bits of weights and activations, such as w4a4; w4a4s3 sets those after softmax.")
+    ] = "w4a4",
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "adalog",
+    images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = 32,
+    pinned: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            "--pin",
+            metavar="GLOB=BITS",
+            help="Give sites whose name matches GLOB these bits, 32 for float; may be repeated.",
+        ),
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue a run that was stopped, from what OUT.partial holds.")
+    ] = False,
+    device: DeviceOption = "cpu",
+    seed: SeedOption = 0,
+    threads: ThreadsOption = 0,
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for observed values and their search, such as 512MB; the model and the images come on top.",
+        ),
+    ] = "2GiB",
+    json_out: JsonOption = None,
+) -> None:
+    """Quantize a model and write the artifact."""
+    limit = read_size(memory)
+    config = dataclasses.replace(
+        Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
+    )
+    if not zoo.is_model(model):
+        raise DataError(f"model {model!r} is none of {zoo.KINDS}")
+    partial = out.with_name(f"{out.name}.partial")
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
+    if partial.exists() and not resume:
+        raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
+    place = find_device(device)
+    given = find_calibration(model, data, images)
+    loaded = load_model(model, no_pretrained, checkpoint)
+    preprocessing = loaded.prepared
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    jobs = thread_count(threads)
+    with progress_bar() as progress, quiet():
+        watch = site_progress(progress, progress.add_task("capture", total=1), config.bits)
+        if isinstance(given, ImageSet):
+            given = given.sample(images, seed).load(preprocessing, jobs=jobs)
+        quantized = adalog.quantize(
+            loaded.module.to(place),
+            given.to(place),
+            config,
+            seed=seed,
+            jobs=jobs if place.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
+            memory=limit,
+            progress=watch,
+            partial=partial,
+        ).cpu()
+    seconds = time.perf_counter() - start
+    quantized.note(preprocessing=dataclasses.asdict(preprocessing))
+    size = quantized.save(out)
+    partial.unlink(missing_ok=True)
+    if json_out != "-":
+        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
+    told = {"file": str(out), "bytes": size, "method": method, "seconds": round(seconds, 3)}
+    emit_json(told | artifact.describe(quantized.quantized), json_out)

@@ -1,0 +1,90 @@
+"""`adalog tables`: the paper's tables, listed or measured."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from adalog import DataError, files
+from adalog.cli import views
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, waiting
+from adalog.cli.options import DeviceOption, JsonOption, find_device, thread_count
+from adalog.cli.targets import load_model, source_of
+from adalog.inputs import zoo
+from adalog.study import paper, tables
+from adalog.study.markdown import markdown
+
+
+def command(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[N]...", help=f"Tables to measure, of {', '.join(paper.TABLES)}. Without any, they are listed."
+        ),
+    ] = None,
+    model_names: Annotated[
+        str, typer.Option("--models", help=f"Models, comma-separated: {zoo.KINDS}. demo has its own images.")
+    ] = "demo",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the folders train, from which images are drawn to calibrate, and val."),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of draws of calibration images; their seeds start at 0.")
+    ] = 1,
+    images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = paper.IMAGES,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Files to write: this name with .md and with .json.")] = Path(
+        "adalog-tables"
+    ),
+    work: Annotated[
+        Path | None, typer.Option(help="Folder of finished rows, which are not measured again. Without it, OUT.rows.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    jobs: Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")] = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """List the paper's tables, or measure some on your models, beside the published figures."""
+    if not names:
+        check_outputs(json_out)
+        if json_out != "-":
+            say(views.tables_list(paper.TABLES))
+        emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
+        return
+    paper.plan(names)
+    base = out.with_suffix("") if out.suffix in (".md", ".json") else out
+    as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
+    specs = list(dict.fromkeys(model_names.split(",")))
+    check_outputs(as_text, as_json, json_out, reads=[source_of(name) for name in specs])
+    rows = base.with_name(f"{base.name}.rows") if work is None else work
+    files.check_writable(rows / "row.json")
+    for name in specs:
+        if not zoo.is_model(name):
+            raise DataError(f"model {name!r} is none of {zoo.KINDS}")
+    place = find_device(device)
+    benches = [tables.Bench.of(load_model(name, False, None), data, images) for name in specs]
+    for each in benches:
+        with waiting(f"try {each.model.name}"):
+            each.check(place)
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("rows")
+
+        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(what))
+            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
+            files.write_whole(as_text, markdown(result).encode())
+            emit_json(result, str(as_json))
+
+        result = tables.run(
+            names,
+            benches,
+            seeds=seeds,
+            images=images,
+            jobs=thread_count(jobs),
+            device=place,
+            work=rows,
+            progress=finished,
+        )
+    if json_out != "-":
+        say(markdown(result))
+    emit_json(result, json_out)

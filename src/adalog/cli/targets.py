@@ -1,0 +1,98 @@
+"""The models, artifacts and images that a command line names."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from adalog import AdalogError, DataError, QuantizedModel
+from adalog.cli.console import waiting
+from adalog.inputs import demo, zoo
+from adalog.inputs.images import ImageSet, Preprocessing, find_images
+from adalog.runtime import Compiled
+
+
+def source_of(target: str | None) -> str | None:
+    """The file that a command reads for a model's or an artifact's name, or None."""
+    if target is None or not zoo.is_model(target):
+        return target
+    file, _, _ = target.rpartition(":")
+    return file if file.endswith(".py") else None
+
+
+def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> zoo.LoadedModel:
+    """The model of that name, loaded behind a spinner."""
+    with waiting(f"load {name}"):
+        return zoo.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
+
+
+def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
+    """Raise ValueError if options that choose a model's weights are given with an artifact."""
+    if checkpoint is not None or no_pretrained:
+        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {zoo.KINDS}")
+
+
+def find_calibration(target: str, data: Path | None, count: int) -> Tensor | ImageSet:
+    """The images from which `count` are drawn: those of the folder `data`, or the bundled ones for the bundled model.
+
+    Raises DataError if there are fewer, or none.
+    """
+    if data is None and target != "demo":
+        raise DataError(f"{target} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    if count > len(given):
+        there = len(given)
+        raise DataError(
+            f"{data or target} has {there} images, --images {count} are wanted: give --images {there}, or more"
+        )
+    return given
+
+
+def stranger(file: Path) -> DataError:
+    """The error for an artifact that the bundled images do not fit."""
+    return DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
+
+
+def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.LoadedModel | None) -> Preprocessing:
+    """How images are prepared for an artifact: as it says itself, or else as its full-precision model says.
+
+    Raises DataError if neither says so, or if either does not fit the artifact's inputs.
+    """
+    found: list[tuple[Preprocessing, str]] = []
+    stored = quantized.provenance.get("preprocessing")
+    if stored is not None:
+        try:
+            found.append((Preprocessing.from_json(stored), str(file)))
+        except ValueError as cause:
+            raise DataError(
+                f"{file} says wrongly how its images are prepared: {cause}; quantize the model again"
+            ) from cause
+    if loaded is not None and loaded.preprocessing is not None:
+        found.append((loaded.preprocessing, loaded.name))
+    if not found:
+        raise DataError(f"{file} does not say how its images are prepared: give --model MODEL that does")
+    inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
+    for preprocessing, source in found:
+        prepared = str((3, *preprocessing.size))
+        if inputs != prepared:
+            raise DataError(
+                f"{file} takes inputs of {inputs}, images are prepared to {prepared} for {source}: "
+                "give the model that it was made of as --model, or quantize it again"
+            )
+    return found[0][0]
+
+
+def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
+    """The model that runs in integers. threads: for the executor "native". Errors name the file."""
+    with naming_file(file):
+        return quantized.compile(executor, **({"threads": threads} if executor == "native" else {}))
+
+
+@contextmanager
+def naming_file(file: Path) -> Iterator[None]:
+    """Let errors inside the block say which file does not run in integers."""
+    try:
+        yield
+    except AdalogError as cause:
+        raise type(cause)(f"{file} does not run in integers: {cause}") from cause

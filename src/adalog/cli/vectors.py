@@ -1,0 +1,47 @@
+"""`adalog vectors`: what one site computes, as files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import adalog
+from adalog import DataError, files
+from adalog.cli.console import check_outputs, emit_json, say
+from adalog.cli.options import JsonOption, SeedOption
+from adalog.cli.targets import compiled, find_preprocessing, stranger
+from adalog.inputs import demo
+from adalog.inputs.images import find_images
+from adalog.runtime.vectors import vectors
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    site: Annotated[str, typer.Option(help="Name of a site, as `adalog inspect FILE` lists it.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to create.")],
+    images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder of images. Without it, the bundled ones.")] = None,
+    seed: SeedOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Write what one site computes, from codes to accumulators, as .npy files with a description: a golden model."""
+    check_outputs(json_out, reads=(file,))
+    files.check_folder(out)
+    quantized = adalog.load(file)
+    model = compiled(file, quantized, "reference")
+    if data is None:
+        given = demo.test_images()[0]
+        if [tuple(value.shape[1:]) for value in quantized.example] != [tuple(given.shape[1:])]:
+            raise stranger(file)
+        given = given[:images]
+    else:
+        found = find_images(data)
+        if images > len(found):
+            raise DataError(f"{data} has {len(found)} images, --images {images} are wanted: give fewer, or more images")
+        given = found.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
+    content = vectors(model, site, given)
+    files.write_folder(out, content)
+    sizes = {name: len(value) for name, value in sorted(content.items())}
+    if json_out != "-":
+        say(*(f"{out / name}: {size:,} bytes" for name, size in sizes.items()))
+    emit_json({"folder": str(out), "files": sizes}, json_out)

@@ -1,0 +1,77 @@
+"""What all pictures share: colours, sizes, and how a figure becomes a file.
+
+Nothing global in matplotlib is changed or relied on.
+"""
+
+import io
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The palette of Okabe and Ito, which people who do not see red and green can tell apart. Its yellow, too pale on white,
+# is left out.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+SHADES = ("#FFFFFF", "#E8E8E8", "#D0D0D0", "#B8B8B8", "#A0A0A0", "#888888")
+# Font sizes in points of 1/72 inch, for pictures about 10 inches wide that are read at half their size.
+LARGE, TEXT, SMALL = 14, 12.5, 11.5
+_DPI = 150
+TITLES = {"layer_norm": "LayerNorm", "softmax": "softmax", "gelu": "GELU", "quick_gelu": "quick GELU", "silu": "SiLU"}
+TITLES |= {"relu": "ReLU"}
+
+
+def title_of(source: str) -> str:
+    """The name of an operation that a site follows, as a title has it."""
+    return TITLES.get(source, source.replace("_", " "))
+
+
+def new_figure(width: float, height: float, title: str) -> "Figure":
+    """An empty figure; width and height in inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
+    if title:
+        figure.suptitle(fill(title, int(7 * width)), fontsize=LARGE, fontweight="bold", parse_math=False)
+    return figure
+
+
+def add_legend(figure: "Figure", axis: "Axes", columns: int) -> None:
+    """Add a legend below all panels, with what the panel `axis` shows."""
+    shown = axis.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower center", ncols=columns, fontsize=TEXT, frameon=False, columnspacing=1.2)
+
+
+def rendered(figure: "Figure", form: str, description: str = "") -> bytes:
+    """A figure as "png" or "svg": the same bytes each time under one version of matplotlib. description: metadata."""
+    import matplotlib
+
+    picture = io.BytesIO()
+    if form == "svg":
+        told = {"Date": None, "Creator": None, "Description": description or None}
+        with matplotlib.rc_context({"svg.hashsalt": "adalog"}):  # ids are drawn from a random salt otherwise
+            figure.savefig(picture, format="svg", dpi=_DPI, metadata=told, facecolor="white")
+        return picture.getvalue()
+    figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(_palette())
+    text = PngInfo()
+    text.add_itxt("Description", description)
+    content = io.BytesIO()
+    with Image.open(picture) as drawn:
+        few = drawn.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+    few.save(content, "png", optimize=True, pnginfo=text)  # a third of the size without a palette
+    return content.getvalue()
+
+
+def _palette() -> list[int]:
+    """The 256 colours of a picture as RGB values: shades, colours, and what the colours fade through to white."""
+    plain = [[int(colour[place : place + 2], 16) for place in (1, 3, 5)] for colour in (*SHADES, *COLOURS)]
+    strong, weights = plain[len(SHADES) :], [step / 8 for step in range(1, 8)]
+    faded = [[round(255 + (value - 255) * weight) for value in colour] for colour in strong for weight in weights]
+    colours = plain + faded
+    return [value for colour in colours + [plain[0]] * (256 - len(colours)) for value in colour]

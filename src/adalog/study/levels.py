@@ -1,0 +1,243 @@
+"""The levels of quantizers, drawn over the values they quantize (the paper's Figures 1 and 4)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adalog.calibration.calibration import Calibration
+from adalog.config import Config
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
+from adalog.model import QuantizedModel
+from adalog.quantizers import LogQuantizer, Quantizer, at_least_float32
+from adalog.study.drawing import COLOURS, LARGE, SMALL, TEXT, add_legend, new_figure, title_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BARS = 160
+_OCTAVES = 16  # that a logarithmic axis spans
+
+
+def _as_read(quantizer: Quantizer) -> Quantizer:
+    """The quantizer in the domain of the values it quantizes: the offset is subtracted even if a bias absorbs it."""
+    return replace(quantizer, keeps_offset=False) if isinstance(quantizer, LogQuantizer) else quantizer
+
+
+def levels_of(quantizer: Quantizer) -> Tensor:
+    """Every value that the quantizer stands for, under all its scales, in ascending order; see `_as_read`."""
+    extra = isinstance(quantizer, LogQuantizer) and quantizer.beyond == "zero"  # it has one code more
+    codes = torch.arange(2**quantizer.bits + extra, dtype=torch.float32, device=quantizer.scale.device)
+    return _as_read(quantizer).map(lambda value: value.reshape(-1, 1)).dequantize(codes).unique().cpu()
+
+
+def thresholds_of(quantizer: Quantizer) -> Tensor:
+    """The least value that goes to each level but the lowest, ascending, by bisection. quantizer: of one scale."""
+    read = _as_read(quantizer).map(lambda value: value.reshape(()).cpu())
+    levels = levels_of(quantizer)
+    low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
+    for _ in range(64):  # enough for a float's exponent and mantissa
+        middle = (low + high) / 2
+        reached = read.fake_quantize(middle) >= above
+        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Levels to draw: quantizers by the name of a method or a site, over the values of a site, if there are any.
+
+    lift: what to add to the values, which makes them positive for a logarithmic axis.
+    """
+
+    title: str
+    quantizers: Mapping[str, Quantizer]
+    lift: float = 0.0
+    values: Tensor | None = None
+
+
+def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) -> list[Panel]:
+    """The values after a softmax and after a GELU on the calibration images, with the levels that each config gives.
+
+    Sites are the middle one after a softmax, and the middle one and one five sixths in after a GELU, as in Figure 4.
+    """
+    panels = []
+    for kinds, places in ((("softmax",), (1 / 2,)), (GELUS, (1 / 2, 5 / 6))):
+        sites = [site for site in calibration.sites if site.left_source.kind in kinds]
+        sites = [site for site in sites if site.role in ("linear", "av")]
+        for index in dict.fromkeys(int(len(sites) * place) for place in places if sites):
+            site = sites[index]
+            found = {
+                name: calibration.search(config, [site.name])[0].assignment.left for name, config in configs.items()
+            }
+            shown = {name: each for name, each in found.items() if each is not None and each.scale.numel() == 1}
+            title = f"after {title_of(site.left_source.kind)}: {site.name}"
+            panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))
+    return panels
+
+
+def _power_laws(model: QuantizedModel) -> dict[str, dict[str, str]]:
+    """Names of the fake-quantize nodes after a softmax, a GELU or the like, by what they follow and by site."""
+    found: dict[str, dict[str, str]] = {}
+    for row in model.ledger:
+        name = f"{row.site}.{'left' if row.role in ('qk', 'av') else 'input'}"
+        quantizer = model.program.quantizers.get(name)  # linears with one activation share that of the first
+        if row.source in ("softmax", *POWER_LAW_ACTIVATIONS) and quantizer is not None and quantizer.scale.numel() == 1:
+            found.setdefault(row.source, {})[row.site] = name
+    return found
+
+
+def site_panels(model: QuantizedModel) -> list[Panel]:
+    """The levels of every site after a softmax, a GELU or the like, for which no image is needed."""
+    panels = []
+    for source, sites in _power_laws(model).items():
+        quantizers = {site: model.program.quantizers[name] for site, name in sites.items()}
+        panels.append(Panel(f"after {title_of(source)}", quantizers, max(map(_lift, quantizers.values()))))
+    return panels
+
+
+def _lift(quantizer: Quantizer) -> float:
+    """What to add to a quantizer's values to make them positive, as far as its levels tell."""
+    return quantizer.offset if isinstance(quantizer, LogQuantizer) else max(0.0, -float(levels_of(quantizer)[0]))
+
+
+@torch.no_grad()
+def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
+    """The values that a quantized model's quantizers after softmax and GELU see, with their levels.
+
+    Sites are chosen as in `histogram_panels`.
+    """
+    wanted = {}
+    for source, sites in _power_laws(model).items():
+        names = list(sites)
+        for place in (1 / 2,) if source == "softmax" else (1 / 2, 5 / 6):
+            site = names[int(len(names) * place)]
+            wanted[sites[site]] = (source, site)
+    seen: dict[str, list[Tensor]] = {}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if node.op == FAKE_QUANTIZE and node.name in wanted:
+            seen.setdefault(node.name, []).append(args[0].flatten())
+
+    for batch in images.split(16):
+        model.program.run([batch], watch)
+    panels = []
+    for name, (source, site) in wanted.items():
+        quantizer = model.program.quantizers[name]
+        title = f"after {title_of(source)}: {site}"
+        panels.append(Panel(title, {_words(quantizer): quantizer}, _lift(quantizer), torch.cat(seen[name])))
+    return panels
+
+
+def _words(quantizer: Quantizer) -> str:
+    """A short name of a quantizer, for the rows of a figure."""
+    if isinstance(quantizer, LogQuantizer):
+        return f"log, base 2^({quantizer.q}/{quantizer.r})"
+    return type(quantizer).__name__.removesuffix("Quantizer").lower()
+
+
+def histogram(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The number of values in each bar; values beyond the edges count in the first and last."""
+    return np.histogram(values.astype(np.float64).clip(edges[0], edges[-1]), edges)[0]
+
+
+def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
+    """Levels as rows of ticks over a histogram of the values, on a linear axis and on a logarithmic one.
+
+    Without values, thresholds are drawn too, as dots. The number at the right of a row is the share of values that go
+    to its lowest level, which is zero or stands for it.
+    """
+    heights = [
+        height
+        for panel in panels
+        for height in (0.55 + 0.27 * len(panel.quantizers), *([] if panel.values is None else [1.5]))
+    ]
+    figure = new_figure(10, 0.6 + sum(heights) + 0.4 * len(panels), title)
+    axes = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+    row = 0
+    for panel in panels:
+        rows = axes[row : row + (1 if panel.values is None else 2)]
+        values = None if panel.values is None else at_least_float32(panel.values.flatten()).cpu().numpy()
+        _draw_panel(panel, values, *rows[:, 0], logarithmic=False)
+        _draw_panel(panel, values, *rows[:, 1], logarithmic=True)
+        rows[0, 0].set_title(panel.title, fontsize=LARGE, loc="left", parse_math=False)
+        row += len(rows)
+    if panels[0].values is None:
+        add_legend(figure, axes[0, 0], 2)
+    return figure
+
+
+def _draw_panel(
+    panel: Panel, values: np.ndarray | None, upper: "Axes", lower: "Axes | None" = None, *, logarithmic: bool
+) -> None:
+    """Draw one column of a panel: levels above and, if there are values, bars below."""
+    ends = [float(end) for quantizer in panel.quantizers.values() for end in levels_of(quantizer)[[0, -1]]]
+    if values is not None:
+        ends += [float(values.min()), float(values.max())]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    if logarithmic:
+        high = max(high + panel.lift, 2.0**-100)
+        low = high * 2.0**-_OCTAVES
+    elif low == high:
+        high = low + 1
+    _draw_levels(upper, panel, values, logarithmic, low)
+    if lower is not None and values is not None:
+        edges = np.geomspace(low, high, _BARS + 1) if logarithmic else np.linspace(low, high, _BARS + 1)
+        counts = histogram(values + panel.lift if logarithmic else values, edges)
+        lower.stairs(counts, edges, fill=True, color="#999999")
+        lower.set_yscale("log")
+        lower.set_ylim(0.7, max(10, 2 * counts.max()))
+        if not logarithmic:
+            lower.set_ylabel("values", fontsize=TEXT)
+    bottom = lower or upper
+    for axis in dict.fromkeys((upper, bottom)):
+        if logarithmic:
+            axis.set_xscale("log", base=2)
+            axis.set_xlim(low / 1.3, high * 1.3)
+        else:
+            axis.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
+        axis.minorticks_off()
+        axis.tick_params(labelsize=SMALL)
+    if lower is not None:
+        upper.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
+    name = f"value + {panel.lift:.3g}" if logarithmic and panel.lift else "value"
+    bottom.set_xlabel(f"{name}, logarithmic axis" if logarithmic else name, fontsize=TEXT)
+
+
+def _draw_levels(axis: "Axes", panel: Panel, values: np.ndarray | None, logarithmic: bool, least: float) -> None:
+    """Draw one row of ticks per quantizer. On a logarithmic axis an arrowhead stands for levels below its end."""
+    names, shares = list(panel.quantizers), []
+    for number, quantizer in enumerate(panel.quantizers.values()):
+        colour = COLOURS[0] if values is None else COLOURS[number % len(COLOURS)]
+        levels, thresholds = levels_of(quantizer).numpy(), thresholds_of(quantizer).numpy()
+        if values is not None:
+            shares.append(float((values < thresholds[0]).mean()))
+        if logarithmic:
+            levels, thresholds = levels + panel.lift, thresholds + panel.lift
+            if levels[0] < least:
+                axis.plot([least], [number], marker="<", ms=7, color=colour, linestyle="none")
+            levels, thresholds = levels[levels >= least], thresholds[thresholds >= least]
+        ends = [least if logarithmic else levels.min(), levels.max(initial=least)]
+        axis.plot(ends, [number] * 2, color=colour, lw=0.8, alpha=0.5)
+        words = ("", "") if number else ("level", "threshold")
+        axis.plot(levels, [number] * len(levels), "|", ms=13, mew=2, color=colour, label=words[0])
+        if values is None:
+            axis.plot(thresholds, [number] * len(thresholds), ".", ms=5, color=COLOURS[4], label=words[1])
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_visible(values is None)
+    axis.tick_params(axis="y", length=0)
+    if not logarithmic:
+        axis.set_yticks(range(len(names)), names, fontsize=SMALL if values is None else TEXT, parse_math=False)
+        return
+    axis.yaxis.tick_right()
+    axis.set_yticks(range(len(shares)), [f"{100 * share:.0f} %" for share in shares], fontsize=TEXT)
+    if shares:
+        axis.set_title("values at the lowest level", fontsize=SMALL, loc="right")

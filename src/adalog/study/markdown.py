@@ -1,0 +1,81 @@
+"""What `tables.run` returns, as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from adalog.config import Config
+from adalog.study.paper import bits_name, find_published
+
+
+def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
+    """A Markdown table for each table and model. result: what `tables.run` returns."""
+    paragraphs = []
+    for name, table in result["tables"].items():
+        paragraphs.append(f"{heading}Table {name}: {table['title']}")
+        rows = [row for row in result["rows"] if row["table"] == name]
+        for model, whole in result["models"].items():
+            found = [row for row in rows if row["model"] == model]
+            if found:
+                beside = find_published(name, model, "fp32", "fp32", 0)
+                paragraphs += [f"{model}:", _markdown_table(table, {**whole, "published": beside}, found)]
+        compared = any(row["published"] for row in rows)
+        paragraphs += [text for text in (table["note"], compared and table["published_note"]) if text]
+    seeds = 1 + max((seed for row in result["rows"] for seed in row["seeds"]), default=0)
+    draws = f"Mean ± standard deviation over {seeds} draws" if seeds > 1 else "One draw"
+    judged = ", ".join(f"{model} on {whole['images']:,} images" for model, whole in result["models"].items())
+    machine = result["machine"]
+    paragraphs.append(
+        f"{draws} of {result['calibration_images']} calibration images; {judged}. p: McNemar's exact test beside the "
+        "full-precision model, and beside adalog at the same bits; of several draws the median. CPU s: of the search, "
+        f"also where it was shared with another row. Run by {' and '.join(result['executors'])}. adalog "
+        f"{machine['adalog']}, torch {machine['torch']}, {machine['processor']}."
+    )
+    if result["finished"] < result["of"]:
+        paragraphs.append(f"Unfinished: {result['finished']} of {result['of']} measurements.")
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The full-precision model, then the rows. Empty columns, such as those without published figures, are left out."""
+    names, draws = table["columns"], max(len(row["seeds"]) for row in rows)
+    lines = [{"bits": "W32/A32", names[0]: "full precision", **_figures(whole, table["cost"])}]
+    for row in rows:
+        beside = [value for value in row["p_adalog"] if value is not None]
+        line = {"bits": bits_name(Config.preset(row["bits"])), **dict(zip(names, row["names"], strict=True))}
+        line |= _figures(row, table["cost"])
+        if len(row["seeds"]) < draws:
+            line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} draws)"
+        line["agreement [%]"] = _percent(row["agreement"])
+        line["p, float"] = f"{median(row['p_float']):.2g}"
+        line["p, adalog"] = f"{median(beside):.2g}" if beside else ""
+        line["CPU s"] = f"{row['seconds']['mean']:.0f}"
+        if "gpu_minutes" in row["published"]:
+            line["published GPU min"] = f"{row['published']['gpu_minutes']:g}"
+        lines.append(line)
+    columns = list(dict.fromkeys(("bits", *names, *(column for line in lines for column in line))))
+    columns = [column for column in columns if any(line.get(column) for line in lines)]
+    cells = [columns, ["---"] * len(columns), *([line.get(column, "") for column in columns] for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _figures(told: Mapping[str, Any], with_cost: bool) -> dict[str, str]:
+    """The cells of a row, or of the full-precision model: what was measured, and what is published."""
+    others = told["published"]
+    cells = {"top-1 [%]": _percent(told["top1"]), "published [%]": f"{others['top1']:.2f}" if "top1" in others else ""}
+    if with_cost:
+        for title, field, other, unit, form in _COSTS:
+            value = told[field] if isinstance(told[field], (int, float)) else told[field]["mean"]
+            cells[title] = format(value / 1e6, form)
+            cells[f"published {title}"] = format(others[other] / unit, form) if other in others else ""
+    return cells
+
+
+_COSTS = (("FixOPs [M]", "fixops", "fixops", 1e6, ",.0f"), ("size [MB]", "bytes", "megabytes", 1, ".2f"))
+
+
+def _percent(value: float | Mapping[str, Any]) -> str:
+    if isinstance(value, (int, float)):
+        return f"{100 * value:.2f}"
+    deviation = f" ± {100 * value['std']:.2f}" if len(value["values"]) > 1 else ""
+    return f"{100 * value['mean']:.2f}{deviation}"

@@ -1,0 +1,181 @@
+"""The paper's Tables 1 to 5, A and B: which configurations their rows are, and what is published beside them.
+
+A table is a tuple of rows; a row is a configuration with the words that name it. Every published figure is in
+published.json, with its source and the number of images it was calibrated on.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from adalog.choices import ReleasedSearch, Search
+from adalog.config import Config
+from adalog.methods import METHODS
+
+IMAGES = 32  # calibration images (Sec. 4.1)
+_BITS = ("w4a4", "w3a3", "w6a6")
+# The methods of the published comparison come first, then all others.
+_COMPARED = ("adalog", "repq-vit", "ptq4vit", "apq-vit")
+# 64 values of each of two hyperparameters, the same grid that the alternating search looks at.
+_BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), parents=8)
+_ALTERNATING = Search(strategy="alternating")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table. names: its cells; method: its name in published.json; once: with the first seed only."""
+
+    names: tuple[str, ...]
+    config: Config
+    method: str
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. columns: titles of the rows' names; cost: whether to show FixOPs and size; note: a remark below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    cost: bool = False
+    note: str = ""
+
+
+def _config(bits: str, method: str = "adalog", **changes: Any) -> Config:
+    return replace(Config.preset(bits, method), **changes)
+
+
+def _methods() -> Iterator[Row]:
+    names = [*_COMPARED, *(name for name in METHODS if name not in _COMPARED)]
+    return (Row((name,), _config(bits, name), name, name == "evol-q") for bits in _BITS for name in names)
+
+
+# A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU alone. The paper says the
+# first, but at W4/A4 it prints the figures of the second, which are those of its Table B.
+_QUANTIZERS = (("uniform", "uniform"), ("adalog", "uniform"), ("adalog", "adalog"))
+
+
+def _switches(bits: str, searches: Mapping[str, Search]) -> Iterator[Row]:
+    for softmax, gelu in _QUANTIZERS:
+        for search, choice in searches.items():
+            config = _config(bits, post_softmax=softmax, post_gelu=gelu, search=choice)
+            yield Row((softmax, gelu, search), config, f"{gelu}, {search}")
+
+
+# The published figures come from the released code. There, logarithms after softmax have the scale 1, codes beyond the
+# last one are zero, and log2 and log-sqrt2 after GELU take the scales found for AdaLog.
+_FRAMES = {"ours": "adalog", "released": "adalog-released"}
+
+
+def _after_softmax() -> Iterator[Row]:
+    yield Row(("float", "ours"), _config("w4a4s32"), "float")
+    for bits in ("w4a4", "w4a4s3", "w4a4s2"):
+        for frame, method in _FRAMES.items():
+            for kind in ("uniform", "log2", "log-sqrt2", "adalog"):
+                if (frame, kind) != ("released", "uniform"):  # the released code has no such quantizer
+                    yield Row((kind, frame), _config(bits, method, post_softmax=kind), kind)
+
+
+def _after_gelu() -> Iterator[Row]:
+    for frame, method in _FRAMES.items():
+        for kind in ("uniform", "twin", "log2", "log-sqrt2", "adalog"):
+            offset = "no" if kind in ("uniform", "twin") else "yes"
+            yield Row((kind, offset, frame), _config("w4a4", method, post_gelu=kind), kind)
+
+
+TABLES = {
+    "1": Table("Top-1 by method and bits", ("method",), tuple(_methods())),
+    "2": Table(
+        "AdaLog and FPCS, off and on",
+        ("after softmax", "after GELU", "search"),
+        tuple(row for bits in _BITS[:2] for row in _switches(bits, {"alternating": _ALTERNATING, "FPCS": Search()})),
+    ),
+    "3": Table(
+        "FixOPs and size",
+        ("method",),
+        tuple(Row((name,), _config(bits, name), name) for bits in _BITS[:2] for name in ("adalog", "repq-vit")),
+        cost=True,
+        note="FixOPs of the products, of quantizing and of dequantizing. Logarithmic codes count as the paper's Eq. 10 "
+        "is printed, mantissas that are shifted, and not as the table of integers that runs.",
+    ),
+    "4": Table(
+        "AdaLog off and on, by search alone (no reconstruction)",
+        ("after softmax", "after GELU"),
+        tuple(
+            replace(row, names=row.names[:2], method=row.names[1])
+            for bits in _BITS[:2]
+            for row in _switches(bits, {"FPCS": Search()})
+        ),
+    ),
+    "5": Table(
+        "Searches: what they find and what they take",
+        ("search", "candidates of a pair", "complexity"),
+        (
+            Row(("alternating", "64 + 64", "O(n)"), _config("w3a3", search=_ALTERNATING), "alternating"),
+            Row(("FPCS", "5 x 128 and a walk", "O(pn)"), _config("w3a3"), "FPCS"),
+            Row(("brute force", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute force", True),
+        ),
+        note="FPCS is that of `adalog`, whose steps score a sample of the rows; the others score all of them. "
+        "Alternating and brute force look at the same 64 values of either hyperparameter.",
+    ),
+    "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
+    "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
+}
+
+
+def bits_name(config: Config) -> str:
+    """The bits as the paper writes them, such as W4/A4 or W4/A4/S3."""
+    softmax = "" if config.softmax_bits == config.activation_bits else f"/S{config.softmax_bits}"
+    return f"W{config.weight_bits}/A{config.activation_bits}{softmax}"
+
+
+def plan(names: Sequence[str], images: int = IMAGES) -> dict[Config, Row]:
+    """The configurations of these tables in the order in which they are measured, each with a row that it belongs to.
+
+    Each configuration appears once. Slow ones come last: the released search, and rows with one seed. Raises ValueError
+    for a name that no table has.
+    """
+    found: dict[Config, Row] = {}
+    for name in names:
+        if name not in TABLES:
+            raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
+        for row in TABLES[name].rows:
+            found.setdefault(replace(row.config, images=images), row)
+
+    def slowness(each: tuple[Config, Row]) -> int:
+        return 2 * each[1].once + isinstance(each[0].search, ReleasedSearch)
+
+    return dict(sorted(found.items(), key=slowness))
+
+
+# --- what others have published --------------------------------------------------------------------------------------
+
+
+@cache
+def published() -> dict[str, Any]:
+    """published.json: the timm name of each of the "models", the "figures", and "notes" on what a table leaves open.
+
+    A figure has a table, model, bits, method, measure ("top1" [%], "fixops", "megabytes", "gpu_minutes"), value, number
+    of calibration images (0 if nothing was calibrated) and source.
+    """
+    content: dict[str, Any] = json.loads(resources.files("adalog.study").joinpath("published.json").read_text("utf-8"))
+    return content
+
+
+def find_published(table: str, model: str, bits: str, method: str, images: int) -> dict[str, float]:
+    """Published figures of a row, by measure; none if they were calibrated on another number of images.
+
+    model: as `zoo.load_model` takes it. What follows a dot in a timm name, the tag of the weights, is ignored.
+    """
+    names = {name: short for short, name in published()["models"].items()}
+    short = names.get(model.partition(".")[0])
+    wanted = {"table": table, "model": short, "bits": bits, "method": method, "calibration_images": images}
+    return {
+        figure["measure"]: figure["value"]
+        for figure in published()["figures"]
+        if all(figure[name] == value for name, value in wanted.items())
+    }
