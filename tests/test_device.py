@@ -34,10 +34,11 @@ def test_a_processor_computes_in_its_cache():
 
 def test_a_graphics_card_computes_as_much_as_its_memory_allows(cuda, monkeypatch):
     assert device.usable_memory(CUDA) == 10 << 30
+    assert device.chunk_elements(CUDA) == 10 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 << 30, 80 << 30))
     assert device.chunk_elements(CUDA) == 1 << 26
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 16 << 30))
     assert device.usable_memory(CUDA) == 1 << 30
-    assert device.chunk_elements(CUDA) == 1 << 23
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 << 30)
     assert device.chunk_elements(CUDA) == 1 << 20  # never fewer than on a processor
 

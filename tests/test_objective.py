@@ -226,7 +226,7 @@ def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
     left, right, right_hat = operands((23, 12), (12, tokens))
     error, points = ProductError.of(left, right, right_hat, (0,)), points_of((23, 12), (0,))
     whole = error.loss(rounding_candidates(left, (0,)), points)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: chunk)
     pieces = error.by_rows()
     assert {len(piece.left) for piece in pieces[:-1]} <= {-(-23 // max(1, 276 // chunk))}
     assert torch.equal(torch.cat([piece.left for piece in pieces]), left)
@@ -240,7 +240,7 @@ def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
 
 @every_product
 def test_only_the_rows_of_a_weight_are_sliced(left, right, keep, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     left, right, right_hat = operands(left, right)
     error = ProductError.of(left, right, right_hat, keep)
     assert len(error.by_rows()) == (len(left) if keep == (0,) and left.ndim == 2 else 1)
@@ -263,7 +263,7 @@ BFLOAT16 = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("left", "right", "keep"), BFLOAT16.values(), ids=BFLOAT16)
 def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
     shape = left
     left, right = normal(*left, seed=seed).float(), normal(*right, seed=seed + 10).float()
     error = ProductError.of(left, right, (right * 8).round() / 8, keep)
@@ -285,9 +285,9 @@ def test_bfloat16_only_where_it_is_faster(monkeypatch):
         for dtype in (torch.float64, torch.float32)
     )
     few = ProductError.of(*(each.float() for each in operands((9, 40), (40, 31))))
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: False)
     assert narrow.fast() is narrow
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
     assert wide.fast() is wide
     assert few.fast() is few
     fast = narrow.fast()
@@ -327,7 +327,7 @@ def test_chunks_do_not_change_a_product_error(left, right, keep, monkeypatch):
         return rounding_candidates(left, keep)(part)
 
     whole = error.loss(candidates, points)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     parts = error.loss(candidates, points)
     assert calls == [4, 1, 1, 1, 1]
     torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-13)
@@ -387,7 +387,7 @@ def test_chunks_do_not_change_an_own_error(monkeypatch):
     thresholds = (levels[..., 1:] + levels[..., :-1]) / 2
     own = OwnError(sample)
     whole = own.loss(levels, thresholds)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     assert torch.equal(own.loss(levels, thresholds), whole)
     nearest = (sample[None, :, :, None] - levels[:, :, None]).abs().min(-1).values.square().sum(-1)
     torch.testing.assert_close(whole, nearest, rtol=1e-10, atol=1e-10)
@@ -443,7 +443,7 @@ def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
 @pytest.mark.parametrize("shape", [(1000, 16), (40, 3, 30, 16), (5, 400, 9)])
 def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
     """Of rows, of images with heads, and of the rows of a grouped convolution, which keep a loss a group."""
-    monkeypatch.setattr("adalog.search.objective.CHUNK_ELEMENTS", 1024)
+    monkeypatch.setattr("adalog.search.objective.chunk_elements", lambda _: 1024)
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(shape, generator=generator, dtype=torch.float64)
     lead = shape[:-2]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from adalog.config import ReleasedSearch
+from adalog.device import chunk_elements
 from adalog.quantizers import (
     LogQuantizer,
     Quantizer,
@@ -32,7 +33,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
 )
 from adalog.search.fused import sums, uniform_errors
-from adalog.search.objective import CHUNK_ELEMENTS, Errors, ProductError
+from adalog.search.objective import Errors, ProductError
 from adalog.search.product import Format, Found, Operand, fake_quantize
 from adalog.search.strategies import Loss
 
@@ -188,7 +189,7 @@ class _UniformSpace:
             return self._quantizer(self._grid[0][POINTS - 2])
         values, keep = self.operand.values.double(), self.operand.format.keep
         summed = [dim + 1 for dim in range(values.ndim) if dim not in keep]
-        chunk = max(1, CHUNK_ELEMENTS // values.numel())
+        chunk = max(1, chunk_elements(values.device) // values.numel())
 
         def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
             errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
