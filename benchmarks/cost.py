@@ -29,7 +29,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = timm.create_model(MODEL).eval()
     calibration = Calibration(model, torch.randn(2, *SHAPE))
-    search = Search(init=(4, 2), keep=1, steps=0, rough_rows=0)
+    search = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
     rows = []
     for bits, paper in PAPER.items():
         row = {"bits": bits, "paper": paper and {"fixops": paper[0] * 1e9, "size_bytes": paper[1] * 1e6}}
@@ -41,7 +41,7 @@ def main() -> None:
             found = cost(quantized.program, [SHAPE])
             tables = [each.width for each in quantized.program.quantizers.values() if isinstance(each, LogQuantizer)]
             row |= {
-                "file_bytes": artifact.sizes(artifact.serialise(quantized)),
+                "file_bytes": artifact.sizes(artifact.serialise(quantized.quantized)),
                 "tables": {f"u{width}": tables.count(width) for width in sorted(set(tables))},
                 "as_printed": summary(cost(quantized.program, [SHAPE], as_printed=True)),
             }

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from adalog.config import ReleasedSearch
+from adalog.choices import ReleasedSearch
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
-from adalog.search.product import Found, Operand, fake_quantize
+from adalog.search.operand import Operand
+from adalog.search.product import Found
 
 POINTS = 128  # candidates of a step
 TILE_ELEMENTS = 1 << 19  # of an operand and its output together, more or less
@@ -51,7 +52,7 @@ class Losses:
     """
 
     def __init__(self, operand: Operand, other: Tensor | None = None, other_hat: Tensor | None = None):
-        self.keep, self.evaluated, self.flops = operand.format.keep, 0, 0
+        self.keep, self.evaluated, self.flops = operand.format.own_dims, 0, 0
         values = operand.values.contiguous()
         rows = values.ndim - 2
         columns = 0 if other is None else other.shape[-2]
@@ -129,10 +130,10 @@ class Direct:
         for _ in range(1 if left.is_float or right.is_float else search.rounds):
             for on_left in (activation_first, not activation_first):
                 if on_left and first is not None:
-                    losses = Losses(left, right.values, fake_quantize(right, second))
+                    losses = Losses(left, right.values, right.quantized(second))
                     first = firsts.search(losses, first)
                 elif not on_left and second is not None:
-                    losses = Losses(right, left.values, fake_quantize(left, first))
+                    losses = Losses(right, left.values, left.quantized(first))
                     second = seconds.search(losses, second)
                 else:
                     continue
@@ -191,7 +192,7 @@ class Uniform:
         points = torch.stack(
             [scales.repeat(self.zero_points, 1), zero_points.view(-1, 1).expand(-1, len(groups))], dim=1
         )
-        shape = [self.operand.values.shape[dim] for dim in self.operand.format.keep]
+        shape = [self.operand.values.shape[dim] for dim in self.operand.format.own_dims]
         return points.view(POINTS, 2, *shape), (scales[1] - scales[0]).view(shape)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:

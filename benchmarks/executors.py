@@ -78,7 +78,7 @@ def speed(bits: str, repeats: int) -> dict[str, Any]:
 
     torch.manual_seed(SEED)
     model = timm.create_model("deit_small_patch16_224").eval()
-    short = Search(init=(4, 2), keep=1, steps=0, rough_rows=0)
+    short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
     config = replace(Config.preset(bits), images=2, search=short)
     quantized = Calibration(model, torch.randn(2, 3, 224, 224)).quantize(config)
     compiled = quantized.compile("torch")
@@ -150,7 +150,7 @@ def main(
             found = row(executor, width, tables_of(quantized), logits, rate, fake)
             found["agreement_with_torch"] = float((logits.argmax(1) == by_torch[:count].argmax(1)).double().mean())
             rows.append({**found, "code_flip_fraction": flips(quantized, executor, some)})
-        double, some = deserialise(serialise(quantized)).double(), pictures[:reference_images].double()
+        double, some = deserialise(serialise(quantized.quantized)).double(), pictures[:reference_images].double()
         logits, rate = answers(double.compile("torch"), some)
         found = row("torch", width, tables_of(quantized), logits, rate, answers(double, some)[0])
         rows.append({**found, "code_flip_fraction": flips(double, "torch", some)})

@@ -20,9 +20,10 @@ import torch
 import typer
 
 from adalog import Calibration, Config
+from adalog.calibration.calibration import Searched
 from adalog.inputs import demo
-from adalog.quantize import Searched, sample_images
-from adalog.search.product import search_channels
+from adalog.quantize import sample_images
+from adalog.search.bounds import search_channels
 from adalog.study.doctor import machine
 from publish import RESULTS, publish
 

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from adalog import Calibration, Config
-from adalog.config import RangeSearch, ReleasedSearch, ScaleSearch
-from adalog.quantize import Searched
+from adalog.calibration.calibration import Searched
+from adalog.choices import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.study.doctor import machine
 from publish import RESULTS, publish
@@ -112,9 +112,9 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
     for searched in found:
         name = layer_name(searched)
         ratios[name] = searched.mean_square_error() / content["relative_output_mse"][name]["mse"]
-        sides = {"A_quantizer": searched.found.left, "B_quantizer": searched.found.right}
+        sides = {"A_quantizer": searched.assignment.left, "B_quantizer": searched.assignment.right}
         if searched.sites[0].role not in ("qk", "av"):
-            sides = {"a_quantizer": searched.found.left, "w_quantizer": searched.found.right}
+            sides = {"a_quantizer": searched.assignment.left, "w_quantizer": searched.assignment.right}
         for side, ours in sides.items():
             theirs = content["hyperparameters"].get(f"{name}.{side}", {})
             if ours is not None and "scale" in theirs and "method" in content:

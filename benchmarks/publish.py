@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adalog.artifact import write_whole
+from adalog.files import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -25,7 +25,7 @@ from torch import nn
 import adalog
 from adalog import METHODS, Calibration, Config
 from adalog.inputs.images import Preprocessing, find_images
-from adalog.runtime import quickest
+from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import classify_by_nearest, predict, score
 from adalog.study.tables import kept, p_value, packed

@@ -189,7 +189,7 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
 
 def quantized(model: nn.Module, shape: Sequence[int], bits: str, path: Path) -> dict[str, int]:
     """Write the model's artifact, and tell the widths of its tables."""
-    short = Search(init=(4, 2), keep=1, steps=0, rough_rows=0)
+    short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(SEED))
     made = Calibration(model, noise, seed=SEED).quantize(replace(Config.preset(bits), images=2, search=short))
     made.save(path)

@@ -54,22 +54,24 @@ import adalog
 import golden
 import realbench
 from adalog import Calibration, Config, Search
-from adalog.artifact import write_whole
+from adalog.choices import ReleasedSearch
 from adalog.cli import progress_bar
-from adalog.config import ReleasedSearch
+from adalog.files import write_whole
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
 from adalog.quantize import sample_images
 from adalog.search import released
-from adalog.search.product import Found, Operand, search_product
+from adalog.search.bounds import search_product
+from adalog.search.operand import Operand
+from adalog.search.product import Found
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
 from direct import Direct
 from publish import RESULTS, publish
 
 SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}  # a grid and 5 steps are the released code's 6
-CHEAP = Search(init=(4, 2), keep=1, steps=0, rounds=1)
+CHEAP = Search(init=(4, 2), parents=1, steps=0, rounds=1)
 IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # of --scaling
 BASE = {"images": 32, "width": 192, "points": 128}
 
@@ -331,7 +333,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
     calibration = Calibration(case.model, case.images)
     captured = time.process_time() - start
     operands = calibration.search(replace(config, search=CHEAP))
-    flops = sum(irreducible_flops(searched.left, searched.right) for searched in operands)
+    flops = sum(irreducible_flops(searched.product.left, searched.product.right) for searched in operands)
     return {
         "cpu_seconds": cpu,
         "wall_seconds": wall,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from adalog import METHODS, Calibration, Config
 from adalog.inputs import demo
+from adalog.model import quickest
 from adalog.quantize import sample_images
-from adalog.runtime import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict
 from publish import RESULTS, publish

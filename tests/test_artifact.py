@@ -20,23 +20,18 @@ from safetensors.torch import save as to_bytes
 
 import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
-from adalog.artifact import (
-    FORMAT,
-    KEY,
-    check_writable,
-    decode_quantizer,
-    deserialise,
-    encode_quantizer,
-    inspect,
-    pack,
-    serialise,
-    sizes,
-    unpack,
-    write_whole,
-)
+from adalog.artifact import FORMAT, KEY, deserialise, encode_quantizer, inspect, serialise, sizes
 from adalog.config import ReleasedSearch, ScaleSearch
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
-from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.files import check_writable, write_whole
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.quantizers import (
+    LogQuantizer,
+    QuantizedTensor,
+    SplitUniformQuantizer,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+)
+from adalog.quantizers.codec import decode_quantizer, pack, unpack
 from strategies import bits
 
 # --- packing ---------------------------------------------------------------------------------------------------------
@@ -86,7 +81,7 @@ def test_bits_after_the_last_code_must_be_zero(place):
 
 @pytest.fixture(scope="module")
 def content(quantized):
-    return serialise(quantized)
+    return serialise(quantized.quantized)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +106,7 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
     assert loaded.summary() == quantized.summary()
     assert loaded.float_sites() == []
     assert not loaded.training
-    assert serialise(loaded) == file.read_bytes()
+    assert serialise(loaded.quantized) == file.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +120,7 @@ def test_other_choices_round_trip(calibration, images, fast, name, method):
     choices = Config.preset(name, method)
     config = replace(choices, images=4, search=fast.search)
     model = calibration.quantize(config)
-    loaded = deserialise(serialise(model))
+    loaded = deserialise(serialise(model.quantized))
     assert torch.equal(loaded(images), model(images))
     assert loaded.config == config
 
@@ -141,7 +136,7 @@ def test_twin_quantizers_round_trip(twin, twin_content, images):
         assert quantizer.scale.shape == original.scale.shape == original.negative_scale.shape == ()
         assert torch.equal(quantizer.scale, original.scale)
         assert torch.equal(quantizer.negative_scale, original.negative_scale)
-    assert serialise(loaded) == twin_content
+    assert serialise(loaded.quantized) == twin_content
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +156,7 @@ def test_split_quantizers_round_trip(split, images):
         assert torch.equal(quantizer.scale, original.scale)
         assert torch.equal(quantizer.coarse_scale, original.coarse_scale)
         assert quantizer.sums is original.sums is False
-    assert serialise(loaded) == content
+    assert serialise(loaded.quantized) == content
 
 
 @pytest.mark.parametrize("post_gelu", ["adalog", "twin"])
@@ -169,7 +164,7 @@ def test_released_models_round_trip(calibration, images, post_gelu):
     search = ReleasedSearch(steps=1, rounds=1)
     config = replace(Config.preset("w4a4", "adalog-released"), post_gelu=post_gelu, images=4, search=search)
     model = calibration.quantize(config)
-    loaded = deserialise(serialise(model))
+    loaded = deserialise(serialise(model.quantized))
     assert torch.equal(loaded(images), model(images))
     assert loaded.config == config
 
@@ -177,7 +172,7 @@ def test_released_models_round_trip(calibration, images, post_gelu):
 def test_same_seed_same_bytes(tiniest, images, fast):
     more = torch.cat([images, images.flip(3)])
     first, again, other = (adalog.quantize(tiniest, more, fast, seed=seed) for seed in (0, 0, 1))
-    assert serialise(first) == serialise(again)
+    assert serialise(first.quantized) == serialise(again.quantized)
     assert (first.provenance["seed"], first.provenance["images"]) == (0, 4)
     assert first.provenance["calibration"] != other.provenance["calibration"]
     assert len(first.provenance["calibration"]) == 16
@@ -192,7 +187,7 @@ def test_the_format_is_what_it_was(monkeypatch):
     nodes = (Node("l", FAKE_QUANTIZE, (Ref("x"), "l")), Node("y", "aten.linear.default", (Ref("l"), Ref("w"), None)))
     program = Program(("x",), nodes, Ref("y"), {"w": weight.dequantize()}, {"l": left}, {"w": weight})
     model = QuantizedModel(program, Config(), [], {}, provenance={}, example=[torch.empty(0, 5)])
-    found = serialise(model)
+    found = serialise(model.quantized)
     (length,) = struct.unpack("<Q", found[:8])
     header = json.loads(json.loads(found[8 : 8 + length])["__metadata__"][KEY])
     assert header["quantizers"]["l"] == {
@@ -262,7 +257,7 @@ def test_output_structures_are_stored(images):
 
     torch.manual_seed(0)
     model = Calibration(Outputs(), images).quantize(Config(images=4))
-    expected, actual = model(images), deserialise(serialise(model))(images)
+    expected, actual = model(images), deserialise(serialise(model.quantized))(images)
     assert torch.equal(actual["first"], expected["first"])
     assert isinstance(actual["rest"][0], tuple)
     assert torch.equal(actual["rest"][0][1], expected["rest"][0][1])
@@ -310,7 +305,7 @@ from adalog import artifact
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
 try:
-    artifact.write_whole(Path(sys.argv[1]), bytes(200_000))
+    files.write_whole(Path(sys.argv[1]), bytes(200_000))
 except OSError as error:
     print(error)
 """
@@ -426,17 +421,17 @@ def test_the_command_line_says_that_a_path_cannot_be_written(content, tmp_path):
 def test_a_model_without_inputs_is_not_written(quantized):
     model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {})
     with pytest.raises(ArtifactError, match="made without images has no inputs to tell"):
-        serialise(model)
+        serialise(model.quantized)
 
 
 def test_names_that_do_not_print_are_not_written(quantized, images):
     model = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {"a\nb": ""}, images=[images])
     with pytest.raises(ArtifactError, match=r"the text 'a\\nb' does not print"):
-        serialise(model)
+        serialise(model.quantized)
 
 
 def test_other_precisions_keep_their_inputs_type(quantized, images):
-    double = deserialise(serialise(quantized)).double()
+    double = deserialise(serialise(quantized.quantized)).double()
     loaded = deserialise(serialise(double))
     assert torch.equal(loaded(images.double()), double(images.double()))
     with pytest.raises(ValueError, match=r"of torch\.float64; got"):
@@ -803,7 +798,7 @@ def test_only_weights_round_by_another_scale(quantized):
     def change(header):
         header["quantizers"][name]["rounded_by"] = header["quantizers"][name]["scale"]
 
-    refused(rebuilt(serialise(quantized), change), f"quantizer {name} rounds by another scale")
+    refused(rebuilt(serialise(quantized.quantized), change), f"quantizer {name} rounds by another scale")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -223,9 +223,9 @@ def whole_numbers_only(text):
 @pytest.mark.slow
 def test_images_of_every_size_and_kind_calibrate(place, tmp_path):
     """Larger, smaller, with alpha, of 16 bits, CMYK, grey, and turned: as read the right way, each of them."""
+    from adalog.calibration.calibration import digest
     from adalog.inputs.images import find_images
     from adalog.inputs.zoo import load_model
-    from adalog.model import digest
 
     file = tmp_path / "out.safetensors"
     code, out, err = run(place, *quantize(SMALL, "-o", file, "--json", "-", images=7))

@@ -13,12 +13,13 @@ import direct
 import runtime
 import search as benchmark
 from adalog import Calibration, Config, Search, library
-from adalog.config import ReleasedSearch
+from adalog.calibration.calibration import Searched
+from adalog.choices import ReleasedSearch
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantize import Searched
 from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.search import released
-from adalog.search.product import Format, Found, Operand, fake_quantize
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Found
 
 SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
 
@@ -99,11 +100,11 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, monkeypatch
     left, right, first, second = operands(kind)
     judged = Searched((), left, right, Found(first, second, 0.0), None).mean_square_error()
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
-    of_left = direct.Losses(left, right.values, fake_quantize(right, second))
-    of_right = direct.Losses(right, left.values, fake_quantize(left, first))
+    of_left = direct.Losses(left, right.values, right.quantized(second))
+    of_right = direct.Losses(right, left.values, left.quantized(first))
     for losses, operand, quantizer in ((of_left, left, first), (of_right, right, second)):
         found = losses([quantizer, quantizer])
-        assert list(found.shape[1:]) == [operand.values.shape[dim] for dim in operand.format.keep]
+        assert list(found.shape[1:]) == [operand.values.shape[dim] for dim in operand.format.own_dims]
         assert float(found[0].sum()) / outputs == pytest.approx(judged, rel=1e-5)
         assert torch.equal(found[0], found[1])
         assert (losses.evaluated, losses.flops) == (2, 4 * outputs * left.values.shape[-1])
@@ -113,7 +114,7 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, monkeypatch
 def test_losses_belong_to_their_groups(kind):
     """One group's parameters move no other group's loss, and its own as a product in float64 says."""
     left, right, first, second = operands(kind)
-    other = fake_quantize(left, first)
+    other = left.quantized(first)
     losses = direct.Losses(right, left.values, other)
     scale = second.scale.clone()
     scale.view(-1)[1] *= 1.7
@@ -121,7 +122,7 @@ def test_losses_belong_to_their_groups(kind):
     assert [int(index) for index in torch.nonzero((before != after).flatten())] == [1]
     hat = replace(second, scale=scale).fake_quantize(right.values).double()
     error = hat @ other.double().transpose(-1, -2) - right.values.double() @ left.values.double().transpose(-1, -2)
-    expected = error.square().sum([dim for dim in range(error.ndim) if dim not in right.format.keep])
+    expected = error.square().sum([dim for dim in range(error.ndim) if dim not in right.format.own_dims])
     assert torch.allclose(after, expected, rtol=1e-5)
 
 
@@ -159,8 +160,8 @@ def test_both_released_searches_find_the_same(case):
     for one, other in zip(ours, theirs, strict=True):
         assert one.sites == other.sites
         assert one.mean_square_error() == pytest.approx(other.mean_square_error(), rel=1e-3)
-        if isinstance(one.found.left, LogQuantizer):
-            assert one.found.left.q == other.found.left.q
+        if isinstance(one.assignment.left, LogQuantizer):
+            assert one.assignment.left.q == other.assignment.left.q
     # A float image: weights alone. Else 2 steps for both sides; q first where that is searched.
     linear, softmax, gelu = 2 * 256, 128 + 256, 3 * 128 + 256
     assert counted.candidates == 256 + 7 * linear + softmax + gelu
@@ -172,7 +173,7 @@ def test_both_released_searches_find_the_same(case):
 @pytest.fixture
 def short(monkeypatch):
     """Searches that take no time, and this process's memory as it is."""
-    searches = {"equal": Search(steps=1), "default": Search(init=(4, 2), keep=1, steps=0)}
+    searches = {"equal": Search(steps=1), "default": Search(init=(4, 2), parents=1, steps=0)}
     monkeypatch.setattr(benchmark, "SEARCHES", searches)
     monkeypatch.setattr(benchmark, "keep_memory", lambda: None)
 
@@ -196,7 +197,7 @@ def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
         assert part["float_forwards"] == pytest.approx(part["seconds"]["ours"] / part["floor"]["forward_seconds"])
         assert part["floor"]["over_floor"] > 0
         for searched in found[:3]:
-            best = benchmark.search_product(searched.left, searched.right, benchmark.SEARCHES[kind])
+            best = benchmark.search_product(searched.product.left, searched.product.right, benchmark.SEARCHES[kind])
             ratio = replace(searched, found=best).mean_square_error() / searched.mean_square_error()
             assert rows[searched.sites[0].name]["loss_ratio"] == pytest.approx(ratio)
     softmax, gelu = 128 + 128, 128 + 128 + 128  # q; q and scales; and the other side
@@ -261,7 +262,7 @@ def test_the_whole_model_is_measured(case, monkeypatch):
 @pytest.mark.parametrize("points", benchmark.POINTS)
 def test_every_count_of_candidates_is_a_search(points):
     first = benchmark.first_points(points)
-    assert Search(init=first, keep=points // 8).init[0] * first[1] == points
+    assert Search(init=first, parents=points // 8).init[0] * first[1] == points
 
 
 def test_growth_is_fitted_and_drawn(tmp_path, monkeypatch):

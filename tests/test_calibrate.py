@@ -20,20 +20,13 @@ from adalog.quantizers import (
     log_thresholds,
     uniform_fake_quantize,
 )
-from adalog.search.product import (
-    Format,
-    Found,
-    Operand,
-    minimise,
-    refitted,
-    search_channels,
-    search_own,
-    search_product,
-)
+from adalog.search.bounds import minimise, search_channels, search_own, search_product
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Found, refitted
 from strategies import R, bits, normal, q
 
 SEARCH = Search(rough_rows=0)
-SMALL = Search(init=(8, 4), keep=4, steps=3, rough_rows=0)
+SMALL = Search(init=(8, 4), parents=4, steps=3, rough_rows=0)
 ONE_ROUND = replace(SMALL, rounds=1)
 GELU_OFFSET = 0.1699712
 
@@ -43,13 +36,13 @@ def linear(width=4):
     x, weight = normal(64, 16, seed=1), normal(12, 16, seed=2)
     x[:, 5] *= 0.2
     weight[::3, 5] = 6
-    return Operand(x, Format(width)), Operand(weight, Format(width, keep=(0,)))
+    return Operand(x, Format(width)), Operand(weight, Format(width, own_dims=(0,)))
 
 
 def attention(width=4):
     """Queries and keys, each with a scale a head."""
     heads = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64).view(1, 3, 1, 1)
-    form = Format(width, keep=(1,))
+    form = Format(width, own_dims=(1,))
     return Operand(normal(2, 3, 10, 8, seed=1) * heads, form), Operand(normal(2, 3, 10, 8, seed=2), form)
 
 
@@ -57,13 +50,15 @@ def after_softmax(width=4):
     """Attention and values, which are given transposed."""
     form = Format(width, log2_base=(0, R))
     return Operand((normal(1, 2, 9, 9, seed=1) * 3).softmax(-1), form), Operand(
-        normal(1, 2, 8, 9, seed=2), Format(width, keep=(1,))
+        normal(1, 2, 8, 9, seed=2), Format(width, own_dims=(1,))
     )
 
 
 def after_gelu(width=4):
     form = Format(width, log2_base=(0, R), offset=GELU_OFFSET)
-    return Operand(gelu(normal(64, 16, seed=1) * 2), form), Operand(normal(12, 16, seed=2), Format(width, keep=(0,)))
+    return Operand(gelu(normal(64, 16, seed=1) * 2), form), Operand(
+        normal(12, 16, seed=2), Format(width, own_dims=(0,))
+    )
 
 
 def fixed_base(width=4):
@@ -353,7 +348,7 @@ def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
     code[0, 0] = 0
     values = 0.7 * log_levels(base, R, width, beyond="saturate")[code]
     left = Operand(values, Format(width, log2_base=(0, R)))
-    right = Operand(normal(12, 16, seed=1), Format(8, keep=(0,)))
+    right = Operand(normal(12, 16, seed=1), Format(8, own_dims=(0,)))
     found = search_product(left, right, replace(SEARCH, rounds=1))
     assert isinstance(found.left, LogQuantizer)
     assert abs(found.left.q - base) <= 1
@@ -399,7 +394,7 @@ def padded(form):
     """Patches of which a third is zero padding, and kernels."""
     mask = (torch.arange(16) % 3 > 0).double().expand(64, 16)
     values = gelu(normal(64, 16, seed=1) * 2) * mask
-    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), Format(6, keep=(0,)))
+    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), Format(6, own_dims=(0,)))
 
 
 @pytest.mark.parametrize("form", [Format(4, log2_base=(0, R), offset=GELU_OFFSET), Format(4)], ids=["log", "uniform"])
@@ -537,7 +532,7 @@ def test_ranges_in_deviations_fit_unseen_values_better():
     def lost(parameters):
         return ((uniform_fake_quantize(unseen, *parameters, 8) - unseen).square().mean(0) / scales.square()).mean()
 
-    own = search_own(Operand(seen, Format(8, keep=(1,))), SEARCH)
+    own = search_own(Operand(seen, Format(8, own_dims=(1,))), SEARCH)
     assert lost(search_channels(seen, 8, SEARCH)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
@@ -562,7 +557,7 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     keep = (0,) if w.ndim == 2 else (0, 1)
-    left, right = Operand(x, Format(3)), Operand(w, Format(3, keep=keep))
+    left, right = Operand(x, Format(3)), Operand(w, Format(3, own_dims=keep))
     found = search_product(left, right, replace(SMALL, refit=False))
     quantizer = refitted(left, right, found.left, found.right)
     codes = found.right.quantize(w)
@@ -582,11 +577,11 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
 
 
 def test_the_search_refits_weights_and_nothing_else():
-    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, keep=(1,))) for seed in (1, 2)]
+    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, own_dims=(1,))) for seed in (1, 2)]
     found = search_product(*heads, SMALL)
     assert found.left.rounded_by is None
     assert found.right.rounded_by is None
-    weight = Operand(normal(5, 6, seed=3).float(), Format(4, keep=(0,)))
+    weight = Operand(normal(5, 6, seed=3).float(), Format(4, own_dims=(0,)))
     found = search_product(Operand(normal(50, 6, seed=4).float(), Format(4)), weight, SMALL)
     assert found.left.rounded_by is None
     assert not torch.equal(found.right.rounded_by, found.right.scale)
@@ -595,7 +590,7 @@ def test_the_search_refits_weights_and_nothing_else():
 def test_large_values_in_float16_do_not_overflow():
     """Their squares would: the search and what judges it compute in float32."""
     x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
-    found = search_product(Operand(x, Format(4)), Operand(w, Format(4, keep=(0,))), Search())
-    wide = search_product(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, keep=(0,))), Search())
+    found = search_product(Operand(x, Format(4)), Operand(w, Format(4, own_dims=(0,))), Search())
+    wide = search_product(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, own_dims=(0,))), Search())
     assert bool(torch.isfinite(found.right.scale).all())
     assert abs(found.sqnr - wide.sqnr) < 0.5

@@ -324,9 +324,9 @@ def folder(tmp_path_factory):
     config = Config(3, 3, 3, images=28, search=Search(steps=1))
     quantized = adalog.quantize(loaded.module, images, config)
     quantized.save(folder / "bare.safetensors")
-    quantized.provenance["preprocessing"] = {**dataclasses.asdict(loaded.preprocessing), "size": [9, 8]}
+    quantized.note(preprocessing={**dataclasses.asdict(loaded.preprocessing), "size": [9, 8]})
     quantized.save(folder / "wrong.safetensors")
-    quantized.provenance["preprocessing"] = dataclasses.asdict(loaded.preprocessing)
+    quantized.note(preprocessing=dataclasses.asdict(loaded.preprocessing))
     quantized.save(folder / "out.safetensors")
     with torch.no_grad():
         return folder, torch.tensor(found.labels), quantized(images), loaded.module(images)

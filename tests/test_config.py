@@ -7,16 +7,9 @@ import re
 
 import pytest
 
-from adalog.config import (
-    METHODS,
-    BlockRefinement,
-    Config,
-    Evolution,
-    RangeSearch,
-    ReleasedSearch,
-    ScaleSearch,
-    Search,
-)
+from adalog.choices import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
+from adalog.config import Config
+from adalog.methods import METHODS
 
 BITS_FIELDS = ["weight_bits", "activation_bits", "softmax_bits", "input_bits"]
 
@@ -55,7 +48,7 @@ def test_defaults_are_those_of_the_paper():
     assert search.strategy == "fpcs"
     assert math.prod(search.init) == 128
     assert search.steps == 4
-    assert math.isqrt(math.prod(search.init) // search.keep + 1) == 3  # 3 x 3 - 1 children
+    assert math.isqrt(math.prod(search.init) // search.parents + 1) == 3  # 3 x 3 - 1 children
 
 
 def test_methods_are_choices_of_config():
@@ -69,7 +62,7 @@ def test_methods_are_choices_of_config():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_json_round_trip(method):
-    search = Search(strategy="alternating", init=(8, 8), keep=8, steps=2, rounds=1, rough_rows=0, reach=0.2)
+    search = Search(strategy="alternating", init=(8, 8), parents=8, steps=2, rounds=1, rough_rows=0, reach=0.2)
     preset = Config.preset("w3a5s4", method)
     config = dataclasses.replace(
         preset,
@@ -141,7 +134,7 @@ def test_methods_tell_their_sources_and_choices():
     assert plain["refine"] == {"kind": "blocks"}
     assert METHODS["adalog"].to_json() == {}
     for name, method in METHODS.items():
-        again = Config.from_json(json.dumps(method.to_json()))
+        again = Config.from_json(json.dumps(method.to_json(Config.defaults())))
         assert again == Config.preset("w4a4", name)
 
 
@@ -285,7 +278,7 @@ def test_other_mistakes_are_refused_by_name(field, text):
 
 def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
     config = Config.preset("w3a4s5")
-    kept = dataclasses.replace(config, keep=(("blocks.*", 6), ("*.qkv", 32), ("head", 8)))
+    kept = dataclasses.replace(config, pinned=(("blocks.*", 6), ("*.qkv", 32), ("head", 8)))
     assert Config.from_json(kept.to_json()) == kept
     assert hash(Config.from_json(kept.to_json())) == hash(kept)
     widths = {}
@@ -317,4 +310,4 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
 )
 def test_keep_of_another_form_is_refused(keep, told):
     with pytest.raises(ValueError, match=told):
-        Config(keep=keep)
+        Config(pinned=keep)

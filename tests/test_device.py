@@ -10,7 +10,8 @@ from torch.nn.functional import gelu
 import emulated
 from adalog import Calibration, Search, device
 from adalog.artifact import deserialise, serialise
-from adalog.search.product import Format, Operand, search_product
+from adalog.search.bounds import search_product
+from adalog.search.operand import Format, Operand
 from strategies import R, normal
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -108,12 +109,12 @@ def test_what_is_computed_is_what_the_processor_computes():
 def after_gelu():
     form = Format(4, log2_base=(0, R), offset=0.1699712)
     x, weight = normal(256, 48, seed=1).float(), normal(24, 48, seed=2).float()
-    return Operand(gelu(x * 2), form), Operand(weight, Format(4, keep=(0,)))
+    return Operand(gelu(x * 2), form), Operand(weight, Format(4, own_dims=(0,)))
 
 
 def after_softmax():
     scores, value = normal(4, 2, 17, 17, seed=1).float(), normal(4, 2, 8, 17, seed=2).float()
-    return Operand((scores * 3).softmax(-1), Format(4, log2_base=(0, R))), Operand(value, Format(4, keep=(1,)))
+    return Operand((scores * 3).softmax(-1), Format(4, log2_base=(0, R))), Operand(value, Format(4, own_dims=(1,)))
 
 
 @pytest.mark.xfail(reason="2,710 waits and 2,046 copies: the level tables of each candidate are made on the CPU")

@@ -79,7 +79,7 @@ def test_every_command_is_told():
 def test_the_readme_python_runs(monkeypatch, tmp_path):
     """The five lines, with a search cut short."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    quick = Config(search=Search(init=(8, 4), keep=4, steps=1, rounds=1))
+    quick = Config(search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

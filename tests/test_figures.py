@@ -18,7 +18,7 @@ from torch import nn
 import adalog
 from adalog import Calibration, Config, Search
 from adalog.cli import main
-from adalog.model import LedgerRow
+from adalog.ledger import LedgerRow
 from adalog.quantizers import (
     LogQuantizer,
     SplitUniformQuantizer,
@@ -27,8 +27,9 @@ from adalog.quantizers import (
     log_levels,
     log_thresholds,
 )
+from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
-from adalog.search.product import fake_quantize, minimise
+from adalog.search.product import fake_quantize
 from adalog.search.strategies import brute_force
 from adalog.study import figures, landscape
 from adalog.study.figures import Drawn, Panel, histogram, level_figure, levels_of, rendered, sqnr_figure, thresholds_of
@@ -122,7 +123,7 @@ def test_panels_of_a_calibration(calibration, fast):
     assert torch.equal(panels[1].values, calibration.operand(site.left))
     assert panels[1].lift == pytest.approx(0.16997, abs=1e-5)
     (searched,) = calibration.search(fast, ["blocks.1.mlp.fc2"])
-    assert panels[1].quantizers["mine"] == searched.found.left
+    assert panels[1].quantizers["mine"] == searched.assignment.left
 
 
 def test_panels_of_an_artifact(quantized, images):
@@ -158,7 +159,7 @@ def errors_of(operand, other, other_hat, view):
     losses = torch.empty(view.losses.numel(), dtype=torch.float64)
     wanted = operand.values.double() @ other.double().T
     for index, point in enumerate(torch.cartesian_prod(*view.lines)):
-        hat = fake_quantize(operand, operand.quantizer(point.reshape(len(point), *[1] * len(operand.format.keep))))
+        hat = fake_quantize(operand, operand.quantizer(point.reshape(len(point), *[1] * len(operand.format.own_dims))))
         losses[index] = (hat.double() @ other_hat.double().T - wanted).square().sum()
     return losses.view(view.losses.shape)
 
@@ -169,20 +170,22 @@ def test_a_landscape_is_the_loss(searched, drawn):
     assert left.names == ("q (rounded), of base 2^(q / 37)", "scale")
     assert right.names == ("lower bound", "upper bound")
     hats = [
-        fake_quantize(side, found)
+        side.quantized(found)
         for side, found in zip(
-            (searched.left, searched.right), (searched.found.left, searched.found.right), strict=True
+            (searched.product.left, searched.product.right),
+            (searched.assignment.left, searched.assignment.right),
+            strict=True,
         )
     ]
-    expected = errors_of(searched.left, searched.right.values, hats[1], left.whole)
+    expected = errors_of(searched.product.left, searched.product.right.values, hats[1], left.whole)
     assert torch.allclose(left.whole.losses.double(), expected, rtol=1e-2)
     row = int(right.title.split("row ")[1].split()[0]) - 1
-    power = searched.right.values.square().sum(1)
+    power = searched.product.right.values.square().sum(1)
     assert int((power < power[row]).sum()) == len(power) // 2
-    one = replace(searched.right, values=searched.right.values[row : row + 1])
-    expected = errors_of(one, searched.left.values, hats[0], right.whole)
+    one = replace(searched.product.right, values=searched.product.right.values[row : row + 1])
+    expected = errors_of(one, searched.product.left.values, hats[0], right.whole)
     assert torch.allclose(right.whole.losses.double(), expected, rtol=1e-2)
-    error = ProductError.of(one.values, searched.left.values.T, hats[0].T, (0,))
+    error = ProductError.of(one.values, searched.product.left.values.T, hats[0].T, (0,))
     low, high = one.box(Search().reach)
     _, least = brute_force(lambda points: error.loss_of(one.errors(one.values), points), low, high, sizes=(6, 6))
     assert float(right.whole.losses.min()) == pytest.approx(float(least), rel=1e-5)
@@ -205,14 +208,14 @@ def test_a_path_is_that_of_the_search(searched, drawn):
         assert torch.equal(path.walk[-1], path.final)
         assert ((path.final >= each.near.low) & (path.final <= each.near.high)).all()
         assert path.least <= float(each.whole.losses.min()) * 1.2
-    other = searched.right.values, fake_quantize(searched.right, searched.found.right)
-    error = ProductError.of(searched.left.values, *(value.T for value in other))
-    errors = searched.left.errors(searched.left.values)
+    other = searched.product.right.values, searched.product.right.quantized(searched.assignment.right)
+    error = ProductError.of(searched.product.left.values, *(value.T for value in other))
+    errors = searched.product.left.errors(searched.product.left.values)
 
     def loss(points):
         return error.loss_of(errors, points)
 
-    point = minimise(loss, searched.left, Search(steps=2))
+    point = minimise(loss, searched.product.left, Search(steps=2))
     assert torch.equal(drawn[0].path.final, point.flatten())
     assert drawn[0].path.least == float(loss(point[None]))
 
@@ -223,12 +226,14 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
     left, right = landscape.landscapes(searched, search, size=3)
     assert len(right.path.judged) == 1  # a row of a weight is no sample
     assert [len(points) for points in left.path.steps] == [128, 128]
-    assert len(left.path.judged) == search.keep // 2
+    assert len(left.path.judged) == search.parents // 2
     assert (left.path.judged == left.path.walk[0]).all(1).any()
     error = ProductError.of(
-        searched.left.values, searched.right.values.T, fake_quantize(searched.right, searched.found.right).T
+        searched.product.left.values,
+        searched.product.right.values.T,
+        searched.product.right.quantized(searched.assignment.right).T,
     )
-    losses = error.loss_of(searched.left.errors(searched.left.values), left.path.walk)
+    losses = error.loss_of(searched.product.left.errors(searched.product.left.values), left.path.walk)
     assert (losses.diff() <= 0).all()
     assert losses[-1] < losses[0]
     assert float(losses[-1]) == pytest.approx(left.path.least, rel=1e-4)
@@ -239,7 +244,7 @@ def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatc
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     (wide,) = calibration.search(Config(3, 3, 3, images=4, search=Search(steps=1)), ["blocks.0.mlp.fc1"])
     left, _ = landscape.landscapes(wide, Search(steps=1, rough_rows=64), size=3)
-    hat = fake_quantize(wide.right, wide.found.right)
+    hat = wide.right.quantized(wide.assignment.right)
     error = ProductError.of(wide.left.values, wide.right.values.T, hat.T)
     rows = error.sample(64).left
     assert error.gram
@@ -276,7 +281,7 @@ def test_a_landscape_of_heads_and_one_of_one_hyperparameter(calibration):
 
 
 def test_what_stays_float_has_no_landscape(calibration):
-    config = Config(images=4, keep=(("blocks.0.mlp.fc2", 32),), search=Search(steps=1))
+    config = Config(images=4, pinned=(("blocks.0.mlp.fc2", 32),), search=Search(steps=1))
     assert landscape.landscapes(calibration.search(config, ["blocks.0.mlp.fc2"])[0], Search()) == []
 
 
@@ -443,7 +448,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
     loaded = adalog.inputs.zoo.load_model(f"{folder / 'own.py'}:model")
     images = found.load(loaded.preprocessing)
     quantized = Calibration(loaded.module, images).quantize(Config(3, 3, 3, images=4, search=Search(steps=1)))
-    quantized.provenance["preprocessing"] = adalog.inputs.zoo.asdict(loaded.preprocessing)
+    quantized.note(preprocessing=adalog.inputs.zoo.asdict(loaded.preprocessing))
     quantized.save(file)
     quantized = adalog.load(file)
     drawn, left_out = figures.of_artifact(quantized, "out", None)

@@ -160,7 +160,7 @@ def folder(tmp_path_factory):
             layer = golden.layer_name(site)
             layers[layer] = {"mse": site.mean_square_error()}
             sides = ("A", "B") if layer.endswith(("matmul1", "matmul2")) else ("a",)
-            for side, quantizer in zip(sides, (site.found.left, site.found.right), strict=False):
+            for side, quantizer in zip(sides, (site.assignment.left, site.assignment.right), strict=False):
                 fields = {} if quantizer is None else {"scale": quantizer.scale.flatten().tolist()}
                 if isinstance(quantizer, LogQuantizer):
                     fields["q"] = [quantizer.q]

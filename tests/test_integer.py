@@ -17,9 +17,10 @@ from torch import nn
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
 from adalog.artifact import deserialise, serialise
 from adalog.config import ReleasedSearch, ScaleSearch
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
 from adalog.quantizers import (
     LogQuantizer,
+    QuantizedTensor,
     TwinUniformQuantizer,
     UniformQuantizer,
     integer_levels,
@@ -31,7 +32,9 @@ from adalog.runtime import Compiled, integer, reference, regions
 from adalog.runtime.reference import ENCODE, PRODUCT
 from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
-from adalog.search.product import Format, Operand, output_power, search_product, with_table
+from adalog.search.bounds import search_product
+from adalog.search.operand import Format, Operand
+from adalog.search.product import output_power, with_table
 from strategies import bits, normal, q, seeds
 
 ROOMS = (reference, integer)
@@ -433,7 +436,7 @@ def test_large_products_of_bytes(zero_point, transposed):
 
 
 def test_regions_of_other_types(uncompiled, quantized, images):
-    model = deserialise(serialise(quantized)).compile("torch")
+    model = deserialise(serialise(quantized.quantized)).compile("torch")
     model.compile()
     double = model.double()
     assert double._regions is not None
@@ -534,18 +537,18 @@ def test_rivals_that_have_integers(calibration, images, name):
 
 
 def test_a_loaded_model_compiles_the_same(quantized, images):
-    assert torch.equal(deserialise(serialise(quantized)).compile()(images), quantized.compile()(images))
+    assert torch.equal(deserialise(serialise(quantized.quantized)).compile()(images), quantized.compile()(images))
 
 
 def test_models_of_other_types(quantized, images):
-    double = deserialise(serialise(quantized)).double()
+    double = deserialise(serialise(quantized.quantized)).double()
     fake = double(images.double())
     for executor in PORTABLE:
         found = double.compile(executor)(images.double())
         assert found.dtype == torch.float64
         assert float((found - fake).norm() / fake.norm()) < 1e-10
     with pytest.raises(ArtifactError, match=r"is in torch\.float16: convert"):
-        deserialise(serialise(quantized)).half().compile()
+        deserialise(serialise(quantized.quantized)).half().compile()
 
 
 @pytest.mark.slow
@@ -670,7 +673,7 @@ def test_headrooms_leave_accumulators_in_32_bits():
     width, terms = 7, 6000
     form = Format.power_law("log2", width, Config(), 0.0)
     left = Operand(normal(64, terms).abs().float(), form)
-    right = Operand(normal(8, terms, seed=1).float(), Format(8, keep=(0,)))
+    right = Operand(normal(8, terms, seed=1).float(), Format(8, own_dims=(0,)))
     found = with_table(left, right, search_product(left, right, Search(rounds=1, steps=0)), "u16").left
     assert terms * 255 * int(found.integers().max()) < 2**31
     assert found.headroom < most_headroom(width, 16, table=False)

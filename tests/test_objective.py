@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import adalog.search.objective
 from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
-from adalog.search.objective import OwnError, ProductError, coprime, quantiles, thinned
+from adalog.search.objective import OwnError, ProductError
+from adalog.search.quantiles import coprime, quantiles, thinned
 from strategies import R, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)

@@ -307,12 +307,12 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert [row.site for row in result.ledger] == [row.site for row in wanted.ledger]
     for row, whole in zip(result.ledger, wanted.ledger, strict=True):
         assert row.sqnr == pytest.approx(whole.sqnr, abs=0.01)
-    assert result.ledger[-1].sqnr == found.found.sqnr
+    assert result.ledger[-1].sqnr == found.assignment.sqnr
     assert calibration.judge(found, config).mean_square_error() == found.mean_square_error()
     again = Calibration(model, images, memory=memory)
-    assert artifact.serialise(again.quantize(config)) == artifact.serialise(result)
+    assert artifact.serialise(again.quantize(config)) == artifact.serialise(result.quantized)
     resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
-    assert artifact.serialise(resumed) == artifact.serialise(result)
+    assert artifact.serialise(resumed) == artifact.serialise(result.quantized)
 
 
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from adalog import Calibration
-from adalog.config import METHODS, Config, Search
+from adalog.choices import Search
+from adalog.config import Config
 from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
+from adalog.methods import METHODS
 from adalog.quantizers import (
     LogQuantizer,
     UniformQuantizer,
@@ -26,8 +28,9 @@ from adalog.quantizers import (
     log_tables,
     table_step,
 )
+from adalog.search.bounds import search_product
 from adalog.search.objective import ProductError
-from adalog.search.product import Format, Operand, search_product
+from adalog.search.operand import Format, Operand
 from adalog.search.strategies import Loss, fpcs, grid
 from strategies import R, normal
 
@@ -437,7 +440,7 @@ def test_paper_literally_after_gelu() -> None:
     x_hat = by_logarithm(x, first, 4)
     rows = rows_for(x_hat, rows)
 
-    left, right = Operand(x, Format.power_law("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, keep=(0,)))
+    left, right = Operand(x, Format.power_law("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, own_dims=(0,)))
     found = search_product(left, right, search)
     assert isinstance(found.left, LogQuantizer)
     assert found.right is not None
@@ -452,7 +455,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     assert PAPER.per_head is False
     for searched in calibration.search(replace(PAPER, search=Search(steps=1, reach=0.1))):
         if searched.sites[0].role in ("qk", "av"):
-            quantizers = searched.found.left, searched.found.right
+            quantizers = searched.assignment.left, searched.assignment.right
             assert [quantizer.scale.numel() for quantizer in quantizers if quantizer is not None] == [1, 1]
 
     q, k = normal(2, 2, 5, 4, seed=5), normal(2, 2, 5, 4, seed=6) * 0.3 + 0.1

@@ -235,17 +235,18 @@ def test_a_search_waits_until_there_is_room(size):
 
 MEMORY_SCRIPT = """
 import resource, sys, torch
-from adalog.search.product import Format, Operand, search_product
-from adalog.config import Search
-from adalog.quantize import MEMORY
+from adalog.search.operand import Format, Operand
+from adalog.search.bounds import search_product
+from adalog.choices import Search
+from adalog.calibration.calibration import MEMORY
 torch.set_num_threads(1)
 kind = sys.argv[1]
 width, columns = (256, 64) if kind == "log" else (64, 256)
 x = torch.randn((1 << 25) // max(width, columns), width).abs_()
 form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
-left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, keep=(0,)))
+left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
 small = Operand(x[:64].clone(), form)
-search = Search(init=(4, 2), keep=1, steps=1)
+search = Search(init=(4, 2), parents=1, steps=1)
 search_product(small, right, search)  # what only starting costs
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))

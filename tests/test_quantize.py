@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Search
-from adalog.config import ReleasedSearch
-from adalog.model import digest
-from adalog.search.product import Format, Operand, search_product, with_table
+from adalog.calibration.calibration import digest
+from adalog.choices import ReleasedSearch
+from adalog.search.bounds import search_product
+from adalog.search.operand import Format, Operand
+from adalog.search.product import with_table
 from test_capture import Toy
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
@@ -204,7 +206,7 @@ def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, k
     (site,) = calibration.sites
     values = calibration.operand(site.left).flatten(0, -2)
     form = Format.power_law("adalog", 4, config, -site.left_source.minimum)
-    weight = Operand(model.fc.weight.detach(), Format(4, keep=(0,)))
+    weight = Operand(model.fc.weight.detach(), Format(4, own_dims=(0,)))
     operands = Operand(values, form), weight
     log = with_table(*operands, search_product(*operands, config.search), config.tables)
     assert kind in chosen.left
@@ -359,14 +361,14 @@ def test_the_softmax_has_bits_of_its_own(calibration):
 def test_the_error_of_what_was_found_is_that_of_the_products(calibration):
     """The mean square of each product of the float model minus the same product of fake-quantized operands."""
     for searched in calibration.search(with_bits("w4a4")):
-        left, right = searched.left.values.double(), searched.right.values.double()
-        hats = searched.found.left.fake_quantize(left), searched.found.right.fake_quantize(right)
+        left, right = searched.product.left.values.double(), searched.product.right.values.double()
+        hats = searched.assignment.left.fake_quantize(left), searched.assignment.right.fake_quantize(right)
         error = (hats[0] @ hats[1].mT - left @ right.mT).square().mean().item()
-        if searched.left.mask is None:
+        if searched.product.left.mask is None:
             assert searched.mean_square_error() == pytest.approx(error, rel=1e-3)
         noise = searched.mean_square_error()
         signal = (left @ right.mT).square().mean().item()
-        assert searched.found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
+        assert searched.assignment.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
 
 
 @torch.no_grad()
@@ -384,9 +386,9 @@ def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
             continue
         assert site.mean_square_error() == pytest.approx(before, rel=0.05)
         left, right = site.left.values.double(), site.right.values.double()
-        hat = site.found.left.fake_quantize(left)
+        hat = site.assignment.left.fake_quantize(left)
         hat = hat if site.left.mask is None else torch.where(site.left.mask.bool(), hat, left)
-        error = (hat @ site.found.right.fake_quantize(right).mT - left @ right.mT).square().mean().item()
+        error = (hat @ site.assignment.right.fake_quantize(right).mT - left @ right.mT).square().mean().item()
         assert site.mean_square_error() == pytest.approx(error, rel=1e-3)  # of the patches that do
     noise = Calibration(tiny, torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(9)))
     unseen = [noise.judge(site, config) for site in found]

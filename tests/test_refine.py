@@ -21,7 +21,7 @@ from adalog.calibration.refine import (
     refined,
     scaled,
 )
-from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.graph.program import Ref
 from adalog.graph.rewrite import Placed, built
 from adalog.graph.sites import find_blocks
@@ -176,19 +176,19 @@ def test_evolution_lowers_the_model_s_loss(calibration):
     assert losses[1] < losses[0]
     changed = 0
     for before, now, same in zip(placed, after, again, strict=True):
-        assert now.found.left is before.found.left
-        assert torch.equal(now.found.right.scale, same.found.right.scale)
-        assert torch.equal(now.found.right.zero_point, before.found.right.zero_point)
-        changed += now.found.right is not before.found.right
+        assert now.assignment.left is before.assignment.left
+        assert torch.equal(now.assignment.right.scale, same.assignment.right.scale)
+        assert torch.equal(now.assignment.right.zero_point, before.assignment.right.zero_point)
+        changed += now.assignment.right is not before.assignment.right
         if before.sites[0].role in ("qk", "av"):
-            assert now.found.right is before.found.right
+            assert now.assignment.right is before.assignment.right
         else:
-            assert float((now.found.right.scale - before.found.right.scale).abs().max()) <= 6 * 1e-3
+            assert float((now.assignment.right.scale - before.assignment.right.scale).abs().max()) <= 6 * 1e-3
     assert changed > 0
     model = calibration.quantize(replace(config, refine=choices))
     for row, now in zip(model.ledger, after, strict=True):
         assert model.program.weights.get(f"{row.site}.weight") is None or torch.equal(
-            model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.found.right.scale.flatten()
+            model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.assignment.right.scale.flatten()
         )
 
 

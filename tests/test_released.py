@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from adalog.config import Config, ReleasedSearch
+from adalog.choices import ReleasedSearch
+from adalog.config import Config
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, TwinUniformQuantizer
 from adalog.search import released
 from adalog.search.objective import ProductError
-from adalog.search.product import Format, Operand
+from adalog.search.operand import Format, Operand
 from adalog.search.released import search_channels, search_product
 from strategies import normal
 
@@ -176,24 +177,24 @@ def start_of_heads(values, bits):
 
 def linear(bits):
     x = normal(40, 6, seed=1) * torch.tensor([1, 2, 0.5, 1, 3, 1], dtype=torch.float64) + 0.3
-    return Operand(x, Format(bits)), Operand(normal(3, 6, seed=2), Format(bits, keep=(0,)))
+    return Operand(x, Format(bits)), Operand(normal(3, 6, seed=2), Format(bits, own_dims=(0,)))
 
 
 def after_gelu(bits, kind="adalog"):
     form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
-    return Operand(gelu(normal(40, 6, seed=3) * 2), form), Operand(normal(3, 6, seed=4), Format(bits, keep=(0,)))
+    return Operand(gelu(normal(40, 6, seed=3) * 2), form), Operand(normal(3, 6, seed=4), Format(bits, own_dims=(0,)))
 
 
 def queries(bits):
     spread = torch.tensor([0.3, 2.0], dtype=torch.float64).view(1, 2, 1, 1)
-    form = Format(bits, keep=(1,))
+    form = Format(bits, own_dims=(1,))
     return Operand(normal(3, 2, 5, 4, seed=5) * spread, form), Operand(normal(3, 2, 5, 4, seed=6), form)
 
 
 def after_softmax(bits, kind="adalog"):
     form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), 0.0)
     a = (normal(3, 2, 5, 5, seed=7) * 2).softmax(-1)
-    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), Format(bits, keep=(1,)))
+    return Operand(a, form), Operand(normal(3, 2, 4, 5, seed=8), Format(bits, own_dims=(1,)))
 
 
 def assert_points(quantizer, points):
@@ -363,12 +364,12 @@ def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind
         return torch.randn(shape, generator=generator) * torch.randn(shape[-1], generator=generator).exp()
 
     left = Operand(noise(released._MANY // 128, 128), Format(bits))
-    right = Operand(noise(48, 128), Format(bits, keep=(0,)))
+    right = Operand(noise(48, 128), Format(bits, own_dims=(0,)))
     if kind in ("adalog", "log-sqrt2"):
         form = Format.power_law(kind, bits, Config.preset("w4a4", "adalog-released"), DELTA)
         left = Operand(gelu(left.values), form)
     elif kind in ("qk", "av"):
-        left, right = (Operand(noise(16, 4, 128, 128), Format(bits, keep=(1,))) for _ in range(2))
+        left, right = (Operand(noise(16, 4, 128, 128), Format(bits, own_dims=(1,))) for _ in range(2))
         if kind == "av":
             form = Format.power_law("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
             left = Operand(left.values.softmax(-1), form)

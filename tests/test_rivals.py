@@ -7,21 +7,21 @@ from functools import partial
 
 import pytest
 import torch
+from adalog.search.rivals import search_ranges, search_scales
 from torch import nn
 from torch.nn.functional import gelu
 
 import zoo
 from adalog import Calibration, Config
 from adalog.artifact import deserialise, serialise
-from adalog.config import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.errors import ArtifactError
 from adalog.graph.capture import capture
 from adalog.graph.reparam import fold_linear, fold_norm
 from adalog.graph.sites import find_parts, find_sites
 from adalog.quantizers import FLOAT_BITS, SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.search import rivals
-from adalog.search.product import Format, Operand
-from adalog.search.rivals import search_ranges, search_scales
+from adalog.search.operand import Format, Operand
 from strategies import normal
 
 RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
@@ -84,7 +84,7 @@ SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
 def test_ranges_of_a_linear(shares, bits):
     x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
     search = RangeSearch(percentiles=shares)
-    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,))), search)
+    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))), search)
     s, z = range_of(x, bits, shares)
     close(found.left.scale, [s])
     close(found.left.zero_point, [z])
@@ -98,7 +98,7 @@ def test_the_shares_of_groups_are_their_own():
     """Outliers are clipped where they cost more than they are worth, in one channel and not in the other."""
     x = torch.stack([normal(2000), torch.cat([normal(1990, seed=1) / 50, torch.full((10,), 2.0)])], dim=1)
     search = RangeSearch(percentiles=(1.0, 0.99))
-    operand = Operand(x, Format(3, keep=(1,)))
+    operand = Operand(x, Format(3, own_dims=(1,)))
     found = rivals.own_range(operand, search)
     each = [range_of(x[:, channel], 3, search.percentiles) for channel in range(2)]
     close(found.scale, [s for s, _ in each])
@@ -117,7 +117,7 @@ def test_symmetric_weights(bits):
     """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
     x, weight = normal(20, 8), normal(3, 8, seed=1)
     search = RangeSearch(symmetric_weights=True)
-    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,))), search)
+    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))), search)
     h = 2 ** (bits - 1)
     close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
     assert set(found.right.zero_point.flatten().tolist()) == {h}
@@ -245,7 +245,7 @@ def test_scales_of_a_linear(metric, labels):
     search = ScaleSearch(metric=metric, **FEW)
     parts = None if labels is None else torch.tensor(labels)
     groups = labels or [0, 1, 2, 3]
-    operands = Operand(x, Format(bits)), Operand(weight, Format(bits, keep=(0,)))
+    operands = Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))
     found = search_scales("linear", *operands, search, weights if metric == "hessian" else None, parts)
 
     output = x @ weight.T
@@ -279,7 +279,7 @@ def test_scales_of_queries_and_keys_by_head(metric):
     bits, q, k = 4, normal(2, 3, 7, 5), normal(2, 3, 7, 5, seed=1) * 3
     weights = normal(2, 3, 7, 7, seed=2).square()
     search = ScaleSearch(metric=metric, **FEW)
-    form = Format(bits, keep=(1,))
+    form = Format(bits, own_dims=(1,))
     found = search_scales("qk", Operand(q, form), Operand(k, form), search, weights)
     for head in range(3):
         a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
@@ -339,7 +339,7 @@ def test_twin_scales_after_gelu():
     bits, x, weight = 4, gelu(normal(50, 8) * 2), normal(3, 8, seed=1)
     search = ScaleSearch(metric="squared", **FEW)
     delta = 0.16997
-    operands = Operand(x, Format(bits, twin=True, offset=delta)), Operand(weight, Format(bits, keep=(0,)))
+    operands = Operand(x, Format(bits, twin=True, offset=delta)), Operand(weight, Format(bits, own_dims=(0,)))
     found = search_scales("linear", *operands, search, None, torch.zeros(3, dtype=torch.int64))
     h = 2 ** (bits - 1)
 
@@ -378,7 +378,7 @@ def test_float_operands_stay(search):
     x, weight = normal(20, 4), normal(3, 4, seed=1)
     find = search_ranges if isinstance(search, RangeSearch) else search_scales
     for bits in ((FLOAT_BITS, 4), (4, FLOAT_BITS), (FLOAT_BITS, FLOAT_BITS)):
-        found = find("linear", Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], keep=(0,))), search)
+        found = find("linear", Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], own_dims=(0,))), search)
         assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
     assert found.sqnr == math.inf
 
@@ -387,10 +387,10 @@ def test_float_operands_stay(search):
 def test_samples_leave_the_best_candidates(metric):
     """Of many rows, or images, some choose which candidates are scored on all."""
     x, weight = normal(1300, 8).float(), normal(6, 8, seed=1).float()
-    form = Format(3, keep=(1,))
+    form = Format(3, own_dims=(1,))
     q, k = normal(33, 2, 7, 5).float(), normal(33, 2, 7, 5, seed=1).float()
     for role, left, right, size in (
-        ("linear", Operand(x, Format(3)), Operand(weight, Format(3, keep=(0,))), (1300, 6)),
+        ("linear", Operand(x, Format(3)), Operand(weight, Format(3, own_dims=(0,))), (1300, 6)),
         ("qk", Operand(q, form), Operand(k, form), (33, 2, 7, 7)),
     ):
         weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
@@ -405,7 +405,7 @@ def test_samples_leave_the_best_candidates(metric):
 def test_a_zero_operand_keeps_finite_scales():
     zero = torch.zeros(6, 4)
     for search, find in ((RangeSearch(), search_ranges), (ScaleSearch(metric="cosine", **FEW), search_scales)):
-        found = find("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, keep=(0,))), search)
+        found = find("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, own_dims=(0,))), search)
         for side in (found.left, found.right):
             assert bool((side.scale > 0).all())
             assert not side.fake_quantize(zero[:3]).any()
@@ -487,7 +487,7 @@ def test_every_family_is_quantized_and_stored(calibrations, family, method):
         convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
         assert [row.site for row in model.ledger if row.left == "float"] == convs
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model))
+    stored = deserialise(serialise(model.quantized))
     with torch.no_grad():
         outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
@@ -509,7 +509,7 @@ def test_every_width_is_quantized(calibrations, bits, method):
     widths = {int(kind.split("-")[0]) for kind in kinds if kind != "float"}
     allowed = {config.weight_bits, config.activation_bits, config.softmax_bits, config.input_bits} - {FLOAT_BITS}
     assert widths <= allowed
-    assert deserialise(serialise(model)).config == config
+    assert deserialise(serialise(model.quantized)).config == config
 
 
 class Convolutional(nn.Module):
@@ -532,7 +532,7 @@ def test_grouped_convolutions(method):
     model = Calibration(Convolutional().eval(), images).quantize(brief(method))
     assert {row.site for row in model.ledger} == {"stem", "grouped", "depthwise", "head"}
     assert all(row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model))
+    stored = deserialise(serialise(model.quantized))
     assert torch.equal(stored(images), model(images))
 
 
@@ -550,7 +550,7 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
             found = {row.left for row in model.ledger if row.source == "gelu"}
             assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
         assert all(row.sqnr > 3 for row in model.ledger)
-        assert deserialise(serialise(model)).config == config
+        assert deserialise(serialise(model.quantized)).config == config
 
 
 def test_methods_fold_as_they_say(calibrations):
@@ -567,8 +567,8 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
     x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
     ratio, beta, shared = rivals.share_channels(x, 4, config.search)
-    assert torch.equal(found.found.left.scale, shared.scale)
-    assert torch.equal(found.found.left.zero_point, shared.zero_point)
+    assert torch.equal(found.assignment.left.scale, shared.scale)
+    assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
     assert torch.equal(found.left.values, x / ratio - beta)
 
 
@@ -579,7 +579,7 @@ def test_released_zero_points_are_refused_by_files(calibrations):
     model = calibrations("timm_vit").quantize(config)
     assert bool(torch.isfinite(model(zoo.IMAGES)).all())
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
-        serialise(model)
+        serialise(model.quantized)
 
 
 # --- seen in order ---------------------------------------------------------------------------------------------------
@@ -607,18 +607,19 @@ def test_operands_are_seen_behind_what_is_quantized():
     assert [len(found[name].sites) for name in ("a", "b")] == [1, 2]
 
     normed = model.norm(x).detach()
-    channels = rivals.own_range(Operand(normed, Format(4, keep=(1,))), config.search)
-    rows = rivals.own_range(Operand(model.a.weight.detach(), Format(4, keep=(0,))), config.search)
+    channels = rivals.own_range(Operand(normed, Format(4, own_dims=(1,))), config.search)
+    rows = rivals.own_range(Operand(model.a.weight.detach(), Format(4, own_dims=(0,))), config.search)
     behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
     expected = rivals.own_range(Operand(behind, Format(4)), config.search)
-    torch.testing.assert_close(found["b"].found.left.scale, expected.scale)
-    assert float(found["b"].found.left.zero_point) == float(expected.zero_point)
+    torch.testing.assert_close(found["b"].assignment.left.scale, expected.scale)
+    assert float(found["b"].assignment.left.zero_point) == float(expected.zero_point)
     plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
-    assert not torch.allclose(plain.found.left.scale, expected.scale)
+    assert not torch.allclose(plain.assignment.left.scale, expected.scale)
     # The weight of a folded norm is chosen anew.
     folded = model.a.weight.detach() * found["a"].fold[0]
     torch.testing.assert_close(
-        found["a"].found.right.scale, rivals.own_range(Operand(folded, Format(4, keep=(0,))), config.search).scale
+        found["a"].assignment.right.scale,
+        rivals.own_range(Operand(folded, Format(4, own_dims=(0,))), config.search).scale,
     )
     # What is judged is the error on float inputs.
     assert torch.equal(found["b"].left.values, calibration.operand(calibration.sites[1].left))
@@ -637,8 +638,8 @@ def test_gradients_weight_the_errors_of_their_own_rows():
     found = {searched.sites[0].name: searched for searched in calibration.search(config)}["2"]
     gradient = probe.square() / probe.square().mean()
     again = search_scales("linear", found.left, found.right, config.search, gradient, torch.zeros(4, dtype=torch.int64))
-    assert torch.equal(found.found.left.scale, again.left.scale)
-    assert torch.equal(found.found.right.scale, again.right.scale)
+    assert torch.equal(found.assignment.left.scale, again.left.scale)
+    assert torch.equal(found.assignment.right.scale, again.right.scale)
     loud = replace(found.left, values=torch.cat([found.left.values[:20], found.left.values[20:] * 9]))
     assert float(search_scales("linear", loud, found.right, config.search).left.scale) > float(again.left.scale)
 
@@ -663,4 +664,4 @@ def test_gradients_are_thinned_as_operands_are():
             scales = (getattr(each.found, side).scale for each in (part, whole))
             torch.testing.assert_close(*scales, rtol=0.15, atol=0)
         unweighted = search_scales("linear", part.left, part.right, config.search)
-        assert float(unweighted.left.scale) > 1.5 * float(part.found.left.scale)
+        assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)

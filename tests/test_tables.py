@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from adalog import Calibration, Config, DataError, Search
+from adalog.choices import RangeSearch
 from adalog.cli import main
-from adalog.config import RangeSearch
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
 from adalog.study import tables
@@ -146,7 +146,7 @@ def two_tables(monkeypatch):
         Row(("percentile",), quick("percentile"), "repq-vit"),
         Row(("symmetric",), symmetric, "evol-q", once=True),
     )
-    quickest = Search(init=(4, 2), keep=1, steps=0, rounds=1)
+    quickest = Search(init=(4, 2), parents=1, steps=0, rounds=1)
     other = (rows[0], Row(("searched",), quick("uniform", search=quickest, **own), "twin"))
     found = {"1": Table("one", ("method",), rows), "B": Table("other", ("how",), other, cost=True)}
     monkeypatch.setattr(tables, "TABLES", found)
@@ -193,7 +193,7 @@ def test_rows_are_measured_as_evaluate_does(bench, two_tables):
 def test_fixops_are_counted_as_the_papers_are(bench):
     """Not by the tables of integers, whose wider products stand in no published figure."""
     calibration = Calibration(bench.model.module, bench.sample(4, 0, 1))
-    model = calibration.quantize(quick("adalog", search=Search(init=(4, 2), keep=1, steps=0, rounds=1), images=4))
+    model = calibration.quantize(quick("adalog", search=Search(init=(4, 2), parents=1, steps=0, rounds=1), images=4))
     assert any(getattr(each, "width", 0) for each in model.program.quantizers.values())
     printed, runs = (cost(model.program, [bench.shape], as_printed=way) for way in (True, False))
     ways = sum(printed.by_role()[role].fixops for role in ("quantize", "dequantize"))

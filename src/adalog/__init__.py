@@ -2,13 +2,15 @@
 
 __version__ = "0.1.0"
 
-from adalog.artifact import load
-from adalog.config import METHODS, Config, Search
+from adalog.calibration.calibration import Calibration
+from adalog.choices import Search
+from adalog.config import Config
 from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing
-from adalog.model import QuantizedModel
-from adalog.quantize import Calibration, quantize
+from adalog.methods import METHODS
+from adalog.model import QuantizedModel, load
+from adalog.quantize import quantize
 
 __all__ = [
     "METHODS",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program, Ref, map_refs
-from adalog.search.objective import coprime
+from adalog.search.quantiles import coprime
 
 LEAST_ROWS = 1024  # that are left of a value, or all where it has fewer
 

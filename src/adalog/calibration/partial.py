@@ -1,19 +1,19 @@
-"""The finished searches of a calibration in a file, a line each, so that one that was killed goes on where it was."""
+"""The finished searches of a calibration in a file, one line each, from which a killed calibration goes on."""
 
 import json
+import math
 import os
+from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.artifact import decode_quantizer, encode_quantizer, write_error
 from adalog.errors import ArtifactError, DataError
-from adalog.quantizers import Quantizer
-from adalog.search.product import Found
-
-Fold = tuple[Tensor, Tensor] | None
+from adalog.files import write_error
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer
+from adalog.quantizers.codec import check_shape, decode_quantizer, pack, unpack
 
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,7 +28,7 @@ class Partial:
 
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
-        self._found: dict[str, tuple[Found, Fold]] = {}
+        self._found: dict[str, Assignment] = {}
         header = {"searches": fingerprint}
         try:
             content = path.read_bytes() if path.exists() else b""
@@ -50,14 +50,13 @@ class Partial:
         if not lines:
             self._append(header)
 
-    def get(self, name: str) -> tuple[Found, Fold] | None:
-        """What was found for the site of this name, and its norm's fold."""
+    def get(self, name: str) -> Assignment | None:
+        """What was found for the site of this name."""
         return self._found.get(name)
 
-    def add(self, name: str, found: Found, fold: Fold) -> None:
-        folded = None if fold is None else [_plain(part) for part in fold]
-        sides = {"left": _fields(found.left), "right": _fields(found.right)}
-        self._append({"name": name, **sides, "sqnr": float(found.sqnr), "fold": folded})
+    def add(self, name: str, assignment: Assignment) -> None:
+        """Write what was found for the site of this name."""
+        self._append({"name": name, **assignment_json(assignment)})
 
     def _append(self, line: Any) -> None:
         try:
@@ -69,13 +68,26 @@ class Partial:
             raise write_error(self.path, cause) from cause
 
 
-def _read(line: dict[str, Any]) -> tuple[str, tuple[Found, Fold]]:
+def assignment_json(assignment: Assignment) -> dict[str, Any]:
+    """An assignment as JSON, every number to the bit."""
+    fold = assignment.fold
+    return {
+        "left": _fields(assignment.left),
+        "right": _fields(assignment.right),
+        "sqnr": float(assignment.sqnr),
+        "fold": None if fold is None else [_plain(fold.ratio), _plain(fold.beta)],
+    }
+
+
+def _read(line: dict[str, Any]) -> tuple[str, Assignment]:
     name, sqnr = line["name"], line["sqnr"]
     if not isinstance(name, str) or not isinstance(sqnr, float):
         raise TypeError(f"the name {name!r} has the SQNR {sqnr!r}")
-    found = Found(_quantizer(name, line["left"]), _quantizer(name, line["right"]), sqnr)
-    fold = None if line["fold"] is None else (_tensor(line["fold"][0]), _tensor(line["fold"][1]))
-    return name, (found, fold)
+    fold = None if line["fold"] is None else Fold(_tensor(line["fold"][0]), _tensor(line["fold"][1]))
+    left, right = _side(name, line["left"]), _side(name, line["right"])
+    if isinstance(left, QuantizedTensor):
+        raise TypeError(f"the left operand of {name!r} has codes")
+    return name, Assignment(left, right, fold, sqnr)
 
 
 def _dtype_name(value: Tensor) -> str:
@@ -90,9 +102,25 @@ def _tensor(plain: dict[str, Any]) -> Tensor:
     return torch.tensor(plain["values"], dtype=_DTYPES[plain["dtype"]]).reshape(plain["shape"])
 
 
-def _fields(quantizer: Quantizer | None) -> dict[str, Any] | None:
-    return None if quantizer is None else {"dtype": _dtype_name(quantizer.scale), **encode_quantizer(quantizer)}
+def _fields(side: Quantizer | QuantizedTensor | None) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    if isinstance(side, Quantizer):
+        return {"dtype": _dtype_name(side.scale), **side.fields()}
+    packed = pack(side.codes, side.bits).numpy().tobytes()
+    codes = {"shape": list(side.codes.shape), "packed": b64encode(packed).decode("ascii")}
+    return {"dtype": _dtype_name(side.quantizer.scale), **side.quantizer.fields(), "codes": codes}
 
 
-def _quantizer(name: str, fields: dict[str, Any] | None) -> Quantizer | None:
-    return None if fields is None else decode_quantizer(name, fields, _DTYPES[fields["dtype"]])
+def _side(name: str, fields: dict[str, Any] | None) -> Quantizer | QuantizedTensor | None:
+    if fields is None:
+        return None
+    quantizer = decode_quantizer(name, fields, _DTYPES[fields["dtype"]])
+    if "codes" not in fields:
+        return quantizer
+    if not isinstance(quantizer, UniformQuantizer):
+        raise TypeError(f"the codes of {name!r} are those of a {quantizer.kind} quantizer")
+    shape = fields["codes"]["shape"]
+    check_shape(name, shape)
+    packed = torch.frombuffer(bytearray(b64decode(fields["codes"]["packed"], validate=True)), dtype=torch.uint8)
+    return QuantizedTensor(unpack(packed, quantizer.bits, math.prod(shape)).reshape(shape), quantizer)

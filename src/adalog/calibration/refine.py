@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from adalog.config import BlockRefinement, Evolution, Refinement
+from adalog.choices import BlockRefinement, Evolution, Refinement
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref, leaves_of, map_refs
-from adalog.graph.rewrite import Placed, built
+from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import Block, find_blocks
-from adalog.quantizers import MAX_BITS, Quantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, Quantizer, UniformQuantizer
 
-Quantizers = list[Quantizer | None]
+Weight = UniformQuantizer | QuantizedTensor
+Quantizers = list[Quantizer | QuantizedTensor | None]
 
 
 def refined(
     program: Program,
     images: Sequence[Tensor],
-    placed: Sequence[Placed],
+    placed: Assigned,
     choices: Refinement,
     gradients: Mapping[str, Tensor],
     seed: int,
-) -> list[Placed]:
+) -> list[tuple[SiteGroup, Assignment]]:
     """What was found for a float program, with other scales. gradients: squared, by each block's output (blockwise)."""
     if isinstance(choices, Evolution):
         return _evolved(program, images, placed, choices, torch.Generator().manual_seed(seed))
@@ -46,10 +47,10 @@ def refined(
 def _evolved(
     program: Program,
     images: Sequence[Tensor],
-    placed: Sequence[Placed],
+    placed: Assigned,
     choices: Evolution,
     generator: torch.Generator,
-) -> list[Placed]:
+) -> list[tuple[SiteGroup, Assignment]]:
     """Blocks from the last to the first, in each pass; a block's individuals are the scales of its weights.
 
     What a block is given hangs on none of those behind it: one run a pass serves all its blocks, whose mutants run from
@@ -59,26 +60,28 @@ def _evolved(
     blocks = find_blocks(program)
     current, least = list(placed), None
     for _ in range(choices.passes):
-        given, numbers = _block_inputs(built(program, current), images, blocks)
+        given, numbers = _block_inputs(rewritten(program, current), images, blocks)
         for block in reversed(blocks):
             weights = {
-                index: each.found.right
-                for index, each in enumerate(current)
-                if each.sites[0].node.name in block.nodes and each.sites[0].role in ("linear", "conv")
+                index: assignment.right
+                for index, (group, assignment) in enumerate(current)
+                if group.first.node.name in block.nodes and group.first.role in ("linear", "conv")
             }
-            start = {index: each for index, each in weights.items() if isinstance(each, UniformQuantizer)}
+            start = {
+                index: each for index, each in weights.items() if isinstance(each, (UniformQuantizer, QuantizedTensor))
+            }
             if not start:
                 continue
             put = partial(_with_weights, current, list(start))
 
             def loss(
-                quantizers: list[UniformQuantizer],
-                put: Callable[..., list[Placed]] = put,
+                quantizers: list[Weight],
+                put: Callable[..., list[tuple[SiteGroup, Assignment]]] = put,
                 block: Block = block,
                 inputs: Sequence[Tensor] = _inputs(program, images, block, given),
                 numbers: Mapping[str, int] = numbers,
             ) -> float:
-                whole = built(program, put(quantizers))
+                whole = rewritten(program, put(quantizers))
                 outputs = _first_output(_between(whole, block.value_in, whole.output, numbers).run(inputs))
                 return info_nce(outputs, wanted, choices.temperature)
 
@@ -88,12 +91,13 @@ def _evolved(
 
 
 def _with_weights(
-    placed: Sequence[Placed], indices: Sequence[int], quantizers: Sequence[UniformQuantizer]
-) -> list[Placed]:
+    placed: Assigned, indices: Sequence[int], quantizers: Sequence[Weight]
+) -> list[tuple[SiteGroup, Assignment]]:
     changed = list(placed)
     for index, quantizer in zip(indices, quantizers, strict=True):
-        if quantizer is not changed[index].found.right:
-            changed[index] = replace(changed[index], found=replace(changed[index].found, right=quantizer))
+        group, assignment = changed[index]
+        if quantizer is not assignment.right:
+            changed[index] = group, replace(assignment, right=quantizer)
     return changed
 
 
@@ -103,12 +107,12 @@ def _first_output(output: Any) -> Tensor:
 
 
 def evolve(
-    loss: Callable[[list[UniformQuantizer]], float],
-    start: list[UniformQuantizer],
+    loss: Callable[[list[Weight]], float],
+    start: list[Weight],
     choices: Evolution,
     generator: torch.Generator,
     least: float | None = None,
-) -> tuple[float, list[UniformQuantizer]]:
+) -> tuple[float, list[Weight]]:
     """The best of a population that starts as copies of one individual, after so many cycles, and its loss.
 
     Each cycle draws samples with replacement, mutates the best of them, and drops the worst of all. least: the loss of
@@ -123,8 +127,14 @@ def evolve(
     return population[0]
 
 
-def mutated(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
-    """With every scale moved by at most the radius, and never zero."""
+def mutated(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
+    """With every scale moved by at most the radius, and never zero; codes that are chosen already stay."""
+    if isinstance(weight, QuantizedTensor):
+        return replace(weight, quantizer=_moved(weight.quantizer, radius, generator))
+    return _moved(weight, radius, generator)
+
+
+def _moved(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
     if radius is None:
         radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
     moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
@@ -144,10 +154,10 @@ def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
 def _refined_blocks(
     program: Program,
     images: Sequence[Tensor],
-    placed: Sequence[Placed],
+    placed: Assigned,
     choices: BlockRefinement,
     gradients: Mapping[str, Tensor],
-) -> list[Placed]:
+) -> list[tuple[SiteGroup, Assignment]]:
     """Each block by itself, on what the float network gives it, with those of its sites that no norm was folded for."""
     current = list(placed)
     blocks = find_blocks(program)
@@ -155,35 +165,35 @@ def _refined_blocks(
     for block in blocks:
         indices = [
             index
-            for index, each in enumerate(current)
-            if {site.node.name for site in each.sites} <= set(block.nodes) and each.fold is None
+            for index, (group, assignment) in enumerate(current)
+            if {site.node.name for site in group.sites} <= set(block.nodes) and assignment.fold is None
         ]
         if not indices or block.value_out not in gradients:
             continue
         alone = _between(program, block.value_in, Ref(block.value_out), numbers)
         given = _inputs(program, images, block, inputs)
         wanted = alone.run(given)
-        start: Quantizers = [side for index in indices for side in _sides(current[index])]
+        start: Quantizers = [side for index in indices for side in _sides(current[index][1])]
         # Whatever attention is found to weigh most is to stay as it is.
-        fixed = [stays for index in indices for stays in (False, current[index].sites[0].left_source.kind == "softmax")]
+        fixed = [stays for index in indices for stays in (False, current[index][0].first.left_source.kind == "softmax")]
         put = partial(_with_sides, [current[index] for index in indices])
 
         def near(
             best: Quantizers,
             index: int,
-            put: Callable[..., list[Placed]] = put,
+            put: Callable[..., list[tuple[SiteGroup, Assignment]]] = put,
             alone: Program = alone,
             given: Sequence[Tensor] = given,
             wanted: Tensor = wanted,
             weights: Tensor = gradients[block.value_out],
         ) -> Callable[[Quantizers], float]:
             state = put(best)
-            whole = built(alone, state)
-            known = _read_by(whole, {site.node.name for site in state[index // 2].sites})
+            whole = rewritten(alone, state)
+            known = _read_by(whole, {site.node.name for site in state[index // 2][0].sites})
             values = replace(whole, output=[Ref(name) for name in known]).pruned().run(given)
 
             def loss(quantizers: Quantizers) -> float:
-                rest = _resumed(built(alone, put(quantizers)), known)
+                rest = _resumed(rewritten(alone, put(quantizers)), known)
                 return largest_errors(rest.run([*given, *values]) - wanted, weights, choices.eliminated)
 
             return loss
@@ -193,15 +203,15 @@ def _refined_blocks(
     return current
 
 
-def _sides(placed: Placed) -> Quantizers:
-    return [placed.found.right, placed.found.left]
+def _sides(assignment: Assignment) -> Quantizers:
+    return [assignment.right, assignment.left]
 
 
-def _with_sides(placed: Sequence[Placed], quantizers: Quantizers) -> list[Placed]:
+def _with_sides(placed: Assigned, quantizers: Quantizers) -> list[tuple[SiteGroup, Assignment]]:
     changed = []
-    for each, right, left in zip(placed, quantizers[::2], quantizers[1::2], strict=True):
-        same = right is each.found.right and left is each.found.left
-        changed.append(each if same else replace(each, found=replace(each.found, left=left, right=right)))
+    for (group, assignment), right, left in zip(placed, quantizers[::2], quantizers[1::2], strict=True):
+        same = right is assignment.right and left is assignment.left
+        changed.append((group, assignment if same else replace(assignment, left=left, right=right)))  # type: ignore[arg-type]
     return changed
 
 
@@ -286,18 +296,11 @@ def refine_block(
             least = loss(best) if least is None else least
             for factor in factors:
                 tried = list(best)
-                tried[index] = scaled(quantizer, factor)
+                tried[index] = quantizer.scaled(factor)
                 found = loss(tried)
                 if found < least:
                     best, least = tried, found
     return best
-
-
-def scaled(quantizer: Quantizer, factor: float) -> Quantizer:
-    """With a scale that is so many times as large; of a twin quantizer both."""
-    if isinstance(quantizer, TwinUniformQuantizer):
-        return quantizer.map(lambda scale: scale * factor)
-    return replace(quantizer, scale=quantizer.scale * factor)
 
 
 def largest_errors(error: Tensor, weights: Tensor, eliminated: float) -> float:

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from typer.core import TyperGroup
 
 import adalog
-from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact
+from adalog import METHODS, AdalogError, Calibration, Config, DataError, QuantizedModel, artifact, files
 from adalog.cli import views
 from adalog.errors import printable
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images, find_support
+from adalog.model import quickest
 from adalog.quantize import sample_images
-from adalog.runtime import EXECUTORS, Compiled, quickest
+from adalog.runtime import EXECUTORS, Compiled
 from adalog.runtime.vectors import vectors
 from adalog.study import figures, tables
 from adalog.study.bench import FAKE, bench, executors_here
@@ -170,7 +171,7 @@ def emit_json(result: Any, target: str | None) -> None:
     if target == "-":
         say(text)
         return
-    artifact.write_whole(Path(target), f"{text}\n".encode())
+    files.write_whole(Path(target), f"{text}\n".encode())
 
 
 def source_of(target: str | None) -> str | None:
@@ -190,7 +191,7 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
     used = {os.path.realpath(path) for path in reads if path is not None}
     for path in paths:
         if path is not None and path != "-":
-            artifact.check_writable(Path(path))
+            files.check_writable(Path(path))
             if os.path.realpath(path) in used:
                 raise DataError(f"{path} is an input, or an output of another kind: choose another file")
             used.add(os.path.realpath(path))
@@ -271,14 +272,14 @@ def demo_command(
             start = time.perf_counter()
             watch = _site_progress(progress, part, f"{config.bits} {method}")
             quantized = calibration.quantize(config, watch, jobs=jobs)
-            quantized.provenance["preprocessing"] = dataclasses.asdict(zoo.DEMO_PREPROCESSING)
+            quantized.note(preprocessing=dataclasses.asdict(zoo.DEMO_PREPROCESSING))
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)
             if method == "adalog":
                 count = quantized.save(out / f"demo-{config.bits}.safetensors")
             else:
-                count = len(artifact.serialise(quantized))
+                count = len(artifact.serialise(quantized.quantized))
             row = {"bits": config.bits, "method": method, "top1": share(result.top1), "agreement": result.agreement}
             rows.append({**row, "bytes": count, "seconds": round(seconds, 3), "executor": executor})
             table.add_row(
@@ -295,7 +296,7 @@ def demo_command(
         progress.update(part, description="figure")
         panels = figures.histogram_panels(calibration, dict(plans[-len(names) :]))
         drawn = figures.level_figure(panels, f"Levels at {plans[-1][1].bits}")
-        artifact.write_whole(out / "levels.png", figures.rendered(drawn, "png", figures.CAPTIONS["histograms"]))
+        files.write_whole(out / "levels.png", figures.rendered(drawn, "png", figures.CAPTIONS["histograms"]))
     if json_out != "-":
         say(table)
         written = printable(", ".join(str(path) for path in sorted(out.iterdir())))
@@ -349,7 +350,7 @@ def quantize(
 ) -> None:
     """Quantize a model and write its artifact."""
     limit = read_size(memory)
-    config = dataclasses.replace(Config.preset(bits, method), images=images, keep=tuple(map(read_keep, keep or ())))
+    config = dataclasses.replace(Config.preset(bits, method), images=images, pinned=tuple(map(read_keep, keep or ())))
     if not zoo.is_model(model):
         raise DataError(f"model {model!r} is none of {zoo.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
@@ -378,13 +379,13 @@ def quantize(
             partial=partial,
         ).cpu()
     seconds = time.perf_counter() - start
-    quantized.provenance["preprocessing"] = dataclasses.asdict(preprocessing)
+    quantized.note(preprocessing=dataclasses.asdict(preprocessing))
     size = quantized.save(out)
     partial.unlink(missing_ok=True)
     if json_out != "-":
         say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
     told = {"file": str(out), "bytes": size, "method": method, "seconds": round(seconds, 3)}
-    emit_json(told | artifact.describe(quantized), json_out)
+    emit_json(told | artifact.describe(quantized.quantized), json_out)
 
 
 @app.command()
@@ -462,7 +463,9 @@ def evaluate(
         say(views.judgement(str(file), result, reference, full))
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
-    emit_json(told | {"sites": artifact.describe(quantized)["sites"]}, json_out)  # SQNRs on the calibration images
+    emit_json(
+        told | {"sites": artifact.describe(quantized.quantized)["sites"]}, json_out
+    )  # SQNRs on the calibration images
 
 
 def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
@@ -536,7 +539,7 @@ def inspect(
     refuse_weights(target, no_pretrained, checkpoint)
     content = artifact.read(Path(target))
     if json_out != "-":
-        quantized: QuantizedModel = artifact.deserialise(content, target)
+        quantized = artifact.deserialise(content, target)
         sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
         say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
     told = artifact.inspect(content, target)
@@ -547,7 +550,10 @@ def inspect(
 def methods_command(json_out: JsonOption = None) -> None:
     """List the methods: where each is from, and its choices that differ from the defaults."""
     check_outputs(json_out)
-    rows = [{"name": name, "source": method.source, "choices": method.to_json()} for name, method in METHODS.items()]
+    rows = [
+        {"name": name, "source": method.source, "choices": method.to_json(Config.defaults())}
+        for name, method in METHODS.items()
+    ]
     if json_out != "-":
         say(views.methods_table(rows))
     emit_json(rows, json_out)
@@ -590,7 +596,7 @@ def tables_command(
     specs = list(dict.fromkeys(model_names.split(",")))
     check_outputs(markdown, told, json_out, reads=[source_of(name) for name in specs])
     rows = base.with_name(f"{base.name}.rows") if work is None else work
-    artifact.check_writable(rows / "row.json")
+    files.check_writable(rows / "row.json")
     for name in specs:
         if not zoo.is_model(name):
             raise DataError(f"model {name!r} is none of {zoo.KINDS}")
@@ -605,7 +611,7 @@ def tables_command(
         def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
             progress.update(bar, completed=done, total=total, description=escape(what))
             progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
-            artifact.write_whole(markdown, tables.markdown(result).encode())
+            files.write_whole(markdown, tables.markdown(result).encode())
             emit_json(result, str(told))
 
         result = tables.run(
@@ -668,13 +674,13 @@ def figures_command(
         with waiting(f"draw {target}"):
             drawn, left_out = figures.of_artifact(quantized, printable(Path(target).name), sample)
     with waiting("draw"):
-        files = figures.pictures(drawn, printable(target), left_out)
-    for name, (content, _) in files.items():
-        artifact.write_whole(out / name, content)
+        pictures = figures.pictures(drawn, printable(target), left_out)
+    for name, (content, _) in pictures.items():
+        files.write_whole(out / name, content)
     if json_out != "-":
-        say(*(f"{out / name}: {len(content):,} bytes" for name, (content, _) in files.items()))
+        say(*(f"{out / name}: {len(content):,} bytes" for name, (content, _) in pictures.items()))
         say(*(f"not drawn: {name}: {why}" for name, why in left_out.items()))
-    listed = [{"file": name, "caption": caption} for name, (_, caption) in files.items()]
+    listed = [{"file": name, "caption": caption} for name, (_, caption) in pictures.items()]
     emit_json({"target": target, "folder": str(out), "files": listed, "left_out": left_out}, json_out)
 
 
@@ -758,7 +764,7 @@ def vectors_command(
 ) -> None:
     """Write what one site computes, codes in and accumulators out, as .npy files with a description: a golden model."""
     check_outputs(json_out, reads=(file,))
-    artifact.check_folder(out)
+    files.check_folder(out)
     quantized = adalog.load(file)
     model = compiled(file, quantized, "reference")
     if data is None:
@@ -774,7 +780,7 @@ def vectors_command(
             raise DataError(f"{data} has {len(found)} images, --images {images} are wanted: give fewer, or more images")
         given = found.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
     content = vectors(model, site, given)
-    artifact.write_folder(out, content)
+    files.write_folder(out, content)
     sizes = {name: len(value) for name, value in sorted(content.items())}
     if json_out != "-":
         say(*(f"{out / name}: {size:,} bytes" for name, size in sizes.items()))

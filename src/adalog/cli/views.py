@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from adalog import artifact
-from adalog.model import float_lines
+from adalog.ledger import float_lines
 from adalog.study.cost import PRODUCT_ROLES, Cost
 from adalog.study.evaluate import Score, Share
 from adalog.study.tables import Table as PaperTable

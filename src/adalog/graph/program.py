@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ProgramError, one_line
-from adalog.quantizers import Quantizer, UniformQuantizer
+from adalog.quantizers import QuantizedTensor, Quantizer
 
 FAKE_QUANTIZE = "adalog.fake_quantize"
 
@@ -161,17 +161,6 @@ class Output(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
-
-
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """A weight as it is stored: codes (uint8, the weight's shape) and the quantizer that gives them values."""
-
-    codes: Tensor
-    quantizer: UniformQuantizer
-
-    def dequantize(self) -> Tensor:
-        return self.quantizer.dequantize(self.codes)
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,63 @@
-"""The quantized program, put together from what was found for each site."""
+"""A program and its assignments -> the quantized program."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from adalog.graph.program import FAKE_QUANTIZE, Node, Program, QuantizedTensor, Ref
-from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm
-from adalog.graph.sites import Site, conv_geometry
-from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.search.product import Found
-
-
-def describe(quantizer: Quantizer | None, count: int = 0) -> str:
-    """A quantizer in a few words: "4-bit uniform x 3", "4-bit log 2^(20/37) u8". count: of its scales."""
-    if quantizer is None:
-        return "float"
-    count = count or quantizer.scale.numel()
-    several = f" x {count}" if count > 1 else ""
-    if isinstance(quantizer, UniformQuantizer):
-        return f"{quantizer.bits}-bit uniform{several}"
-    if isinstance(quantizer, TwinUniformQuantizer):
-        return f"{quantizer.bits}-bit twin uniform"
-    if isinstance(quantizer, SplitUniformQuantizer):
-        return f"{quantizer.bits}-bit split uniform"
-    beyond = " and a zero beyond its codes" if quantizer.beyond == "zero" else ""
-    table = f" u{quantizer.width}" if quantizer.width else ""
-    return f"{quantizer.bits}-bit log 2^({quantizer.q}/{quantizer.r}){table}{beyond}"
+from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.graph.sites import Pair, Site, conv_geometry
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer
 
 
 @dataclass(frozen=True)
-class Placed:
-    """What was found for the sites of one product, with the fold (ratio, beta) of their norm, if it is folded."""
+class SiteGroup:
+    """Sites that are searched together: one product, or several linears that share an activation (separate q, k, v).
+
+    pair: the norm that is folded into them, where one can be.
+    """
 
     sites: tuple[Site, ...]
-    found: Found
-    norm: Node | None = None
-    fold: tuple[Tensor, Tensor] | None = None
+    pair: Pair | None = None
+
+    @property
+    def first(self) -> Site:
+        return self.sites[0]
+
+    @property
+    def name(self) -> str:
+        return self.first.name
 
 
-def built(program: Program, placed: Sequence[Placed]) -> Program:
-    """The program with what was found in its place."""
-    build = Build(program)
-    for each in placed:
-        if each.fold is not None and each.norm is not None:
-            build.fold_norm(each.norm, *each.fold)
-        build.place(each.sites, each.found)
+Assigned = Sequence[tuple[SiteGroup, Assignment]]  # what was decided, group by group, in order of execution
+
+
+def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
+    """The sites by what is searched together, in order of execution."""
+    folded = {name: pair for pair in pairs if not pair.refusal for name in pair.sites}
+    together: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        key = (site.left, "linear") if site.role == "linear" else (site.name, site.role)
+        together.setdefault(key, []).append(site)
+    return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
+
+
+def rewritten(program: Program, assigned: Assigned) -> Program:
+    """The program with quantizers before its products, codes for weights, folded norms and absorbed offsets."""
+    build = _Build(program)
+    for group, assignment in assigned:
+        build.place(group, assignment)
     return build.program()
 
 
-class Build:
-    """The quantized program, put together site by site."""
+def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+    """Eq. 15: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
+    shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
+    return -shift if bias is None else bias - shift
+
+
+class _Build:
+    """A program while it is rewritten, group by group."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -61,72 +66,79 @@ class Build:
         self._quantizers: dict[str, Quantizer] = {}
         self._before: dict[str, list[Node]] = {}
         self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
-        self._folds: dict[str, tuple[Tensor, Tensor]] = {}
+        self._folded: set[str] = set()
         self._uses: dict[str, int] = {}
         for node in program.nodes:
             for name in node.refs():
                 self._uses[name] = self._uses.get(name, 0) + 1
 
-    def fold_norm(self, norm: Node, ratio: Tensor, beta: Tensor) -> None:
-        """Fold a pair: the norm now, its linears (whose weights come folded) with the same ratio, beta in `place`."""
-        if norm.name in self._folds:  # it feeds several groups
+    def place(self, group: SiteGroup, assignment: Assignment) -> None:
+        """Quantize the operands of a group's sites."""
+        first, fold = group.first, assignment.fold
+        if fold is not None and group.pair is not None:
+            self._fold_norm(group.pair.norm, fold)
+        if first.role in ("qk", "av"):
+            right = assignment.right
+            assert right is None or isinstance(right, Quantizer)
+            refs = (
+                self._fake(first, first.left, "left", assignment.left),
+                self._fake(first, first.right, "right", right and right.map(_untransposed)),
+            )
+            self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
+            return
+        quantizer, offset = assignment.left, 0.0
+        _, padding, _, groups = conv_geometry(first.node) if first.role == "conv" else ((), (0,), (), 1)
+        if quantizer is not None and not any(padding):  # padding is zero before the offset is added
+            offset, quantizer = quantizer.absorbed()
+        if quantizer is not None and groups > 1 and quantizer.scale.numel() > 1:
+            channels = self._program.tensors[first.right].shape[1]
+            quantizer = quantizer.map(
+                lambda value: value.reshape(groups, 1, 1).repeat_interleave(channels, dim=0)  # for (B, channels, H, W)
+            )
+        input_ref = self._fake(first, first.left, "input", quantizer)
+        start = 0
+        for site in group.sites:
+            end = start + self._program.tensors[site.right].shape[0]
+            self._place_weight(site, input_ref, _rows(assignment.right, start, end), fold, offset)
+            start = end
+
+    def _fold_norm(self, norm: Node, fold: Fold) -> None:
+        if norm.name in self._folded:  # it feeds several groups
             return
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
-        self._tensors[names[0]], self._tensors[names[1]] = fold_norm(weight, bias, ratio, beta)
-        args = (*norm.args[:2], Ref(names[0]), Ref(names[1]), *norm.args[4:])
-        self._nodes[norm.name] = replace(norm, args=args)
-        self._folds[norm.name] = (ratio, beta)
+        self._tensors[names[0]], self._tensors[names[1]] = fold.norm(weight, bias)
+        self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
+        self._folded.add(norm.name)
 
-    def place(self, sites: Sequence[Site], found: Found) -> None:
-        """Quantize the operands of a group of sites."""
-        first = sites[0]
-        if first.role in ("qk", "av"):
-            left = self._fake(first, first.left, "left", found.left)
-            right = self._fake(first, first.right, "right", found.right and found.right.map(_transposed))
-            self._nodes[first.node.name] = replace(first.node, args=(left, right, *first.node.args[2:]))
-            return
-        quantizer = found.left
-        _, padding, _, groups = conv_geometry(first.node) if first.role == "conv" else ((), (0,), (), 1)
-        offset = 0.0
-        if isinstance(quantizer, LogQuantizer) and quantizer.offset and not any(padding):
-            offset, quantizer = quantizer.offset, replace(quantizer, keeps_offset=True)
-        if isinstance(quantizer, UniformQuantizer) and first.role == "conv" and groups > 1:
-            quantizer = quantizer.map(lambda value: _per_channel(value, self._program.tensors[first.right], groups))
-        input_ref = self._fake(first, first.left, "input", quantizer)
-        start = 0
-        for site in sites:
-            end = start + self._program.tensors[site.right].shape[0]
-            weights = found.right and found.right.map(functools.partial(_rows, start, end))
-            self._place_weight(site, input_ref, weights, offset)
-            start = end
-
-    def _place_weight(self, site: Site, x: Ref, quantizer: Quantizer | None, offset: float) -> None:
+    def _place_weight(
+        self, site: Site, x: Ref, right: Quantizer | QuantizedTensor | None, fold: Fold | None, offset: float
+    ) -> None:
         original = self._program.tensors[site.right]
         values, shape = original.flatten(1), original.shape
         bias = None if site.bias is None else self._tensors[site.bias]
         new_bias = bias
-        fold = self._folds.get(site.left_source.node)
         if fold is not None:
-            values, new_bias = fold_linear(original, bias, *fold)
-        lead = (-1, *(1 for _ in shape[1:]))
-        weight_name = self._own(site.right, site.node)
-        if quantizer is None:
-            self._tensors[weight_name] = values.reshape(shape)
+            values, new_bias = fold.linear(original, bias)
+        name = self._own(site.right, site.node)
+        if right is None:
+            self._tensors[name] = values.reshape(shape)
         else:
-            assert isinstance(quantizer, UniformQuantizer)
-            codes = quantizer.quantize(values).to(torch.uint8).reshape(shape)
-            stored = QuantizedTensor(codes, replace(quantizer, rounded_by=None).map(lambda value: value.reshape(lead)))
-            self._weights[weight_name] = stored
-            self._tensors[weight_name] = stored.dequantize()
+            if isinstance(right, UniformQuantizer):
+                right = QuantizedTensor.nearest(values, right)
+            assert isinstance(right, QuantizedTensor)
+            lead = (-1, *(1 for _ in shape[1:]))
+            quantizer = right.quantizer.map(lambda value: value.reshape(lead))
+            self._weights[name] = stored = QuantizedTensor(right.codes.reshape(shape), quantizer)
+            self._tensors[name] = stored.dequantize()
         if offset:
-            new_bias = absorb_offset(self._tensors[weight_name].flatten(1), new_bias, offset)
+            new_bias = absorb_offset(self._tensors[name].flatten(1), new_bias, offset)
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
         if new_bias is not None and new_bias is not bias:
-            name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, site.node)
-            self._tensors[name] = new_bias
-            bias_ref = Ref(name)
-        self._nodes[site.node.name] = replace(site.node, args=(x, Ref(weight_name), bias_ref, *site.node.args[3:]))
+            bias_name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, site.node)
+            self._tensors[bias_name] = new_bias
+            bias_ref = Ref(bias_name)
+        self._nodes[site.node.name] = replace(site.node, args=(x, Ref(name), bias_ref, *site.node.args[3:]))
 
     def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer | None) -> Ref:
         if quantizer is None:
@@ -153,13 +165,21 @@ class Build:
         return whole.pruned()
 
 
-def _rows(start: int, end: int, value: Tensor) -> Tensor:
-    """Some of the rows of (..., rows, 1), all groups counted through."""
-    return value.flatten(0, -2)[start:end]
+def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Quantizer | QuantizedTensor | None:
+    """Those rows of a weight, counted through all groups, whose quantizer is shaped (..., rows, 1)."""
+
+    def some(value: Tensor) -> Tensor:
+        return value.flatten(0, -2)[start:end]
+
+    if right is None:
+        return None
+    if isinstance(right, QuantizedTensor):
+        return QuantizedTensor(some(right.codes), right.quantizer.map(some))
+    return right.map(some)
 
 
-def _transposed(value: Tensor) -> Tensor:
-    """For an operand that was searched transposed: one value a head, or one in all, is the same either way.
+def _untransposed(value: Tensor) -> Tensor:
+    """For an operand that was searched transposed: one value per head, or one in all, is the same either way.
 
     Without the leading axes of one, which a table that all images share does not have.
     """
@@ -167,8 +187,3 @@ def _transposed(value: Tensor) -> Tensor:
     while value.ndim and value.shape[0] == 1:
         value = value[0]
     return value
-
-
-def _per_channel(value: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """(groups, 1, 1) -> (channels, 1, 1), to broadcast against (B, channels, H, W)."""
-    return value.reshape(groups, 1, 1).repeat_interleave(weight.shape[1], dim=0)

@@ -1,474 +1,64 @@
-"""The quantizers: real -> code -> real, Eqs. 1-9 and 13-14 of the paper, each formula written once.
-
-Every function broadcasts: a leading candidate axis on the parameters gives a leading candidate axis on the result.
-Codes are integers held in the dtype of the input, float32 or float64 (narrower inputs are computed in float32).
-Rounding is to the nearest integer, halves to even.
-"""
-
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-
-Beyond = Literal["saturate", "zero", "zero-coded"]
-Rounding = Literal["log", "nearest"]
-
-MIN_BITS, MAX_BITS = 2, 8
-WIDTHS = (8, 16)  # bits of the integers in a logarithmic quantizer's table
-FLOAT_BITS = 32  # of an operand that is not quantized
-_PART_ELEMENTS = 1 << 18
-_TABLE_BINS = 1 << 20
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """x itself in float32 and float64, else in float32."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
-
-
-def _check_bits(bits: int) -> None:
-    if not MIN_BITS <= bits <= MAX_BITS:
-        raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
-
-
-# --- uniform ---------------------------------------------------------------------------------------------------------
-
-
-def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """code = clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the asymmetric uniform quantizer.
-
-    scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
-    """
-    return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
-
-
-def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    return (code - zero_point) * scale
-
-
-def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """The value that x's code stands for; same dtype as x."""
-    return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
-
-
-def symmetric_zero_point(bits: int) -> int:
-    """The zero point that makes the uniform quantizer symmetric: real codes -2**(bits-1) ... 2**(bits-1) - 1."""
-    return int(2 ** (bits - 1))
-
-
-def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact."""
-    lower, upper = lower.clamp(max=0), upper.clamp(min=0)
-    top = 2**bits - 1
-    scale = ((upper - lower) / top).clamp(min=2.0**-20 if lower.dtype == torch.float16 else 2.0**-94)
-    return scale, (-lower / scale).round().clamp(0, top)
-
-
-# --- logarithmic -----------------------------------------------------------------------------------------------------
-
-
-def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Eqs. 8-9: for every code k the shift floor(k q / r) and the mantissa round(2**-((k q mod r) / r) / table_step).
-
-    table_step = 1 / (2 (2**bits - 1)), so a mantissa is an integer of bits + 1 bits. Both tables: int64, (2**bits,).
-    """
-    product = torch.arange(2**bits) * q
-    exact = torch.exp2(-(product % r).double() / r)
-    return product // r, (exact / table_step(bits)).round().to(torch.int64)
-
-
-def table_step(bits: int) -> float:
-    """The scale of the mantissa table, s_table above Eq. 9."""
-    return 1 / (2 * (2**bits - 1))
-
-
-def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
-    """The largest headroom whose table fits in `width` bits; below zero where none does."""
-    return width - bits - 1 if table else width - 1
-
-
-def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
-    """The integer of each code, in units of `integer_unit`: int64, (2**bits,), the folded table of Eq. 10.
-
-    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it 2**headroom times the
-    exact power 2**(-k q / r), to the nearest.
-    """
-    if table:
-        shift, mantissa = log_tables(q, r, bits)
-        return (mantissa << headroom) >> shift.clamp(max=62)  # more is undefined
-    return torch.exp2(headroom - torch.arange(2**bits, dtype=torch.float64) * q / r).round().to(torch.int64)
-
-
-def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
-    """What one is worth in `integer_levels`, at scale 1."""
-    return (table_step(bits) if table else 1.0) * 2.0**-headroom
-
-
-@lru_cache(4096)
-def log_levels(
-    q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True, headroom: int | None = None
-) -> Tensor:
-    """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
-
-    table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
-    2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
-    headroom: that of the integer table which stands for either; None where there is none.
-    """
-    if headroom is not None:
-        integers = integer_levels(q, r, bits, headroom, table=table)
-        levels = integers.double() * integer_unit(bits, headroom, table=table)
-    elif table:
-        shift, mantissa = log_tables(q, r, bits)
-        levels = mantissa.double() * table_step(bits) * torch.exp2(-shift.double())
-    else:
-        levels = torch.exp2(-torch.arange(2**bits, dtype=torch.float64) * q / r)
-    zero = levels.new_zeros(1)
-    if beyond == "zero":
-        return torch.cat([levels, zero])
-    return torch.cat([levels[:-1], zero]) if beyond == "zero-coded" else levels
-
-
-@lru_cache(4096)
-def log_thresholds(
-    q: int,
-    r: int,
-    bits: int,
-    *,
-    beyond: Beyond = "zero-coded",
-    rounding: Rounding = "nearest",
-    table: bool = True,
-    headroom: int | None = None,
-) -> Tensor:
-    """Where x / scale leaves one code for the next, descending: float64, one fewer than the levels.
-
-    A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
-    ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
-    """
-    levels = log_levels(q, r, bits, beyond=beyond, table=table, headroom=headroom)
-    if rounding == "nearest":
-        # Rounded mantissas can make neighbours equal: the first keeps the interval, the others get an empty one.
-        distinct, first = levels.unique_consecutive(return_inverse=True)
-        middle = torch.cat([(distinct[:-1] + distinct[1:]) / 2, distinct.new_zeros(1)])
-        return middle[first[:-1]]
-    return torch.exp2(-(torch.arange(len(levels) - 1, dtype=torch.float64) + 0.5) * q / r)
-
-
-class Bins:
-    """Counts how many of the descending thresholds a value is at most: exactly `torch.bucketize`, several times faster.
-
-    A float's leading bits name a bin. Bins are made so narrow that none holds two different thresholds: `counts` is of
-    those at or above a bin's upper edge, and one comparison with the one that may lie in it, `ends` (0: none), settles
-    the rest. lowest, highest: what values are brought between first; a NaN takes the last count. first: the number of
-    the first bin; drop: the bits that are not leading. More than `_TABLE_BINS` bins are not made: `fit` is false.
-    """
-
-    def __init__(self, thresholds: Tensor, dtype: torch.dtype):
-        tiny = torch.finfo(dtype).tiny * 2.0**16
-        cuts = thresholds.to(dtype).clamp(min=tiny)  # on the input's grid, above subnormals
-        cuts, repeats = cuts.unique_consecutive(return_counts=True)
-        mantissa_bits, self.integer = (23, torch.int32) if dtype == torch.float32 else (52, torch.int64)
-        gap = (cuts[:-1] / cuts[1:] - 1).min().item() if len(cuts) > 1 else 1.0
-        self.drop = mantissa_bits - min(max(3, 2 - math.floor(math.log2(gap))), mantissa_bits)
-        lowest, highest = cuts[-1] / 2, cuts[0] * 2
-        self.lowest, self.highest = lowest.item(), highest.item()
-        self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
-        self.fit = last - self.first <= _TABLE_BINS  # else close cuts over many octaves, which no search finds
-        if not self.fit:
-            return
-        numbers = torch.arange(self.first, last + 1, dtype=self.integer)
-        upper_edges = ((numbers + 1) << self.drop).view(dtype)
-        distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
-        passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
-        self.counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
-        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct]  # nothing is below the last interval
-
-
-def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
-    """How many of the descending thresholds each x is at most: int32."""
-    bins = Bins(thresholds, x.dtype)
-    values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
-    if not bins.fit:
-        ascending = thresholds.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny * 2.0**16).flip(0).to(x.device)
-        return (len(thresholds) - torch.searchsorted(ascending, values, out_int32=True)).view(x.shape)
-    number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
-    below = values <= bins.ends.to(x.device).index_select(0, number)
-    return bins.counts.to(x.device).reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
-
-
-def log_quantize(
-    x: Tensor,
-    scale: Tensor,
-    q: Tensor | int,
-    r: int,
-    bits: int,
-    *,
-    beyond: Beyond = "saturate",
-    rounding: Rounding = "log",
-    table: bool = True,
-    headroom: int | None = None,
-) -> Tensor:
-    """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
-
-    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) the log-sqrt2 quantizer of Eq. 3, (q, 37) AdaLog. What lies
-    beyond the last code saturates (the paper), becomes the extra code 2**bits that means zero ("zero": the released
-    code, not storable in `bits` bits), or takes the last code, which then means zero ("zero-coded").
-    rounding: "log" as above, or "nearest", to the nearest level.
-    """
-    last = 2**bits if beyond == "zero" else 2**bits - 1
-    ratio = at_least_float32(x) / scale
-    if rounding == "log":
-        exponent = ratio.clamp_(min=torch.finfo(ratio.dtype).tiny).log2_().neg_()
-        return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
-
-    def nearest(values: Tensor, base: int) -> Tensor:
-        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table, headroom=headroom)
-        return _count_not_below(values, thresholds)
-
-    return _per_base(nearest, ratio, q).to(ratio.dtype)
-
-
-def log_dequantize(
-    code: Tensor,
-    scale: Tensor,
-    q: Tensor | int,
-    r: int,
-    bits: int,
-    *,
-    beyond: Beyond = "saturate",
-    table: bool = True,
-    headroom: int | None = None,
-) -> Tensor:
-    """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
-
-    def lookup(codes: Tensor, base: int) -> Tensor:
-        levels = log_levels(base, r, bits, beyond=beyond, table=table, headroom=headroom).to(scale)
-        return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
-
-    return _per_base(lookup, code, q) * scale
-
-
-def log_fake_quantize(
-    x: Tensor,
-    scale: Tensor,
-    q: Tensor | int,
-    r: int,
-    bits: int,
-    *,
-    beyond: Beyond = "saturate",
-    rounding: Rounding = "log",
-    table: bool = True,
-) -> Tensor:
-    """The value that x's code stands for; same dtype as x."""
-    code = log_quantize(x, scale, q, r, bits, beyond=beyond, rounding=rounding, table=table)
-    return log_dequantize(code, scale, q, r, bits, beyond=beyond, table=table).to(x.dtype)
-
-
-def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
-    """function(values, q) for one integer q, or for each of a leading candidate axis, (K, 1, ...), of q."""
-    if isinstance(q, int) or q.numel() == 1:
-        single = function(values, int(q))
-        return single if isinstance(q, int) or q.ndim <= single.ndim else single.reshape(q.shape[0], *single.shape)
-    if q.numel() != q.shape[0]:
-        raise ValueError(f"q of shape {tuple(q.shape)} varies along more than its leading candidate axis")
-    values = values.expand(torch.broadcast_shapes(values.shape, q.shape))
-    return torch.stack([function(row, int(base)) for row, base in zip(values, q.flatten().tolist(), strict=True)])
-
-
-# --- the quantizers that a model holds -------------------------------------------------------------------------------
-
-
-def _in_parts(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache.
-
-    All at once where its scale varies along that dimension.
-    """
-    varies = scale is not None and (scale.ndim > x.ndim or (scale.ndim == x.ndim > 0 and len(scale) > 1))
-    parts = min(-(-x.numel() // _PART_ELEMENTS), len(x) if x.ndim else 1)
-    if varies or parts <= 1:
-        return function(x)
-    result = torch.empty_like(x)
-    for given, put in zip(x.tensor_split(parts), result.tensor_split(parts), strict=True):
-        put.copy_(function(given))
-    return result
-
-
-@dataclass(frozen=True)
-class UniformQuantizer:
-    """An asymmetric uniform quantizer with its parameters.
-
-    scale: float32, positive; zero_point: the same shape, whole numbers in [0, 2**bits); both broadcast against x.
-    rounded_by: the scale that codes are found by, where another one gives them their value (weights: codes are stored).
-    """
-
-    scale: Tensor
-    zero_point: Tensor
-    bits: int
-    rounded_by: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        _check_bits(self.bits)
-
-    def quantize(self, x: Tensor) -> Tensor:
-        scale = self.scale if self.rounded_by is None else self.rounded_by
-        return uniform_quantize(x, scale, self.zero_point, self.bits)
-
-    def dequantize(self, code: Tensor) -> Tensor:
-        return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        def part(values: Tensor) -> Tensor:
-            return uniform_dequantize(self.quantize(values), self.scale, self.zero_point).to(x.dtype)
-
-        return _in_parts(part, x, self.scale)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "UniformQuantizer":
-        rounded_by = None if self.rounded_by is None else function(self.rounded_by)
-        return UniformQuantizer(function(self.scale), function(self.zero_point), self.bits, rounded_by)
-
-
-@dataclass(frozen=True)
-class LogQuantizer:
-    """A logarithmic quantizer of base 2**(q / r) with its parameters, for x + offset >= 0 (Eqs. 5-9, 13-14).
-
-    scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
-    x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
-    table: mantissas are quantized (Eq. 9). width, headroom: of the table of integers that stands for the levels
-    (`integers`), of 8 or 16 bits; 0: there is none, and the levels are floats.
-    """
-
-    scale: Tensor
-    q: int
-    r: int
-    bits: int
-    beyond: Beyond = "zero-coded"
-    rounding: Rounding = "nearest"
-    table: bool = True
-    offset: float = 0.0
-    keeps_offset: bool = False
-    width: int = 0
-    headroom: int = 0
-
-    def __post_init__(self) -> None:
-        _check_bits(self.bits)
-        if self.q < 1 or self.r < 1:
-            raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
-        if not self.width:
-            return
-        if self.beyond == "zero":
-            raise ValueError(f"2**{self.bits} + 1 values are more than a table of integers has codes for")
-        most = most_headroom(self.bits, self.width, table=self.table)
-        if self.width not in WIDTHS or not 0 <= self.headroom <= most:
-            raise ValueError(
-                f"a table of {self.width} bits with a headroom of {self.headroom} does not hold {self.bits}-bit codes' "
-                f"levels: the width is one of {', '.join(map(str, WIDTHS))}, the headroom from 0 to {most}"
-            )
-
-    def integers(self) -> Tensor:
-        """The table: for each code an integer below 2**width, in units of `unit`. int64, (2**bits,), on the CPU."""
-        integers = integer_levels(self.q, self.r, self.bits, self.headroom, table=self.table)
-        if self.beyond == "zero-coded":
-            integers[-1] = 0
-        return integers
-
-    @property
-    def unit(self) -> Tensor:
-        """What one in the table is worth, in float64: of the scale's shape."""
-        return self.scale.double() * integer_unit(self.bits, self.headroom, table=self.table)
-
-    def quantize(self, x: Tensor) -> Tensor:
-        lifted = at_least_float32(x) + self.offset if self.offset else x
-        return log_quantize(lifted, self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._levels)
-
-    @property
-    def _levels(self) -> dict[str, Any]:
-        return {"beyond": self.beyond, "table": self.table, "headroom": self.headroom if self.width else None}
-
-    def dequantize(self, code: Tensor) -> Tensor:
-        value = log_dequantize(code, self.scale, self.q, self.r, self.bits, **self._levels)
-        return value.sub_(self.offset) if self.offset and not self.keeps_offset else value
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x.reshape(-1)).view(x.shape)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "LogQuantizer":
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return LogQuantizer(**{**fields, "scale": function(self.scale)})
-
-
-@dataclass(frozen=True)
-class TwinUniformQuantizer:
-    """Two symmetric uniform quantizers, one a sign (PTQ4ViT), each with half of the codes.
-
-    With h = 2**(bits - 1): code = h + round(x / scale) up to 2 h - 1 for x >= 0, and h + round(x / negative_scale)
-    down to 0 below. scale, negative_scale: float32, broadcast against x.
-    """
-
-    scale: Tensor
-    negative_scale: Tensor
-    bits: int
-
-    def __post_init__(self) -> None:
-        _check_bits(self.bits)
-
-    def quantize(self, x: Tensor) -> Tensor:
-        half = symmetric_zero_point(self.bits)
-        upper = torch.div(at_least_float32(x), self.scale).round_().clamp_(0, half - 1)
-        return upper.add_(torch.div(at_least_float32(x), self.negative_scale).round_().clamp_(-half, 0)).add_(half)
-
-    def dequantize(self, code: Tensor) -> Tensor:
-        signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
-        return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x, self.scale)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "TwinUniformQuantizer":
-        return TwinUniformQuantizer(function(self.scale), function(self.negative_scale), self.bits)
-
-
-@dataclass(frozen=True)
-class SplitUniformQuantizer:
-    """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
-
-    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the finer one's end, and
-    h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
-    sums: each value is the sum of what both make of x, as in the released code: the large overshoot by the split.
-    """
-
-    scale: Tensor
-    coarse_scale: Tensor
-    bits: int
-    sums: bool = False
-
-    def __post_init__(self) -> None:
-        _check_bits(self.bits)
-
-    @property
-    def split(self) -> Tensor:
-        return self.scale * (symmetric_zero_point(self.bits) - 1)
-
-    def quantize(self, x: Tensor) -> Tensor:
-        half, x = symmetric_zero_point(self.bits), at_least_float32(x)
-        fine = torch.div(x, self.scale).round_().clamp_(0, half - 1)
-        coarse = torch.div(x, self.coarse_scale).round_().clamp_(0, half - 1).add_(half)
-        return torch.where(x < self.split, fine, coarse)
-
-    def dequantize(self, code: Tensor) -> Tensor:
-        half, code = symmetric_zero_point(self.bits), code.to(self.scale.dtype)
-        fine, coarse = code * self.scale, (code - half) * self.coarse_scale
-        if self.sums:
-            fine = fine + torch.div(self.split, self.coarse_scale).round() * self.coarse_scale
-            coarse = coarse + self.split
-        return torch.where(code < half, fine, coarse)
-
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        return _in_parts(lambda part: self.dequantize(self.quantize(part)).to(x.dtype), x, self.scale)
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "SplitUniformQuantizer":
-        return SplitUniformQuantizer(function(self.scale), function(self.coarse_scale), self.bits, self.sums)
-
-
-Quantizer = UniformQuantizer | LogQuantizer | TwinUniformQuantizer | SplitUniformQuantizer
+"""The quantizers: real -> code -> real, each formula written once and used by search, inference and export alike."""
+
+from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor
+from adalog.quantizers.logarithmic import (
+    WIDTHS,
+    Beyond,
+    Bins,
+    LogQuantizer,
+    Rounding,
+    integer_levels,
+    integer_unit,
+    log_dequantize,
+    log_levels,
+    log_quantize,
+    log_tables,
+    log_thresholds,
+    most_headroom,
+    table_step,
+)
+from adalog.quantizers.quantizer import FLOAT_BITS, MAX_BITS, MIN_BITS, Quantizer, at_least_float32, round_ste
+from adalog.quantizers.split import SplitUniformQuantizer
+from adalog.quantizers.twin import TwinUniformQuantizer
+from adalog.quantizers.uniform import (
+    UniformQuantizer,
+    bounds_to_uniform,
+    symmetric_zero_point,
+    uniform_dequantize,
+    uniform_fake_quantize,
+    uniform_quantize,
+)
+
+__all__ = [
+    "FLOAT_BITS",
+    "MAX_BITS",
+    "MIN_BITS",
+    "WIDTHS",
+    "Assignment",
+    "Beyond",
+    "Bins",
+    "Fold",
+    "LogQuantizer",
+    "QuantizedTensor",
+    "Quantizer",
+    "Rounding",
+    "SplitUniformQuantizer",
+    "TwinUniformQuantizer",
+    "UniformQuantizer",
+    "at_least_float32",
+    "bounds_to_uniform",
+    "integer_levels",
+    "integer_unit",
+    "log_dequantize",
+    "log_levels",
+    "log_quantize",
+    "log_tables",
+    "log_thresholds",
+    "most_headroom",
+    "round_ste",
+    "symmetric_zero_point",
+    "table_step",
+    "uniform_dequantize",
+    "uniform_fake_quantize",
+    "uniform_quantize",
+]

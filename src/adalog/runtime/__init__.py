@@ -1,6 +1,5 @@
 """Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,13 +8,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from adalog import library
 from adalog.errors import AdalogError, ArtifactError, ProgramError, one_line
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
-from adalog.model import QuantizedModel
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import Quantizer
 from adalog.runtime import integer, native, reference, regions
 from adalog.runtime.native.plan import Plan, shapes_of
-from adalog.runtime.reference import ENCODE, PRODUCT, Site, Whole
+from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
@@ -30,7 +29,7 @@ class Trace:
     bias: what was added, if anything; output: as the model goes on with it.
     """
 
-    site: Site
+    site: IntegerSite
     left: Tensor
     right: Tensor
     accumulators: tuple[Tensor, ...]
@@ -50,7 +49,7 @@ class Compiled(nn.Module):
 
     def __init__(
         self,
-        model: QuantizedModel,
+        quantized: QuantizedProgram,
         executor: str,
         *,
         threads: int | None = None,
@@ -62,9 +61,10 @@ class Compiled(nn.Module):
             raise ValueError(f"executor = {executor!r} is none of {', '.join(EXECUTORS)}")
         if executor != "native" and (threads, batch, level) != (None, None, None):
             raise ValueError(f"threads, batch and level are of the executor 'native', not of {executor!r}")
-        if not model.example:
+        if not quantized.example:
             raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
-        self.model = model
+        self.quantized = quantized
+        self._checked: set[tuple[int, ...]] = set()  # the batch sizes that the program is known to take
         self.executor = executor
         self._context = None
         if executor == "native":
@@ -94,21 +94,21 @@ class Compiled(nn.Module):
             raise ArtifactError(f"the program has no integers: {one_line(cause)}") from cause
 
     def _plan(self) -> None:
-        planned = reference.plan(self.model.program, self.model.example)
+        planned = reference.plan(self.quantized.program, self.quantized.example)
         self.sites = {site.name: site for site in planned}
         if self._context is not None:
             self._check_native()
             room: Any = native.Room(self._context)
         else:
             room = {"reference": reference, "torch": integer}[self.executor]
-        self._apart = _compiled(self.model.program, planned, room)
+        self._apart = _compiled(self.quantized.program, planned, room)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
-        on_cpu = all(value.device.type == "cpu" for value in self.model.program.tensors.values())
+        on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
         self._plans: dict[int, Plan] = {}
 
     def _check_native(self) -> None:
-        given = [*self.model.example, *self.model.program.tensors.values()]
+        given = [*self.quantized.example, *self.quantized.program.tensors.values()]
         odd = [value for value in given if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)]
         if odd:
             raise ArtifactError(
@@ -121,11 +121,11 @@ class Compiled(nn.Module):
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
         with self._lock:
             if batch not in self._plans:
-                inputs = [torch.zeros(batch, *value.shape[1:], dtype=value.dtype) for value in self.model.example]
-                self.model.check(inputs)
+                inputs = [torch.zeros(batch, *value.shape[1:], dtype=value.dtype) for value in self.quantized.example]
+                self._check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                shapes = shapes_of(self.model.program, inputs)
+                shapes = shapes_of(self.quantized.program, inputs)
                 self._plans[batch] = Plan(*self._apart, self._context, inputs, shapes)
             return self._plans[batch]
 
@@ -134,10 +134,17 @@ class Compiled(nn.Module):
         """What a run reads of the weights of `sites`."""
         return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
 
+    def _check(self, inputs: Sequence[Any]) -> None:
+        self.quantized.check_shapes(inputs)
+        batches = tuple(len(value) for value in inputs)
+        if batches not in self._checked:
+            self.quantized.program.check(inputs)
+            self._checked.add(batches)
+
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's positional inputs and outputs, without gradients. Raises as the model does."""
-        self.model.check(inputs)
+        self._check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
             return self.prepare(batches.pop())(inputs)
@@ -153,7 +160,7 @@ class Compiled(nn.Module):
     @torch.no_grad()
     def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
         """What every quantizer of a product in integers makes of its operand, by the quantizer's name: uint8."""
-        self.model.check(inputs)
+        self._check(inputs)
         program, steps = self._apart
         found: dict[str, Tensor] = {}
 
@@ -169,7 +176,7 @@ class Compiled(nn.Module):
         """What the site of this name does with these inputs. Raises ValueError where there is none."""
         if name not in self.sites:
             raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
-        self.model.check(inputs)
+        self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart
         made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
         codes: dict[str, Tensor] = {}
@@ -188,22 +195,12 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.quantized = self.quantized.map_tensors(fn)
         self._made()
         return self
 
 
-def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor | None, int]:
-    """What answers for this model soonest here, its executor, and how many calls to make at once on so many threads.
-
-    The executor "native", which has threads of its own; or the model itself, by none, where that does not take it.
-    """
-    if library.levels():
-        with contextlib.suppress(ArtifactError):
-            return Compiled(model, "native", threads=threads), "native", 1
-    return model, None, threads
-
-
-def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Program, dict[str, Any]]:
+def _compiled(program: Program, planned: Sequence[IntegerSite], room: Any) -> tuple[Program, dict[str, Any]]:
     """The program with the planned sites in integers, and what their nodes do, by name.
 
     A quantizer of several sites encodes once for all that take the same; it stays where something float reads it too.
@@ -213,7 +210,7 @@ def _compiled(program: Program, planned: Sequence[Site], room: Any) -> tuple[Pro
     steps: dict[str, Any] = {}
     nodes: list[Node] = []
 
-    def encoded(arg: Ref, quantizer: Whole, site: Site) -> Ref:
+    def encoded(arg: Ref, quantizer: Quantizer, site: IntegerSite) -> Ref:
         fake = fakes[arg.name]
         name = f"{fake.name}#{room.Encoder.key(site)}"
         if name not in steps:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.graph.program import Node, Program, refs_of
-from adalog.quantizers import Bins, LogQuantizer, UniformQuantizer, log_thresholds
-from adalog.runtime.reference import ENCODE, INT32, PRODUCT, Site, Whole, finish, integers, limits
+from adalog.quantizers import Bins, LogQuantizer, Quantizer, UniformQuantizer, log_thresholds
+from adalog.runtime.reference import ENCODE, INT32, PRODUCT, IntegerSite, finish
 from adalog.runtime.regions import Pure
 
 _TREE_BITS = 4  # up to which codes are found by comparing with one threshold after the other
@@ -89,11 +89,11 @@ class Digits:
         return [(((raised >> (8 * place)) & 255) - self._middle).to(dtype) for place in range(len(self.factors))]
 
 
-def _left_digits(site: Site) -> list[Digits]:
-    return [Digits(*limit, signed=_by_rows(site)) for limit in limits(site.left)]
+def _left_digits(site: IntegerSite) -> list[Digits]:
+    return [Digits(*limit, signed=_by_rows(site)) for limit in site.left.limits()]
 
 
-def _by_rows(site: Site) -> bool:
+def _by_rows(site: IntegerSite) -> bool:
     """Whether a site is one product of two matrices, a stored one on the right."""
     return site.weight is not None and site.groups == 1
 
@@ -107,10 +107,10 @@ class Encoder:
     The same codes as `Quantizer.quantize` gives, bit for bit.
     """
 
-    def __init__(self, quantizer: Whole, site: Site):
+    def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
         signed = _by_rows(site)
-        self._digits = [Digits(*limit, signed=signed) for limit in limits(quantizer)]
+        self._digits = [Digits(*limit, signed=signed) for limit in quantizer.limits()]
         self._dtype = torch.int8 if signed else torch.float32
         plain = len(self._digits) == 1 and quantizer.scale.dtype == torch.float32
         self._tables: list[Tensor] = []
@@ -145,7 +145,7 @@ class Encoder:
     @property
     def _narrow(self) -> torch.dtype:
         """The narrowest type of a digit that is the only one."""
-        ((least, most),) = limits(self.quantizer)
+        ((least, most),) = self.quantizer.limits()
         if self._dtype == torch.int8 or len(self._digits[0].factors) > 1:
             return self._dtype
         return (
@@ -158,7 +158,7 @@ class Encoder:
         return self.quantizer.scale.numel() == 1
 
     @staticmethod
-    def key(site: Site) -> str:
+    def key(site: IntegerSite) -> str:
         """Sites of the same key share what is encoded for one of them."""
         return "bytes" if _by_rows(site) else "floats"
 
@@ -192,7 +192,7 @@ class Encoder:
 
     def lift(self, code: Tensor) -> list[Tensor]:
         """The digits of codes."""
-        parts = integers(self.quantizer, code)
+        parts = self.quantizer.integers(code)
         return [digit for part, digits in zip(parts, self._digits, strict=True) for digit in digits.of(part)]
 
     def _uniform(self, x: Tensor, puts: list[Tensor]) -> None:
@@ -239,7 +239,7 @@ class Encoder:
         numbers = torch.arange(self._first, bins.first + len(bins.ends) + 1) - bins.first
         numbers[-1] = 0
         numbers.clamp_(min=0)
-        (values,) = integers(quantizer, bins.counts[numbers].reshape(-1)[1:])
+        (values,) = quantizer.integers(bins.counts[numbers].reshape(-1)[1:])
         self._tables = [digit.to(device) for digit in self._digits[0].of(values)]
         self._ends = bins.ends[numbers].view(torch.int32).to(device)
         return True
@@ -382,10 +382,10 @@ class Product:
 
     nbytes: int
 
-    def __new__(cls, site: Site) -> Any:
+    def __new__(cls, site: IntegerSite) -> Any:
         return object.__new__(_Rows if _by_rows(site) else _Batched)
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         self.site = site
         self._left = _left_digits(site)
 
@@ -393,7 +393,7 @@ class Product:
 class _Rows(Product):
     """Signed bytes by signed bytes: a linear, or a convolution of one group."""
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         super().__init__(site)
         self._weight, self._moved = self._bytes(site)
         self.nbytes = self._weight.nbytes
@@ -410,12 +410,12 @@ class _Rows(Product):
         self._scales = [scale.reshape(-1).expand(self._weight.shape[1]).contiguous() for scale in site.scales]
 
     @staticmethod
-    def _bytes(site: Site) -> tuple[Tensor, Tensor]:
+    def _bytes(site: IntegerSite) -> tuple[Tensor, Tensor]:
         """The weight as signed bytes, (I, O), and what each channel was moved by to be that, (O,)."""
         whole = site.weight_integers()
         whole = whole if site.geometry is None else whole[0]
         outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
-        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[union-attr]
+        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[attr-defined]
         moved = torch.where(outside, 128 - zero_point, 0)
         return (whole - moved).to(torch.int8).t().contiguous().t(), moved
 
@@ -528,11 +528,11 @@ class _Rows(Product):
 
 
 class _Batched(Product):
-    """Whole numbers in float, exact in any order of summation: attention, and grouped convolutions."""
+    """Quantizer numbers in float, exact in any order of summation: attention, and grouped convolutions."""
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         super().__init__(site)
-        self._right = [Digits(*each, signed=False) for each in limits(site.right)]
+        self._right = [Digits(*each, signed=False) for each in site.right.limits()]
         self._weight = None
         if site.weight is not None:
             self._weight = [digit for each in self._right for digit in each.of(site.weight_integers())]

@@ -15,66 +15,17 @@ from adalog.errors import ArtifactError
 from adalog.graph.program import FAKE_QUANTIZE, PRODUCTS, Node, Program, Ref
 from adalog.graph.reparam import output_sizes, patches
 from adalog.graph.sites import conv_geometry, find_sites
-from adalog.quantizers import (
-    LogQuantizer,
-    Quantizer,
-    SplitUniformQuantizer,
-    TwinUniformQuantizer,
-    UniformQuantizer,
-    symmetric_zero_point,
-)
+from adalog.quantizers import Quantizer
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
 INT32 = 2**31  # what accumulators of 32 bits stay below
-Whole = UniformQuantizer | TwinUniformQuantizer | LogQuantizer  # whose codes stand for integers
-
-
-# --- operands --------------------------------------------------------------------------------------------------------
-
-
-def integers(quantizer: Whole, code: Tensor) -> list[Tensor]:
-    """What codes stand for, an integer of each part: int64, of the codes' shape. A constant part is of ones."""
-    code = code.to(torch.int64)
-    if isinstance(quantizer, UniformQuantizer):
-        return [code - quantizer.zero_point.to(torch.int64)]
-    if isinstance(quantizer, TwinUniformQuantizer):
-        signed = code - symmetric_zero_point(quantizer.bits)
-        return [signed.clamp(min=0), signed.clamp(max=0)]
-    table = quantizer.integers().to(code.device)
-    return [table[code], torch.ones_like(code)][: len(units(quantizer))]
-
-
-def units(quantizer: Whole) -> list[Tensor]:
-    """What one of each part is worth: float64, shaped to broadcast against the codes."""
-    if isinstance(quantizer, UniformQuantizer):
-        return [quantizer.scale.double()]
-    if isinstance(quantizer, TwinUniformQuantizer):
-        return [quantizer.scale.double(), quantizer.negative_scale.double()]
-    lifted = quantizer.offset and not quantizer.keeps_offset
-    return [quantizer.unit, *([torch.full_like(quantizer.unit, -quantizer.offset)] if lifted else [])]
-
-
-def limits(quantizer: Whole) -> list[tuple[int, int]]:
-    """(least, most) that an integer of each part can be, whatever the code."""
-    top = 2**quantizer.bits - 1
-    if isinstance(quantizer, UniformQuantizer):
-        return [(-int(quantizer.zero_point.max()), top - int(quantizer.zero_point.min()))]
-    if isinstance(quantizer, TwinUniformQuantizer):
-        half = symmetric_zero_point(quantizer.bits)
-        return [(0, half - 1), (-half, 0)]
-    return [(0, int(quantizer.integers().max())), (1, 1)][: len(units(quantizer))]
-
-
-def largest(quantizer: Whole) -> list[int]:
-    """The largest magnitude of an integer of each part."""
-    return [max(-least, most) for least, most in limits(quantizer)]
 
 
 # --- sites -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Site:
+class IntegerSite:
     """A multiplication whose operands are codes.
 
     left, right: their quantizers; weight: the right one's codes where they are stored, (O, I) or (O, I / groups, kh,
@@ -86,8 +37,8 @@ class Site:
 
     name: str
     node: Node
-    left: Whole
-    right: Whole
+    left: Quantizer
+    right: Quantizer
     weight: Tensor | None
     terms: int
     scales: tuple[Tensor, ...]
@@ -111,7 +62,7 @@ class Site:
     def weight_integers(self) -> Tensor:
         """Of a stored weight, as the right side of a product: int64, (groups, I, O / groups), or (I, O)."""
         assert self.weight is not None
-        (whole,) = integers(self.right, self.weight)
+        (whole,) = self.right.integers(self.weight)
         if self.geometry is None:
             return whole.t()
         return whole.reshape(self.groups, -1, whole[0].numel()).transpose(1, 2)
@@ -141,7 +92,7 @@ class Site:
         return output_sizes(shape[2:], self.weight.shape[2:], *self.geometry[:3])
 
 
-def plan(program: Program, example: tuple[Tensor, ...]) -> list[Site]:
+def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     """Every product of two quantized operands, in order of execution; all others stay float.
 
     example: the inputs with no images in them. Raises ArtifactError for a site that has no integers (logarithmic codes
@@ -179,49 +130,42 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[Site]:
 
 def _site(
     name: str, node: Node, operands: tuple[Quantizer, Quantizer], weight: Tensor | None, shapes: list[torch.Size]
-) -> Site:
-    left, right = (_whole(name, quantizer) for quantizer in operands)
+) -> IntegerSite:
+    left, right = (_checked(name, quantizer) for quantizer in operands)
     geometry = None
     if weight is None:
         flat = min(map(len, shapes)) < 2
-        lefts = [_constant(name, unit, (-1, -2) if flat else (-1,)) for unit in units(left)]
-        rights = [_constant(name, unit, (-1, -2) if flat else (-2,)) for unit in units(right)]
+        lefts = [_constant(name, unit, (-1, -2) if flat else (-1,)) for unit in left.units()]
+        rights = [_constant(name, unit, (-1, -2) if flat else (-2,)) for unit in right.units()]
         terms = shapes[0][-1]
     elif node.op == PRODUCTS[0]:
-        lefts = [_constant(name, unit, (-1,)) for unit in units(left)]
-        rights = [unit.reshape(-1) for unit in units(right)]
+        lefts = [_constant(name, unit, (-1,)) for unit in left.units()]
+        rights = [unit.reshape(-1) for unit in right.units()]
         terms = weight.shape[1]
     else:
         geometry = conv_geometry(node)
-        lefts = [_per_group(name, unit, geometry[3], shapes[0][1]) for unit in units(left)]
-        rights = [unit.reshape(geometry[3], 1, -1) for unit in units(right)]
+        lefts = [_per_group(name, unit, geometry[3], shapes[0][1]) for unit in left.units()]
+        rights = [unit.reshape(geometry[3], 1, -1) for unit in right.units()]
         terms = weight[0].numel()
     scales = tuple((x * y).to(left.scale.dtype) for x in lefts for y in rights)
-    bounds = tuple(terms * x * y for x in largest(left) for y in largest(right))
+    bounds = tuple(terms * x * y for x in _largest(left) for y in _largest(right))
     if max(bounds) >= 2**63:
         raise ArtifactError(f"site {name} sums {terms:,} products up to {max(bounds):,}, more than 64 bits hold")
-    return Site(name, node, left, right, weight, terms, scales, bounds, geometry)
+    return IntegerSite(name, node, left, right, weight, terms, scales, bounds, geometry)
 
 
-def _whole(name: str, quantizer: Quantizer) -> Whole:
+def _checked(name: str, quantizer: Quantizer) -> Quantizer:
     """The quantizer of a site, if its codes stand for integers."""
-    if isinstance(quantizer, SplitUniformQuantizer):
-        raise ArtifactError(
-            f"site {name} has split uniform codes, which no executor takes: quantize the model with another method, "
-            "such as adalog"
-        )
-    if isinstance(quantizer, UniformQuantizer) and bool((quantizer.zero_point % 1 != 0).any()):
-        raise ArtifactError(
-            f"site {name} has a zero point that is not a whole number: quantize the model with round_zero_point"
-        )
-    if isinstance(quantizer, LogQuantizer) and not quantizer.width:
-        raise ArtifactError(
-            f"site {name} has logarithmic codes with levels in float, which no integers stand for: quantize the "
-            "model with a method whose tables are of integers, such as adalog"
-        )
+    if quantizer.why_no_integers:
+        raise ArtifactError(f"site {name} {quantizer.why_no_integers}")
     if quantizer.scale.dtype not in (torch.float32, torch.float64):
         raise ArtifactError(f"site {name} is in {quantizer.scale.dtype}: convert the model to float32")
     return quantizer
+
+
+def _largest(quantizer: Quantizer) -> list[int]:
+    """The largest magnitude of an integer of each part."""
+    return [max(-least, most) for least, most in quantizer.limits()]
 
 
 def _constant(name: str, unit: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -251,11 +195,11 @@ def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
 class Encoder:
     """From values to what a product takes: their codes, int64."""
 
-    def __init__(self, quantizer: Whole, site: Site):
+    def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
 
     @staticmethod
-    def key(site: Site) -> str:
+    def key(site: IntegerSite) -> str:
         """Sites of the same key share what is encoded for one of them."""
         return "codes"
 
@@ -269,7 +213,7 @@ class Encoder:
 class Product:
     """A site's product of codes, in int64 on the CPU."""
 
-    def __init__(self, site: Site):
+    def __init__(self, site: IntegerSite):
         self.site = site
         self._weight = None if site.weight is None else site.weight_integers().cpu()
         self.nbytes = 0 if self._weight is None else self._weight.nbytes
@@ -277,13 +221,13 @@ class Product:
     def accumulate(self, left: Tensor, right: Tensor | None = None) -> list[Tensor]:
         """Exact sums, int64: for each pair of parts what its scale is shaped against."""
         site = self.site
-        lefts = [part.cpu() for part in integers(site.left, left)]
+        lefts = [part.cpu() for part in site.left.integers(left)]
         if site.geometry is not None:
             lefts = [site.rows(part) for part in lefts]
         if self._weight is None:
             assert right is not None
             site.check_terms(left.shape[-1])
-            rights = [part.cpu() for part in integers(site.right, right)]
+            rights = [part.cpu() for part in site.right.integers(right)]
         else:
             rights = [self._weight]
         return [torch.matmul(x, y).to(left.device) for x in lefts for y in rights]
@@ -292,7 +236,7 @@ class Product:
         return finish(self.site, self.accumulate(left, right), bias, left.shape)
 
 
-def finish(site: Site, accumulators: list[Tensor], bias: Tensor | None, shape: torch.Size) -> Tensor:
+def finish(site: IntegerSite, accumulators: list[Tensor], bias: Tensor | None, shape: torch.Size) -> Tensor:
     """The site's output: accumulators times scales, plus bias. shape: of the left operand."""
     parts = [sums.to(scale.dtype) * scale for sums, scale in zip(accumulators, site.scales, strict=True)]
     result = sum(parts[1:], start=parts[0])

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.artifact import encode_quantizer
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime import Compiled
-from adalog.runtime.reference import integers, units
 
 FORMAT = 1
 
@@ -24,15 +22,15 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
     values: dict[str, Tensor] = {"left_codes": trace.left, "right_codes": trace.right, "output": trace.output}
     sides: dict[str, Any] = {}
     for side, quantizer in (("left", site.left), ("right", site.right)):
-        told = encode_quantizer(quantizer)
-        parts = len(units(quantizer))
+        told = quantizer.fields()
+        parts = len(quantizer.units())
         if isinstance(quantizer, UniformQuantizer):
             values[f"{side}_zero_point"] = quantizer.zero_point.to(torch.int64)
         else:
             codes = torch.arange(2**quantizer.bits)
-            for index, table in enumerate(integers(quantizer, codes)):
+            for index, table in enumerate(quantizer.integers(codes)):
                 values[f"{side}_table_{index}"] = table
-        for index, unit in enumerate(units(quantizer)):
+        for index, unit in enumerate(quantizer.units()):
             values[f"{side}_unit_{index}"] = unit
         long = ("scale", "zero_point", "negative_scale")  # which are files
         kept = {key: value for key, value in told.items() if key not in long}

@@ -43,30 +43,30 @@ def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., N
     return _functions().get(f"{name}_{_KINDS.get(dtype)}") if able else None
 
 
-def _sizes(shape: Sequence[int], keep: Sequence[int]) -> tuple[int, int, int] | None:
-    """What comes before, in and after the kept dimensions; None where they are not next to each other."""
-    first, end = (keep[0], keep[-1] + 1) if keep else (0, 0)
-    if tuple(keep) != tuple(range(first, end)):
+def _sizes(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
+    """What comes before, in and after these dimensions; None where they are not next to each other."""
+    first, end = (own_dims[0], own_dims[-1] + 1) if own_dims else (0, 0)
+    if tuple(own_dims) != tuple(range(first, end)):
         return None
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
-def spread(parameters: Tensor, shape: Sequence[int], keep: Sequence[int]) -> Tensor:
+def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
     """(k, *groups) -> (k, ...), to broadcast against k candidates of values of this shape."""
-    return parameters.reshape(-1, *(size if dim in keep else 1 for dim, size in enumerate(shape)))
+    return parameters.reshape(-1, *(size if dim in own_dims else 1 for dim, size in enumerate(shape)))
 
 
 def uniform_errors(
-    values: Tensor, scale: Tensor, zero_point: Tensor, bits: int, keep: Sequence[int], dtype: torch.dtype
+    values: Tensor, scale: Tensor, zero_point: Tensor, bits: int, own_dims: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """What k uniform quantizers add to the values: (k, *values.shape), rounded to the type.
 
-    scale, zero_point: (k, *groups), the groups being the sizes of the values' dimensions `keep`.
+    scale, zero_point: (k, *groups), the groups being the sizes of the values' dimensions `own_dims`.
     """
-    function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, keep)
+    function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     if function is None or sizes is None or not fit:
-        scale, zero_point = (spread(part, values.shape, keep) for part in (scale, zero_point))
+        scale, zero_point = (shaped_against(part, values.shape, own_dims) for part in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
     result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)
@@ -89,20 +89,20 @@ def table_errors(values: Tensor, bins: Tensor, tables: Sequence[Tensor], dtype: 
     return result
 
 
-def sums(product: Tensor, base: Tensor, error: Tensor | None, keep: Sequence[int]) -> Tensor:
+def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence[int]) -> Tensor:
     """The sums of (product + base)**2 or, of a Gram matrix, of (product + 2 base) error: (k, *groups), of base's type.
 
-    product, error: (k, ...). base: one for all k. keep: dimensions of the base that are not summed over.
+    product, error: (k, ...). base: one for all k. own_dims: dimensions of the base that are not summed over.
     """
-    function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, keep)
+    function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     if function is None or sizes is None or not fit or (error is not None and error.dtype != product.dtype):
         product = product.to(base.dtype)
         product = product.add_(base).square_() if error is None else product.add_(base, alpha=2).mul_(error)
-        summed = [dim + 1 for dim in range(base.ndim) if dim not in keep]
+        summed = [dim + 1 for dim in range(base.ndim) if dim not in own_dims]
         return product.sum(summed) if summed else product
     product, base, error = product.contiguous(), base.contiguous(), None if error is None else error.contiguous()
-    shape = len(product), *(base.shape[dim] for dim in keep)
+    shape = len(product), *(base.shape[dim] for dim in own_dims)
     result = torch.zeros(shape, dtype=torch.float64, device=base.device)
     pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
     function(*pointers, *sizes, len(product), result.data_ptr())

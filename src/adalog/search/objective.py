@@ -18,9 +18,8 @@ from torch import Tensor
 from adalog.device import chunk_elements, multiplies_bfloat16
 from adalog.quantizers import at_least_float32
 from adalog.search.fused import sums
+from adalog.search.quantiles import coprime, thinned
 
-# Of a sample about so many values, evenly spread, are sorted, but at least so many of each row.
-SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
 # A rough loss looks at so many elements of each group, if those are rows enough.
 _ROUGH_ELEMENTS = 3 << 15
 # A product with fewer columns takes less time than rounding its operand to bfloat16.
@@ -35,8 +34,8 @@ class ProductError:
     """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
 
     left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is cheaper (`gram`).
-    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). keep: the dimensions of `left` that keep
-    a loss of their own (rows of a weight, heads); the error is summed over all others.
+    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). own_dims: the dimensions of `left`
+    that have losses of their own (rows of a weight, heads); the error is summed over all others.
     """
 
     left: Tensor
@@ -44,7 +43,7 @@ class ProductError:
     base: Tensor
     constant: Tensor
     gram: bool
-    keep: tuple[int, ...]
+    own_dims: tuple[int, ...]
     mask: Tensor | None = None
     alike: bool = True
 
@@ -53,7 +52,7 @@ class ProductError:
         left: Tensor,
         right: Tensor,
         right_hat: Tensor,
-        keep: Sequence[int] = (),
+        own_dims: Sequence[int] = (),
         mask: Tensor | None = None,
         alike: bool = True,
         gram: bool | None = None,
@@ -62,15 +61,15 @@ class ProductError:
         whether its rows are tokens, of which some can stand for all. gram: whether by the Gram matrix, as it is
         where that is cheaper (None); the losses of a sample are then all too large by one constant."""
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
-        kept = tuple(keep)
+        own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
-        base = left @ (right_hat - right)
-        constant = _total(base.square(), kept)
+        base = error_base(left, right, right_hat)
+        constant = _total(base.square(), own)
         factor = right_hat
         if gram:
             transposed = right_hat.transpose(-1, -2)
             base, factor = base @ transposed, right_hat @ transposed
-        return ProductError(left, factor, base, constant, gram, kept, mask, alike)
+        return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
         """With products in bfloat16 where the device has them: each rounds by 2**-9 at most, which sums even out."""
@@ -86,13 +85,13 @@ class ProductError:
         alike: what the largest of them do decides.
         """
         *_, length, width = self.left.shape
-        kept = math.prod(self.left.shape[dim] for dim in self.keep)
+        groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
         if not self.alike:
             columns = self.factor.shape[-1]
-            stride = min(self.left[..., 0, 0].numel() // kept * columns // max(rows, 1), columns // 16)
+            stride = min(self.left[..., 0, 0].numel() // groups * columns // max(rows, 1), columns // 16)
             return self if self.gram or stride < 2 or self.left.ndim == 2 else self._columns(stride)
-        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
-        stride = self.left[..., 0].numel() // kept // max(rows, _ROUGH_ELEMENTS // width)
+        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
+        stride = self.left[..., 0].numel() // groups // max(rows, _ROUGH_ELEMENTS // width)
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
         sparse = coprime(max(1, min(stride, length // 16)), length)  # where rows are short some windows are left out
@@ -125,9 +124,9 @@ class ProductError:
         mask = None if self.mask is None else take(self.mask)
         return replace(self, left=take(self.left), base=take(self.base), mask=mask)
 
-    def parts(self) -> "list[ProductError]":
-        """The same error as the sum over slices of the first dimension that is summed over, where it is large."""
-        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.keep]
+    def splits(self) -> "list[ProductError]":
+        """The same error as a sum over slices of the first dimension that is summed over, where it is large."""
+        summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
         count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
         if count == 1 or not summed:
             return [self]
@@ -144,8 +143,8 @@ class ProductError:
         ]
 
     def by_rows(self) -> "list[ProductError]":
-        """The errors of slices of the rows, where those keep losses of their own and are many: of a weight."""
-        if self.keep != (0,) or self.left.ndim != 2 or self.mask is not None:
+        """The errors of slices of the rows, where each of many rows has its own loss, as in a weight."""
+        if self.own_dims != (0,) or self.left.ndim != 2 or self.mask is not None:
             return [self]
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
         size = -(-len(self.left) // count)
@@ -162,11 +161,11 @@ class ProductError:
         return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
-        """As `loss`, of candidates that are known by what they add to given values, slice by slice (`parts`)."""
-        parts = [(part, errors(part.left)) for part in self.parts()]
+        """As `loss`, of candidates that are known by what they add to given values, slice by slice (`splits`)."""
+        splits = [(split, errors(split.left)) for split in self.splits()]
 
         def loss(points: Tensor) -> Tensor:
-            first, *others = (part.loss_of(added, points) for part, added in parts)
+            first, *others = (split.loss_of(added, points) for split, added in splits)
             return sum(others, start=first)
 
         return loss
@@ -174,20 +173,25 @@ class ProductError:
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
             delta.mul_(self.mask)
-        total = sums(delta @ self.factor, self.base, delta if self.gram else None, self.keep)
+        total = sums(delta @ self.factor, self.base, delta if self.gram else None, self.own_dims)
         return total + self.constant if self.gram else total
 
 
-def _total(values: Tensor, keep: tuple[int, ...]) -> Tensor:
-    """The sum over all dimensions but the kept ones."""
-    dims = [dim for dim in range(values.ndim) if dim not in keep]
+def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
+    """left @ (right_hat - right): what the quantized right operand alone adds to the product, in the error form."""
+    return left @ (right_hat - right)
+
+
+def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
+    """The sum over all dimensions but these."""
+    dims = [dim for dim in range(values.ndim) if dim not in own_dims]
     return values.sum(dims) if dims else values
 
 
 class OwnError:
-    """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) a candidate.
+    """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row a group, of which `thinned` leaves some.
+    sample: (G, T), one row per group, of which `thinned` leaves some.
     """
 
     def __init__(self, sample: Tensor):
@@ -223,33 +227,3 @@ class OwnError:
         value = levels.permute(1, 0, 2)
         error = between(self.squares) - 2 * value * between(self.sums) + value.square() * ends.diff(dim=-1)
         return error.sum(-1).t()
-
-
-def thinned(sample: Tensor) -> Tensor:
-    """About SORTED_ELEMENTS values of a sample (G, T), evenly spread over each row; all of a smaller one."""
-    size = sample.shape[1]
-    wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
-    return sample[:, :: coprime(max(1, size // wanted), size)]
-
-
-def coprime(stride: int, size: int) -> int:
-    """The least stride from this one on that shares no factor with the size, and so meets every column of a grid."""
-    while math.gcd(stride, size) > 1:
-        stride += 1
-    return stride
-
-
-def quantiles(sample: Tensor, fractions: tuple[float, ...]) -> list[Tensor]:
-    """Per row, by linear interpolation; of large samples the extremes are exact, the rest by what `thinned` leaves."""
-    ordered = thinned(sample).sort(dim=1).values
-    ends = {0.0: sample.amin(dim=1), 1.0: sample.amax(dim=1)}
-    result = []
-    for fraction in fractions:
-        if fraction in ends:
-            result.append(ends[fraction])
-            continue
-        position = fraction * (ordered.shape[1] - 1)
-        below = int(position)
-        above = min(below + 1, ordered.shape[1] - 1)
-        result.append(torch.lerp(ordered[:, below], ordered[:, above], position - below))
-    return result

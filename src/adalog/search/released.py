@@ -1,6 +1,6 @@
 """The search of the authors' released code, with its quirks, so that its numbers can be had in this frame.
 
-It differs from Algorithm 1 as the paper prints it, which `search` and `calibrate` follow:
+It differs from Algorithm 1 as the paper prints it, which `strategies` and `bounds` follow:
 
 - Uniform quantizers are searched as (scale, zero point): the scale between (Q_0.9 - Q_0.1) / L and (Q_1 - Q_0) / L with
   L = 2**bits - 1 and Q_p a quantile, the zero point among whole numbers around 2**(bits - 1) that no data moves.
@@ -22,9 +22,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from adalog.config import ReleasedSearch
+from adalog.choices import ReleasedSearch
+from adalog.config import Config
 from adalog.device import chunk_elements
 from adalog.quantizers import (
+    Assignment,
+    Fold,
     LogQuantizer,
     Quantizer,
     TwinUniformQuantizer,
@@ -34,7 +37,9 @@ from adalog.quantizers import (
 )
 from adalog.search.fused import sums, uniform_errors
 from adalog.search.objective import Errors, ProductError
-from adalog.search.product import Format, Found, Operand, fake_quantize
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+from adalog.search.quantiles import quantiles
 from adalog.search.strategies import Loss
 
 POINTS = 128  # n, of every step
@@ -46,17 +51,36 @@ _FINALISTS = 16  # candidates that a rough loss leaves to the exact one
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
-def search_product(role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
-    """Quantizers of left @ right^T (see `calibrate.search_product`). role: as `sites.Site.role`."""
+def needs(search: ReleasedSearch) -> frozenset[str]:
+    """Nothing but the operands."""
+    return frozenset()
+
+
+def refuses_fold(search: ReleasedSearch, config: Config) -> str:
+    """Why this search folds no norm under these choices; empty: it folds."""
+    if config.weight_bits != config.activation_bits:
+        return "the released code does not where weights and activations have unequal bits"
+    return ""
+
+
+def fold_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Fold, UniformQuantizer | None]:
+    """The fold of a norm's channels, each by its own error. values: (T, C), what the norm puts out."""
+    operand = Operand(values, Format(bits, own_dims=(1,)))
+    quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
+    return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
+
+
+def search_product(product: Product, search: ReleasedSearch) -> Assignment:
+    """Quantizers of both operands as the released code finds them."""
+    left, right, of_activations = product.left, product.right, product.of_activations
     half = symmetric_zero_point(right.format.bits)
-    of_activations = role in ("qk", "av")
-    zero_points = min(half, POINTS // 2) if role == "conv" else min(half, 16)
+    zero_points = min(half, POINTS // 2) if product.role == "conv" else min(half, 16)
     seconds = _UniformSpace(right, zero_points, search, _LEAST_SCALE if of_activations else _TINY)
     firsts: _UniformSpace | _LogSpace | _TwinSpace
     if left.format.twin:
         firsts = _TwinSpace(left)
     elif left.format.log2_base is not None:
-        firsts = _LogSpace(left, search, scale_is_one=role == "av")
+        firsts = _LogSpace(left, search, scale_is_one=product.role == "av")
     else:
         count = zero_points if of_activations else min(2**left.format.bits, 16)
         firsts = _UniformSpace(left, count, search, _LEAST_SCALE)
@@ -72,20 +96,13 @@ def search_product(role: str, left: Operand, right: Operand, search: ReleasedSea
                 second = seconds.search(_error(right, left, first))
     if isinstance(firsts, _LogSpace) and isinstance(first, LogQuantizer):
         first = firsts.final(first)
-    return Found.judged(left, right, first, second)
-
-
-def search_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point), each (C,), of a uniform quantizer a channel, by its own error. values: (T, C)."""
-    operand = Operand(values, Format(bits, keep=(1,)))
-    quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
-    return quantizer.scale.flatten(), quantizer.zero_point.flatten()
+    return product.assigned(first, second)
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
     """The product's error as a function of one operand, the other one as its quantizer leaves it."""
-    exact, hat = (value.transpose(-1, -2) for value in (other.values, fake_quantize(other, quantizer)))
-    return ProductError.of(operand.values, exact, hat, operand.format.keep, operand.mask, operand.alike)
+    exact, hat = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
+    return ProductError.of(operand.values, exact, hat, operand.format.own_dims, operand.mask, operand.alike)
 
 
 @dataclass(frozen=True)
@@ -110,9 +127,9 @@ class _Scores:
         rough = rough or errors
         return _Scores(exact, error.fast().loss_by(rough), error.sample(_ROWS).fast().loss_by(rough))
 
-    def survivors(self, points: Tensor, keep: int) -> Tensor:
-        """The `keep` points of least loss in each group, by the quickest loss."""
-        return _gathered(points, _least((self.sampled or self.rough or self.exact)(points), keep))
+    def survivors(self, points: Tensor, count: int) -> Tensor:
+        """The `count` points of least loss in each group, by the quickest loss."""
+        return _gathered(points, _least((self.sampled or self.rough or self.exact)(points), count))
 
     def best(self, points: Tensor) -> Tensor:
         """The point of least loss in each group, (P, *groups), after the rough loss has left out all but a few.
@@ -135,14 +152,14 @@ def _gathered(points: Tensor, order: Tensor) -> Tensor:
     return points.gather(0, order.unsqueeze(1).expand(-1, *points.shape[1:]))
 
 
-def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, keep: int, least: float) -> Tensor:
+def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
     """The released FPCS: the first of the hyperparameters of `points` (K, P, *groups), the scale, is refined."""
-    fan = POINTS // keep
+    fan = POINTS // parents
     part = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
-        parents = scores.survivors(points, keep)
-        points = parents.repeat_interleave(fan, dim=0)
-        offsets = part.repeat(len(parents)).view(-1, *(1 for _ in spacing.shape)) * spacing
+        best = scores.survivors(points, parents)
+        points = best.repeat_interleave(fan, dim=0)
+        offsets = part.repeat(len(best)).view(-1, *(1 for _ in spacing.shape)) * spacing
         points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
         spacing = spacing / (fan - 0.5)
     return scores.best(points)
@@ -161,7 +178,7 @@ class _UniformSpace:
     def _grid(self) -> tuple[Tensor, Tensor]:
         """The POINTS points, scales running fastest, (POINTS, 2, *groups), and the spacing of scales (*groups)."""
         values, form = self.operand.values, self.operand.format
-        shape = [values.shape[dim] for dim in form.keep]
+        shape = [values.shape[dim] for dim in form.own_dims]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
         lowest, low, high, highest = (part.reshape(shape) for part in _quantiles(self.operand.groups()))
         start, stop = high - low, highest - lowest
@@ -177,18 +194,18 @@ class _UniformSpace:
     def _found(self, scores: _Scores) -> UniformQuantizer:
         grid, spacing = self._grid
         steps = self.search_choices.steps - 1 if self.search_choices.progressive else 0
-        return self._quantizer(_refined(scores, grid, spacing, steps, keep=16, least=self.least))
+        return self._quantizer(_refined(scores, grid, spacing, steps, parents=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.spread(part)[0] for part in point)
+        scale, zero_point = (self.operand.shaped(part)[0] for part in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
         """By the operand's own error, or the last zero point with the last scale but one."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
-        values, keep = self.operand.values.double(), self.operand.format.keep
-        summed = [dim + 1 for dim in range(values.ndim) if dim not in keep]
+        values, own_dims = self.operand.values.double(), self.operand.format.own_dims
+        summed = [dim + 1 for dim in range(values.ndim) if dim not in own_dims]
         chunk = max(1, chunk_elements(values.device) // values.numel())
 
         def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
@@ -212,12 +229,14 @@ class _UniformSpace:
         form = self.operand.format
 
         def errors(values: Tensor) -> Errors:
-            return lambda points, dtype: uniform_errors(values, points[:, 0], points[:, 1], form.bits, form.keep, dtype)
+            return lambda points, dtype: uniform_errors(
+                values, points[:, 0], points[:, 1], form.bits, form.own_dims, dtype
+            )
 
         return self._found(_Scores.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
-        scale, zero_point = (self.operand.spread(part) for part in points.unbind(1))
+        scale, zero_point = (self.operand.shaped(part) for part in points.unbind(1))
         return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 
@@ -296,7 +315,7 @@ class _LogSpace:
         scales = low + (high - low) * torch.linspace(0, 1, count).to(error.left)
         points = torch.stack([scales.repeat(len(bases)), bases[:, 1].repeat_interleave(count)], dim=1)
         steps = self.search_choices.steps - 1 if progressive else 0
-        point = _refined(scores, points, (high - low) / (count - 1), steps, keep=32, least=_LEAST_SCALE)
+        point = _refined(scores, points, (high - low) / (count - 1), steps, parents=32, least=_LEAST_SCALE)
         return self._quantizer(point[0], round(float(point[1])))
 
 
@@ -329,9 +348,9 @@ class _TwinSpace:
 
 
 def _quantiles(groups: Tensor) -> list[Tensor]:
-    """Q_0, Q_0.1, Q_0.9 and Q_1 of each row of (G, T), long rows in 2, 4, ... parts whose quantiles are averaged."""
-    parts = 1
-    while groups.numel() // parts > _QUANTILE_LIMIT and groups.shape[1] % (2 * parts) == 0:
-        parts *= 2
-    fractions = groups.new_tensor([0.0, 0.1, 0.9, 1.0])
-    return list(groups.reshape(len(groups), parts, -1).quantile(fractions, dim=2).mean(dim=2))
+    """Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T); long rows in 2, 4, ... pieces whose quantiles are averaged."""
+    count = 1
+    while groups.numel() // count > _QUANTILE_LIMIT and groups.shape[1] % (2 * count) == 0:
+        count *= 2
+    pieces = quantiles(groups.reshape(len(groups) * count, -1), (0.0, 0.1, 0.9, 1.0))
+    return list(torch.stack(pieces).view(len(pieces), len(groups), count).mean(dim=2))

@@ -25,18 +25,18 @@ def fpcs(
     high: Tensor,
     *,
     init: Sequence[int] = (16, 8),
-    keep: int = 16,
+    parents: int = 16,
     children: int = 8,
     steps: int = 4,
     incumbent: Tensor | None = None,
     rough: Loss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fast Progressive Combining Search (Algorithm 1): coarse to fine, the `keep` best points of a step being refined.
+    """Fast Progressive Combining Search (Algorithm 1): coarse to fine, refining the `parents` best points of a step.
 
     The first step scores a uniform grid of init[0] x init[1] x ... points. In each of `steps` further ones the spacing
-    of every hyperparameter shrinks by 2 z, and each of the `keep` parents gets its neighbours -z ... z in every
+    of every hyperparameter shrinks by 2 z, and each of the parents gets its neighbours -z ... z in every
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
-    loss is reused, so it is never lost to a worse child: keep * children evaluations a step (128).
+    loss is reused, so it is never lost to a worse child: parents * children evaluations per step (128).
     rough: a cheaper loss for every step; the best half of the parents it leaves are then scored by `loss`, and the
     best of them takes a `walk`.
     """
@@ -46,12 +46,12 @@ def fpcs(
     score = loss if rough is None else rough
     losses = score(points)
     for _ in range(steps):
-        parents, losses = best_points(points, losses, keep)
+        best, losses = best_points(points, losses, parents)
         spacing = spacing / (2 * z)
-        born = (parents + offsets * spacing).flatten(0, 1)
-        points, losses = torch.cat([parents, born]), torch.cat([losses, score(born)])
+        born = (best + offsets * spacing).flatten(0, 1)
+        points, losses = torch.cat([best, born]), torch.cat([losses, score(born)])
     if rough is not None:
-        points, _ = best_points(points, losses, max(1, keep // 2))  # they lie close together
+        points, _ = best_points(points, losses, max(1, parents // 2))  # they lie close together
         best, _ = best_points(points, loss(points), 1)
         points, losses = (value[None] for value in walk(loss, best[0], spacing, children=children, moves=max(4, steps)))
     return _winner(loss, points, losses, incumbent)
@@ -148,11 +148,11 @@ def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
     return low + (high - low) * part
 
 
-def best_points(points: Tensor, losses: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """The `keep` points of least loss in each group, best first."""
+def best_points(points: Tensor, losses: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` points of least loss in each group, best first."""
     losses, order = losses.sort(dim=0, stable=True)
-    order = order[:keep].unsqueeze(1).expand(-1, points.shape[1], *points.shape[2:])
-    return points.gather(0, order), losses[:keep]
+    order = order[:count].unsqueeze(1).expand(-1, points.shape[1], *points.shape[2:])
+    return points.gather(0, order), losses[:count]
 
 
 def _winner(loss: Loss, points: Tensor, losses: Tensor, incumbent: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -160,3 +160,8 @@ def _winner(loss: Loss, points: Tensor, losses: Tensor, incumbent: Tensor | None
         points, losses = torch.cat([incumbent[None], points]), torch.cat([loss(incumbent[None]), losses])
     best, least = best_points(points, losses, 1)
     return best[0], least[0]
+
+
+def first_least(losses: Tensor) -> Tensor:
+    """The index of the least loss along the first dimension, the first of equals: (*groups)."""
+    return losses.sort(dim=0, stable=True).indices[0]

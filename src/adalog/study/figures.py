@@ -17,11 +17,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from adalog.config import Config, Search
+from adalog.calibration.calibration import Calibration
+from adalog.calibration.schedule import Progress
+from adalog.choices import Search
+from adalog.config import Config
 from adalog.graph.program import FAKE_QUANTIZE, Node
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.model import LedgerRow, QuantizedModel
-from adalog.quantize import Calibration, Progress
+from adalog.ledger import LedgerRow
+from adalog.model import QuantizedModel
 from adalog.quantizers import LogQuantizer, Quantizer, at_least_float32
 from adalog.study.landscape import Landscape, SearchPath, View, example_site, landscapes
 
@@ -99,7 +102,9 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
         sites = [site for site in sites if site.role in ("linear", "av")]
         for index in dict.fromkeys(int(len(sites) * place) for place in places if sites):
             site = sites[index]
-            found = {name: calibration.search(config, [site.name])[0].found.left for name, config in configs.items()}
+            found = {
+                name: calibration.search(config, [site.name])[0].assignment.left for name, config in configs.items()
+            }
             shown = {name: each for name, each in found.items() if each is not None and each.scale.numel() == 1}
             title = f"after {_title(site.left_source.kind)}: {site.name}"
             panels.append(Panel(title, shown, -site.left_source.minimum, calibration.operand(site.left)))

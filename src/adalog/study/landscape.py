@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog.config import Search
+from adalog.calibration.calibration import Calibration, Searched
+from adalog.choices import Search
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.quantize import Calibration, Searched
+from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
-from adalog.search.product import Operand, fake_quantize, minimise
+from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid
 
 
@@ -66,23 +67,23 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
     Where an operand has several sets of parameters (the rows of a weight, heads) the one of median power is shown. The
     search itself is run again, with losses that note what they are asked. size: of the landscape in each direction.
     """
-    sides = ("left", searched.left, searched.right, searched.found.right)
-    others = ("right", searched.right, searched.left, searched.found.left)
+    sides = ("left", searched.product.left, searched.product.right, searched.assignment.right)
+    others = ("right", searched.product.right, searched.product.left, searched.assignment.left)
     result = []
     for side, operand, other, quantizer in (sides, others):
         if operand.is_float or operand.format.unit:
             continue
-        hat = fake_quantize(other, quantizer)
+        hat = other.quantized(quantizer)
         chosen, which = _one_group(operand)
         values, other_values, mask = operand.values, other.values, operand.mask
-        for dim, index in zip(operand.format.keep, chosen, strict=True):
+        for dim, index in zip(operand.format.own_dims, chosen, strict=True):
             values = values.narrow(dim, index, 1)
             mask = None if mask is None else mask.narrow(dim, index, 1)
             if dim < values.ndim - 2:
                 other_values, hat = other_values.narrow(dim, index, 1), hat.narrow(dim, index, 1)
         one = replace(operand, values=values, mask=mask)
         transposed = other_values.transpose(-1, -2), hat.transpose(-1, -2)
-        given = (values, *transposed, one.format.keep, mask, one.alike)
+        given = (values, *transposed, one.format.own_dims, mask, one.alike)
         error = ProductError.of(*given)
         true = ProductError.of(*given, gram=False) if error.gram else error  # whose samples' losses are no constant off
         title = f"{side} operand, {_format_words(one)}{which}"
@@ -103,10 +104,10 @@ def _one_group(operand: Operand) -> tuple[list[int], str]:
     """Along the kept dimensions, the place of the group of median power; and which it is, in words."""
     groups = operand.groups()
     if len(groups) == 1:
-        return [0] * len(operand.format.keep), ""
+        return [0] * len(operand.format.own_dims), ""
     index = int(groups.double().square().sum(1).argsort(stable=True)[len(groups) // 2])
-    sizes = [operand.values.shape[dim] for dim in operand.format.keep]
-    what = "row" if operand.has_own_rows else "head" if operand.format.keep == (1,) else "group"
+    sizes = [operand.values.shape[dim] for dim in operand.format.own_dims]
+    what = "row" if operand.has_own_rows else "head" if operand.format.own_dims == (1,) else "group"
     return [int(place) for place in np.unravel_index(index, sizes)], f", {what} {index + 1} of {len(groups)}"
 
 
@@ -176,7 +177,7 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
     rest = asked[len(steps) :]
     every = torch.cat([points for _, points, _ in steps]), torch.cat([losses for *_, losses in steps])
     final = point.reshape(-1).float().cpu()
-    parents = best_points(steps[0][1], steps[0][2], search.keep)[0] if len(steps) > 1 else steps[0][1][:0]
+    parents = best_points(steps[0][1], steps[0][2], search.parents)[0] if len(steps) > 1 else steps[0][1][:0]
     judged = best_points(*every, 1)[0] if rough is None else rest[0][1]
     moves = [every] if rough is None else [call[1:] for call in takewhile(lambda call: call[0], rest[1:])]
     walk, before = [], math.inf

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog.artifact import write_whole
-from adalog.config import METHODS, Config, ReleasedSearch, Search
+from adalog.calibration.calibration import Calibration, raw_bytes
+from adalog.choices import ReleasedSearch, Search
+from adalog.config import Config
 from adalog.errors import DataError
+from adalog.files import write_whole
 from adalog.graph.program import Program
 from adalog.inputs import demo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.inputs.zoo import LoadedModel
-from adalog.quantize import Calibration, raw_bytes, sample_images
-from adalog.runtime import quickest
+from adalog.methods import METHODS
+from adalog.model import quickest
+from adalog.quantize import sample_images
 from adalog.study.cost import cost
 from adalog.study.doctor import machine
 from adalog.study.evaluate import check_classes, mcnemar, predict, score
@@ -39,7 +42,7 @@ _BITS = ("w4a4", "w3a3", "w6a6")
 # What the published comparison has first, then the other quantizers in the same search, the readings, other rivals.
 _METHODS = ("adalog", "repq-vit", "ptq4vit", "apq-vit")
 # n candidates for each of two hyperparameters: 64 of each here, so that both searches look at the same grid.
-_BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), keep=8)
+_BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), parents=8)
 _ALTERNATING = Search(strategy="alternating")
 
 Progress = Callable[[int, int, str, dict[str, Any]], None]

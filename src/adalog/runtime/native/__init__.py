@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from adalog import library
-from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.runtime import integer
-from adalog.runtime.reference import INT32, Site, Whole, finish
+from adalog.runtime.reference import INT32, IntegerSite, finish
 
 # --- the library -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Context:
     def run(self, kernel: str, arguments: ctypes.Structure) -> None:
         check(self.bind(kernel, arguments)())
 
-    def weights(self, site: Site) -> "Weights":
+    def weights(self, site: IntegerSite) -> "Weights":
         return Weights(self._library, site)
 
 
@@ -186,10 +186,10 @@ def check(status: int) -> None:
 class Weights:
     """A site's stored weight as kernels read it: up to 4 bits in half a byte each."""
 
-    def __init__(self, library: ctypes.CDLL, site: Site):
+    def __init__(self, library: ctypes.CDLL, site: IntegerSite):
         assert site.weight is not None
         codes = site.weight.flatten(1).contiguous()
-        zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()  # type: ignore[union-attr]
+        zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()  # type: ignore[attr-defined]
         self._library = library
         self.pointer = library.adalog_weights(
             codes.data_ptr(), zero.data_ptr(), *codes.shape, site.right.bits, zero_point(site.left)
@@ -208,18 +208,18 @@ class Weights:
 Planes = list[Tensor]  # what a left operand's codes stand for: uint8, low bytes and, of tables of 16 bits, high bytes
 
 
-def zero_point(quantizer: Whole) -> int:
+def zero_point(quantizer: Quantizer) -> int:
     """The zero point of all codes: that of a table is none."""
     return int(quantizer.zero_point.reshape(-1)[0]) if isinstance(quantizer, UniformQuantizer) else 0
 
 
-def _by_head(quantizer: Whole) -> bool:
+def _by_head(quantizer: Quantizer) -> bool:
     """Whether scales differ by no more than the heads of (..., heads, rows, columns)."""
     shape = quantizer.scale.shape
     return quantizer.scale.numel() == 1 or (len(shape) >= 3 and shape[-3] == quantizer.scale.numel())
 
 
-def takes(site: Site) -> bool:
+def takes(site: IntegerSite) -> bool:
     """Whether there is a kernel for a site: bytes by bytes in 32 bits, with one scale a tensor or a head."""
     left, right = site.left, site.right
     if not isinstance(right, UniformQuantizer) or site.bits > 32 or len(site.scales) != 1:
@@ -239,12 +239,16 @@ def _codes_hold_zero(quantizer: UniformQuantizer) -> bool:
     return bool((zero >= 0).all()) and bool((zero < 2**quantizer.bits).all())
 
 
-def table(quantizer: Whole) -> Tensor:
+def table(quantizer: Quantizer) -> Tensor:
     """What a left operand's codes become: int32, (2**bits,), bytes of one plane or two."""
-    return quantizer.integers().int() if isinstance(quantizer, LogQuantizer) else torch.arange(2**quantizer.bits).int()
+    return (
+        quantizer.table_integers().int()
+        if isinstance(quantizer, LogQuantizer)
+        else torch.arange(2**quantizer.bits).int()
+    )
 
 
-def planes_of(values: Tensor, quantizer: Whole) -> Planes:
+def planes_of(values: Tensor, quantizer: Quantizer) -> Planes:
     """Entries of a table as bytes."""
     two = int(table(quantizer).max()) > 255
     return [(values & 255).to(torch.uint8), *([(values >> 8).to(torch.uint8)] if two else [])]
@@ -253,15 +257,15 @@ def planes_of(values: Tensor, quantizer: Whole) -> Planes:
 class Encoder:
     """From values to the bytes of what their codes stand for."""
 
-    def __new__(cls, quantizer: Whole, site: Site) -> Any:
+    def __new__(cls, quantizer: Quantizer, site: IntegerSite) -> Any:
         return object.__new__(cls) if takes(site) else integer.Encoder(quantizer, site)
 
-    def __init__(self, quantizer: Whole, site: Site):
+    def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
         self._table = table(quantizer)
 
     @staticmethod
-    def key(site: Site) -> str:
+    def key(site: IntegerSite) -> str:
         """Sites of the same key share what is encoded for one of them."""
         return "planes" if takes(site) else integer.Encoder.key(site)
 
@@ -280,14 +284,14 @@ class Room:
     def __init__(self, context: Context):
         self.context = context
 
-    def Product(self, site: Site) -> Any:
+    def Product(self, site: IntegerSite) -> Any:
         return Product(site, self.context) if takes(site) else integer.Product(site)
 
 
 class Product:
     """A site's product of bytes."""
 
-    def __init__(self, site: Site, context: Context):
+    def __init__(self, site: IntegerSite, context: Context):
         self.site, self.context = site, context
         self.weights = None if site.weight is None else context.weights(site)
         self.nbytes = 0 if self.weights is None else self.weights.nbytes
@@ -355,7 +359,7 @@ def linear(weights: Weights, rows: Planes, out: Output) -> Linear:
     )
 
 
-def matrices(site: Site, left: Planes, right: Tensor, out: Tensor) -> tuple[Matrices, list[Any]]:
+def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[Matrices, list[Any]]:
     """The product of two computed operands, without what becomes of it, and what must live as long.
 
     out: of the shape of the product, for how its batches and heads lie.
@@ -385,7 +389,7 @@ def spread(value: Tensor, lead: Sequence[int]) -> Tensor:
     return value.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *value.shape[-2:])
 
 
-def side(planes: Planes, lead: Sequence[int], quantizer: Whole) -> tuple[Side, Planes, Tensor]:
+def side(planes: Planes, lead: Sequence[int], quantizer: Quantizer) -> tuple[Side, Planes, Tensor]:
     """One operand of a product, and what must live as long: columns may be dense instead of rows."""
     planes = [spread(plane, lead) for plane in planes]
     transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1

@@ -21,10 +21,10 @@ from torch import Tensor
 from adalog.errors import AdalogError, ProgramError, one_line
 from adalog.graph.program import Node, Program, Ref, aten, evaluate, refs_of
 from adalog.graph.sites import MOVES
-from adalog.quantizers import UniformQuantizer
+from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime import native
 from adalog.runtime.native import CODES, FLOATS, STEPS, Context, Encoder, Output, Planes, Product, place, room_of
-from adalog.runtime.reference import ENCODE, PRODUCT, Whole
+from adalog.runtime.reference import ENCODE, PRODUCT
 
 SAME = "adalog.same"  # a value by another name, in programs of this module alone
 _NORM = "aten.layer_norm.default"
@@ -139,7 +139,7 @@ class _Rows:
     added_to: Tensor | None = None
 
 
-def _bytes_of(quantizer: Whole, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
+def _bytes_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> _Steps:
     """The bytes of a function's codes, as a function of float32; both in this type."""
     table, wide = native.table(quantizer), quantizer.map(lambda value: value.to(dtype))
     thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))

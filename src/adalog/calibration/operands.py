@@ -1,0 +1,137 @@
+"""What a group's product multiplies: its operands, taken from observed values, and the formats they are searched in."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from adalog.config import Config
+from adalog.graph.program import Program
+from adalog.graph.reparam import patches
+from adalog.graph.rewrite import SiteGroup
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site, conv_geometry
+from adalog.quantizers import Fold
+from adalog.search.operand import Format, Operand
+from adalog.search.quantiles import coprime
+
+
+def choices_of(group: SiteGroup, config: Config) -> Config:
+    """The choices for a group, with the bits that are pinned for any of its sites or of its norm's."""
+    return config.at(group.pair.sites if group.pair is not None else [site.name for site in group.sites])
+
+
+def formats_of(site: Site, config: Config) -> list[Format]:
+    """The formats that the left operand of a site is tried in; the first of equally good ones wins.
+
+    After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one, and so
+    it does before a grouped convolution, where a uniform one has a scale per group.
+    """
+    bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
+    kind = site.left_source.kind
+    if kind == "softmax":
+        return [Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)]
+    if kind not in POWER_LAW_ACTIVATIONS:
+        return [Format(bits)]
+    own = -site.left_source.minimum
+    offset = config.offset if config.offset is not None and kind == "gelu" else own
+    power_law = Format.power_law(config.post_gelu, bits, config, offset)
+    grouped = site.role == "conv" and conv_geometry(site.node)[3] > 1
+    sure = (kind in GELUS and not grouped) or power_law.log2_base is None
+    return [power_law] if sure else [power_law, Format(bits)]
+
+
+def operands_of(
+    program: Program,
+    group: SiteGroup,
+    seen: Mapping[str, Tensor],
+    config: Config,
+    fold: Fold | None,
+    activation: Format,
+) -> tuple[Operand, Operand]:
+    """Both operands of the group's product with their formats, the right one transposed."""
+    site = group.first
+    x = seen[site.left]
+    if site.role in ("qk", "av"):
+        heads = (1,) if config.per_head and x.ndim == 4 else ()
+        right = seen[site.right].transpose(-1, -2).contiguous()
+        lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
+        x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
+        if site.role == "qk" and activation.is_uniform:
+            activation = replace(activation, own_dims=heads)
+        alike = site.role == "qk"  # the rows of V, transposed, are its channels
+        return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=heads), alike=alike)
+    weights = [program.tensors[member.right] for member in group.sites]
+    if site.role == "conv":
+        return _conv_operands(site, x, weights[0], activation, config.weight_bits)
+    weight = torch.cat(weights)
+    if fold is not None:
+        x, weight = fold.activation(x), fold.weight(weight)
+    form = Format(config.weight_bits, own_dims=(0,))
+    return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, form)
+
+
+def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]) -> Tensor:
+    """Values in the shapes of the sites' outputs, such as squared gradients, in the shape of the group's product."""
+    site = group.first
+    if site.role == "linear":
+        return torch.cat([value.flatten(0, -2) for value in values], dim=-1)
+    if site.role == "conv":
+        groups = conv_geometry(site.node)[3]
+        rows = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in values[0])
+        return _conv_rows(rows, len(values[0]), _overlap(site, program.tensors[site.right]))
+    return values[0]
+
+
+def product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
+    """How many elements the larger of a product's left operand and output has, more or less."""
+    site, x = group.first, shapes[group.first.left]
+    if site.role == "linear":
+        columns = sum(len(program.tensors[member.right]) for member in group.sites)
+    else:
+        columns = x.shape[-1] if site.role == "conv" else shapes[site.right].shape[-1]
+    return int(x[..., 0].numel() * max(x.shape[-1], columns))
+
+
+def _conv_operands(
+    site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int
+) -> tuple[Operand, Operand]:
+    """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
+
+    A grouped convolution's input has one scale per group: each output sees one group alone. Where patches overlap, so
+    that each value is in n of them, every n-th patch serves, as long as 1,024 are left.
+    """
+    stride, padding, dilation, groups = conv_geometry(site.node)
+    batch, channels, height, width = x.shape
+    kernel = (weight.shape[2], weight.shape[3])
+    x = x.reshape(batch, groups, channels // groups, height, width)
+
+    def rows(images: Tensor) -> Tensor:
+        seen = (patches(image, kernel, stride, padding, dilation) for image in images)
+        return _conv_rows(seen, batch, _overlap(site, weight))
+
+    mask = None
+    if any(padding) and activation.log2_base is not None:
+        mask = rows(torch.ones_like(x))
+    if groups == 1:
+        return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format(weight_bits, own_dims=(0,)))
+    kernels = weight.reshape(groups, -1, weight[0].numel())
+    if activation.is_uniform:
+        activation = replace(activation, own_dims=(0,))
+    return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, own_dims=(0, 1)))
+
+
+def _overlap(site: Site, weight: Tensor) -> int:
+    """In how many of a convolution's patches a value is."""
+    return weight.shape[2] * weight.shape[3] // math.prod(conv_geometry(site.node)[0])
+
+
+def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
+    """Every n-th of each image's rows, (groups, L, I), together: (groups, T, I), or (T, I) of one group."""
+    found = []
+    for index, rows in enumerate(images):
+        step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])
+        found.append(rows[:, index % step :: step])
+    result = torch.cat(found, dim=1)
+    return result if len(result) > 1 else result[0]

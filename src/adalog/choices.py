@@ -1,0 +1,246 @@
+"""How to search and refine: frozen choices, each default with its source."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS
+
+PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
+PostSoftmax = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog", "split", "max-kept"]
+Sharing = Literal["none", "mean", "power-of-two"]
+Metric = Literal["squared", "cosine", "hessian"]
+Tables = Literal["calibrated", "u8", "u16", "float"]
+Strategy = Literal["fpcs", "alternating", "brute-force"]
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
+
+
+def check_choice(name: str, value: object, allowed: Any) -> None:
+    if value not in get_args(allowed):
+        raise ValueError(f"{name} = {value!r} is none of {', '.join(get_args(allowed))}")
+
+
+def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
+        raise ValueError(f"{name} = {value!r} is not above {low} and at most {high}")
+
+
+def check_span(name: str, value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ValueError(f"{name} = {value!r} is not a pair of factors")
+    check_number(name, value[0], 0)
+    check_number(name, value[1], value[0])
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r} is neither true nor false")
+
+
+def check_bits(name: str, bits: object) -> None:
+    if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
+        raise ValueError(
+            f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
+        )
+
+
+@dataclass(frozen=True)
+class Search:
+    """Algorithm 1 and the rounds around it."""
+
+    strategy: Strategy = "fpcs"
+    init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
+    parents: int = 16  # of a step; 16 x 8 children = n evaluations
+    steps: int = 4  # p (Sec. 4.1; the released code takes 6)
+    rounds: int = 1  # weight <-> activation; more gain next to nothing (released: 3)
+    rough_rows: int = 512  # steps score so many tokens or more, and the survivors on all (0: all from the start)
+    refit: bool = True  # once the codes of a weight are found, each row takes the scale that fits them best
+    reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
+
+    def __post_init__(self) -> None:
+        check_choice("strategy", self.strategy, Strategy)
+        for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
+            check_whole(name, getattr(self, name), least)
+        check_flag("refit", self.refit)
+        if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
+            raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
+        if not isinstance(self.init, tuple) or len(self.init) != 2:
+            raise ValueError(f"init = {self.init!r} is not a pair of sizes")
+        for size in self.init:
+            check_whole("init", size, 1)
+        if math.prod(self.init) != 8 * self.parents:
+            raise ValueError(f"init = {self.init} is not 8 points for each of parents = {self.parents}")
+
+
+@dataclass(frozen=True)
+class ReleasedSearch:
+    """The search of the authors' released code, quirk by quirk: see `search.released`.
+
+    progressive: refine the first grid's best scales (their FPCS); without it the grid alone decides.
+    """
+
+    progressive: bool = True
+    steps: int = 6  # the first grid counted (the paper: p = 4)
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        check_flag("progressive", self.progressive)
+        for name in ("steps", "rounds"):
+            check_whole(name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class RangeSearch:
+    """Every operand is quantized by its own values, without a look at the output: see `search.ranges`.
+
+    percentiles: candidate upper percentiles p; the lower end is 1 - p, and the p of the least own error wins.
+    symmetric_weights: codes reach as far below zero as above. unit_softmax: logarithms after softmax have the scale 1.
+    share: how the channels of a folded norm come to one scale; powers: how many doublings of it a channel may have
+    (FQ-ViT's K). round_zero_point: the shared zero point is a whole number (in the released RepQ-ViT it is not, and no
+    artifact stores that). in_order: values are seen behind what is quantized already (the released RepQ-ViT).
+    """
+
+    percentiles: tuple[float, ...] = (1.0,)
+    symmetric_weights: bool = False
+    unit_softmax: bool = False
+    share: Sharing = "none"
+    powers: int = 3
+    round_zero_point: bool = True
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.percentiles, tuple) or not self.percentiles:
+            raise ValueError(f"percentiles = {self.percentiles!r} is not a tuple of shares")
+        for share in self.percentiles:
+            check_number("percentiles", share, 0.5, 1.0)
+        for name in ("symmetric_weights", "unit_softmax", "round_zero_point", "in_order"):
+            check_flag(name, getattr(self, name))
+        check_choice("share", self.share, Sharing)
+        check_whole("powers", self.powers, 0)
+
+
+@dataclass(frozen=True)
+class ScaleSearch:
+    """Symmetric scales are found in turn by an output's error: see `search.scales`.
+
+    metric: "squared" error, 1 - "cosine" of the angle, or squared error weighted by the diagonal of the loss's
+    "hessian", from `probes` random gradients. span: the first multiple and the end of all. row_scales: a linear's rows
+    have scales of their own, rather than its parts (queries, keys, values). released: one probe of rounding noise, the
+    split after softmax found beside unquantized values, and its halves added up, as PTQ4ViT's code does.
+    rough_stride: candidates are scored on every 5th row or image first, and the 16 best of them on all (ours).
+    """
+
+    metric: Metric = "hessian"
+    span: tuple[float, float] = (0.01, 1.2)
+    candidates: int = 100
+    rounds: int = 3
+    row_scales: bool = False
+    probes: int = 8
+    released: bool = False
+    rough_stride: int = 5
+
+    def __post_init__(self) -> None:
+        check_choice("metric", self.metric, Metric)
+        check_span("span", self.span)
+        for name in ("candidates", "rounds", "probes", "rough_stride"):
+            check_whole(name, getattr(self, name), 1)
+        for name in ("row_scales", "released"):
+            check_flag(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class BlockRefinement:
+    """The scales of a block's sites once more, by the error of the block's output: see `calibration.blockwise`.
+
+    candidates: multiples of a scale, evenly over `span`. eliminated: the share of the output's weighted errors, the
+    smallest ones, that does not count (the paper's text was not at hand: these three are ours). probes: as in
+    `ScaleSearch`.
+    """
+
+    candidates: int = 16
+    span: tuple[float, float] = (0.6, 1.4)
+    eliminated: float = 0.5
+    rounds: int = 1
+    probes: int = 8
+
+    def __post_init__(self) -> None:
+        check_span("span", self.span)
+        for name in ("candidates", "rounds", "probes"):
+            check_whole(name, getattr(self, name), 1)
+        if not isinstance(self.eliminated, (int, float)) or not 0 <= self.eliminated < 1:
+            raise ValueError(f"eliminated = {self.eliminated!r} is not at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class Evolution:
+    """Weights' scales perturbed block by block, by the InfoNCE loss of the model's output: see `calibration.evolution`.
+
+    passes over all blocks; cycles: mutants of a block in each. population: of scales that are kept; samples: of which
+    so many are drawn, and the best is a parent. radius: how far a mutant's scales are from its parent's; None: 1e-4 at
+    8 bits, 1e-3 below (Evol-Q's code, which also picks the block and pass of the best top-1 on its test images; here no
+    label is seen).
+    """
+
+    passes: int = 10
+    cycles: int = 3
+    population: int = 15
+    samples: int = 10
+    temperature: float = 3.0
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("passes", "cycles", "population", "samples"):
+            check_whole(name, getattr(self, name), 1)
+        check_number("temperature", self.temperature, 0)
+        if self.radius is not None:
+            check_number("radius", self.radius, 0)
+
+
+AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
+Refinement = BlockRefinement | Evolution
+
+# As JSON names them.
+SEARCH_KINDS: dict[str, Any] = {
+    "bounds": Search,
+    "released": ReleasedSearch,
+    "ranges": RangeSearch,
+    "scales": ScaleSearch,
+}
+REFINEMENT_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evolution}
+
+
+def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
+    """The fields of a search or refinement with the name of its kind; None for none."""
+    if choices is None:
+        return None
+    return {"kind": next(name for name, kind in kinds.items() if type(choices) is kind), **dataclasses.asdict(choices)}
+
+
+def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
+    """The choices of the kind that JSON names; the first kind where it names none."""
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name} = {fields!r} is no object")
+    fields = renamed(fields, {"keep": "parents"})
+    kind = fields.get("kind", next(iter(kinds)))
+    if kind not in kinds:
+        raise ValueError(f"{name} of the kind {kind!r} is none of {', '.join(kinds)}")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
+    check_fields(kinds[kind], given)
+    return kinds[kind](**given)
+
+
+def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Fields of JSON with new names in place of those that earlier versions wrote."""
+    return {names.get(key, key): value for key, value in fields.items()}
+
+
+def check_fields(kind: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError for fields that a dataclass does not have."""
+    unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")

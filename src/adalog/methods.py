@@ -1,0 +1,134 @@
+"""The table of methods: every published system as choices over shared parts, one row per method."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adalog.choices import (
+    REFINEMENT_KINDS,
+    SEARCH_KINDS,
+    BlockRefinement,
+    Evolution,
+    RangeSearch,
+    ReleasedSearch,
+    ScaleSearch,
+    Search,
+    kind_to_json,
+)
+from adalog.quantizers import FLOAT_BITS
+
+
+@dataclass(frozen=True)
+class Method:
+    """A published system: paper, venue and year, and the choices that differ from those of `Config`."""
+
+    source: str
+    choices: dict[str, Any]
+
+    def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The choices as JSON, without those that are the defaults (`Config.defaults`).
+
+        A search or refinement is written as its kind with what differs from that kind's defaults.
+        """
+        plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
+        for name, kinds in (("search", SEARCH_KINDS), ("refine", REFINEMENT_KINDS)):
+            if name in plain:
+                fields, usual = kind_to_json(plain[name], kinds), dataclasses.asdict(type(plain[name])())
+                assert fields is not None
+                plain[name] = {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
+        return plain
+
+
+_ADALOG = "AdaLog (Wu et al., ECCV 2024)"
+_UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
+_PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
+# Of FQ-ViT and RepQ-ViT. What is beyond the codes is zero, as in the codes that the published figures are from, and not
+# clipped as the texts have it.
+_FLOAT_LOG: dict[str, Any] = {
+    "post_gelu": "uniform",
+    "beyond": "zero",
+    "rounding": "log",
+    "tables": "float",
+    "per_head": False,
+    "fold_rows": 1,
+}
+_FQ_VIT: dict[str, Any] = {
+    **_FLOAT_LOG,
+    "post_softmax": "log2",  # of scale 1
+    "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
+}
+
+# One row a method. The first three differ from adalog in the quantizer of each power-law activation alone.
+METHODS: dict[str, Method] = {
+    "uniform": Method(f"{_ADALOG}: its rows of uniform quantizers, in its search", {**_UNIFORM}),
+    # Eqs. 1-2
+    "log2": Method(f"{_ADALOG}: its rows of FQ-ViT's quantizer", {"post_softmax": "log2", "post_gelu": "log2"}),
+    # Eqs. 3-4
+    "log-sqrt2": Method(
+        f"{_ADALOG}: its rows of RepQ-ViT's quantizer", {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2"}
+    ),
+    # Eqs. 5-15, our reading
+    "adalog": Method(_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog"}),
+    # The text taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), one pass of
+    # Algorithm 1 on all data for each hyperparameter pair.
+    "adalog-paper": Method(
+        f"{_ADALOG}, to the letter",
+        {
+            "beyond": "saturate",
+            "rounding": "log",
+            "tables": "float",
+            "offset": 0.17,
+            "per_head": False,
+            "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1),
+        },
+    ),
+    # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
+    "adalog-released": Method(
+        f"{_ADALOG}, its released code",
+        {
+            "beyond": "zero",
+            "rounding": "log",
+            "tables": "float",
+            "offset": 0.16997124254703522,
+            "input_bits": FLOAT_BITS,
+            "q_min": 10,
+            "fold_rows": 1,
+            "fold_head": False,
+            "search": ReleasedSearch(),
+        },
+    ),
+    "minmax": Method(
+        "minimum and maximum (Jacob et al., CVPR 2018)", {**_UNIFORM, "per_head": False, "search": RangeSearch()}
+    ),
+    # The share is that of FQ-ViT's comparison.
+    "percentile": Method(
+        "percentiles (Li et al., Fully Quantized Network for Object Detection, CVPR 2019)",
+        {**_UNIFORM, "per_head": False, "search": RangeSearch(percentiles=(0.99999,))},
+    ),
+    "easyquant": Method(
+        "EasyQuant (Wu et al., arXiv 2020)",
+        {
+            **_UNIFORM,
+            "per_head": False,
+            "search": ScaleSearch(metric="cosine", span=(0.5, 2.0), row_scales=True),
+        },
+    ),
+    "fq-vit": Method("FQ-ViT (Lin et al., IJCAI 2022)", _FQ_VIT),
+    "ptq4vit": Method("PTQ4ViT (Yuan et al., ECCV 2022)", {**_PTQ4VIT, "search": ScaleSearch()}),
+    # What it does not change is PTQ4ViT's, on which it builds.
+    "apq-vit": Method(
+        "APQ-ViT (Ding et al., ACM MM 2022)",
+        {**_PTQ4VIT, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
+    ),
+    "repq-vit": Method(
+        "RepQ-ViT (Li et al., ICCV 2023)",
+        {
+            **_FLOAT_LOG,
+            "post_softmax": "log-sqrt2",
+            "fold_head": False,
+            "search": RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean"),
+        },
+    ),
+    "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "refine": Evolution()}),
+}

@@ -1,0 +1,80 @@
+"""The quantized program: all that an artifact holds and an executor needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from adalog.config import Config
+from adalog.graph.program import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS, Program
+from adalog.ledger import LedgerRow, float_lines, ledger_table
+
+
+@dataclass(frozen=True)
+class QuantizedProgram:
+    """A program whose multiplications have quantized operands, with what is known of it.
+
+    program: the operations, codes and quantizers. config: the choices. ledger: one row per site. refusals: LayerNorms
+    that were not folded and multiplications that stay float, and why. provenance: seed, number and digest of the
+    calibration images, and what else a caller notes. example: the inputs with no images in them, (0, ...) each, which
+    tell shapes and types; empty if it is not known.
+    """
+
+    program: Program
+    config: Config
+    ledger: tuple[LedgerRow, ...] = ()
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    example: tuple[Tensor, ...] = ()
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise ValueError for inputs of another number, shape or type than `example`; they may be on the meta device.
+
+        Raises ProgramError where the program cannot run on them.
+        """
+        self.check_shapes(inputs)
+        self.program.check(inputs)
+
+    def check_shapes(self, inputs: Sequence[Any]) -> None:
+        """The first half of `check`, which takes no time."""
+        wanted = [f"(B, {', '.join(map(str, value.shape[1:]))}) of {value.dtype}" for value in self.example]
+        fits = len(inputs) == len(self.example) and all(
+            isinstance(value, Tensor)
+            and value.ndim == example.ndim
+            and value.shape[1:] == example.shape[1:]
+            and value.dtype == example.dtype
+            for value, example in zip(inputs, self.example, strict=True)
+        )
+        if not fits:
+            got = [
+                f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+                for value in inputs
+            ]
+            raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
+
+    def one_image(self) -> list[Tensor]:
+        """Inputs of one image, on the meta device."""
+        return [value.new_empty((1, *value.shape[1:]), device="meta") for value in self.example]
+
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
+        """With a function (a move to a device, a cast) applied to every tensor; codes stay uint8."""
+        example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
+        return replace(self, program=self.program.map_tensors(function), example=example)
+
+    def float_sites(self) -> list[str]:
+        """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""
+        quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
+        sites = [node for node in self.program.nodes if node.op in PRODUCTS or node.op in FLOAT_PRODUCTS]
+        return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
+
+    def float_operations(self) -> dict[str, int]:
+        """How many of each operation run in float32: everything that is not a multiplication."""
+        return self.program.float_operations()
+
+    def summary(self) -> str:
+        """The ledger as text: one row per site, then what stays float and why."""
+        lines = ledger_table(self.ledger)
+        lines.append(f"bits {self.config.bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
+        lines += float_lines(self.refusals, self.float_operations())
+        return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,223 @@
+"""What every quantizer can do, and what all of them share: limits, straight-through gradients, slicing."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from adalog.errors import ArtifactError
+
+MIN_BITS, MAX_BITS = 2, 8
+FLOAT_BITS = 32  # the width of an operand that is not quantized
+_SLICE_ELEMENTS = 1 << 18
+
+Same = TypeVar("Same", bound="Quantizer")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """x itself in float32 and float64, else in float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def check_bits(bits: int) -> None:
+    """Raise ValueError for a width that no quantizer has."""
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
+
+
+class _RoundStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def round_ste(x: Tensor) -> Tensor:
+    """Round to the nearest integer, halves to even; the gradient passes straight through as if nothing was rounded."""
+    rounded: Tensor = _RoundStraightThrough.apply(x)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+class Quantizer(ABC):
+    """A quantizer with its parameters: from values to codes of `bits` bits and back.
+
+    Its tensor fields are its parameters; all of them broadcast against the values. Quantizers are frozen dataclasses.
+    kind: the name in files.
+    """
+
+    kind: ClassVar[str]
+    scale: Tensor
+    bits: int
+
+    # --- codes ---
+
+    @abstractmethod
+    def quantize(self, x: Tensor) -> Tensor:
+        """The codes of values: whole numbers in the dtype of the values, at least float32."""
+
+    @abstractmethod
+    def dequantize(self, code: Tensor) -> Tensor:
+        """The values that codes stand for, in the dtype of the scale."""
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """The values that the codes of x stand for, in the dtype of x; differentiable as in LSQ (Esser et al., 2020).
+
+        With c the value clipped to the range and s the step there, x_hat = c + s e, in which the rounding error
+        e = (x_hat - c) / s is held constant. So the gradient by x is 1 inside the range and 0 outside, and the scale
+        and zero point have the gradients of LSQ and LSQ+ wherever they require one.
+        """
+        with torch.no_grad():
+            hat = self._nearest(x)
+        trained = (x, *self.parameters().values())
+        if not (torch.is_grad_enabled() and any(value.requires_grad for value in trained)):
+            return hat
+        clipped, step = self.clip(x), self.step(x)
+        error = ((hat - clipped) / step).detach()
+        surrogate = clipped + step * error
+        return hat + (surrogate - surrogate.detach()).to(hat.dtype)
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)
+
+    @abstractmethod
+    def clip(self, x: Tensor) -> Tensor:
+        """x brought between the least and the largest value that a code stands for; differentiable."""
+
+    @abstractmethod
+    def step(self, x: Tensor) -> Tensor:
+        """The scale that counts where x lies, to broadcast against x."""
+
+    def levels(self) -> Tensor:
+        """The value of every code, in the order of codes: (codes, *scale.shape)."""
+        code = torch.arange(2**self.bits, dtype=torch.float32, device=self.scale.device)
+        return self.dequantize(code.view(-1, *(1 for _ in self.scale.shape)))
+
+    # --- parameters ---
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The tensor fields, by name."""
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def map(self: Same, function: Callable[[Tensor], Tensor]) -> Same:
+        """The same quantizer with a function (a reshape, a move to a device, a cast) applied to every parameter."""
+        changed = {name: function(value) for name, value in self.parameters().items()}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    def scaled(self: Same, factor: float) -> Same:
+        """The same quantizer with a scale that is so many times as large."""
+        return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters as an artifact's tensors would hold them."""
+        return sum(value.nbytes for value in self.parameters().values())
+
+    def absorbed(self: Same) -> tuple[float, Same]:
+        """The offset that a consumer's bias can absorb (Eq. 15), and this quantizer once it has; 0: there is none."""
+        return 0.0, self
+
+    def unabsorbed(self: Same) -> Same:
+        """The quantizer in the domain of what it quantizes: with the offset taken off, if a bias has absorbed it."""
+        return self
+
+    # --- words ---
+
+    @abstractmethod
+    def describe(self, count: int = 0) -> str:
+        """The quantizer in a few words, as "4-bit uniform x 3". count: how many scales; 0: as many as it has."""
+
+    # --- integers ---
+
+    @property
+    def why_no_integers(self) -> str:
+        """Why its codes stand for no integers, with the way out; empty where they do."""
+        return ""
+
+    @abstractmethod
+    def integers(self, code: Tensor) -> list[Tensor]:
+        """What codes stand for, one integer per part, each times its unit: int64, of the codes' shape.
+
+        A value is the sum of its parts. A constant part (an offset that no bias has absorbed) is all ones.
+        """
+
+    @abstractmethod
+    def units(self) -> list[Tensor]:
+        """What one of each part is worth: float64, shaped to broadcast against the codes."""
+
+    @abstractmethod
+    def limits(self) -> list[tuple[int, int]]:
+        """(least, most) that the integer of each part can be, whatever the code."""
+
+    @property
+    def multiplied_bits(self) -> int:
+        """The width of what is multiplied in integers: codes, or what a table holds for them."""
+        return self.bits
+
+    # --- files ---
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """The quantizer as JSON, all but its type of number. Raises ArtifactError for parameters that no file takes."""
+
+    @classmethod
+    @abstractmethod
+    def of_fields(cls: type[Same], name: str, given: Mapping[str, Any], scale: Tensor) -> Same:
+        """The quantizer that `fields` wrote; name: for messages; scale: read already, positive and finite.
+
+        Raises ArtifactError for one that cannot be.
+        """
+
+    def _common_fields(self) -> dict[str, Any]:
+        return {"bits": self.bits, "shape": list(self.scale.shape), "scale": decimals(self.scale)}
+
+
+def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache.
+
+    It runs on everything at once where the scale varies along that dimension.
+    """
+    varies = scale is not None and (scale.ndim > x.ndim or (scale.ndim == x.ndim > 0 and len(scale) > 1))
+    count = min(-(-x.numel() // _SLICE_ELEMENTS), len(x) if x.ndim else 1)
+    if varies or count <= 1:
+        return function(x)
+    result = torch.empty_like(x)
+    for given, put in zip(x.tensor_split(count), result.tensor_split(count), strict=True):
+        put.copy_(function(given))
+    return result
+
+
+def decimals(values: Tensor) -> list[float]:
+    """Numbers as JSON: the shortest decimals that read back the same."""
+    if values.dtype in (torch.float16, torch.bfloat16):  # a reader has float32, and numpy no bfloat16
+        values = values.float()
+    return [float(str(value)) for value in values.detach().cpu().reshape(-1).numpy()]
+
+
+def check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -> None:
+    """Raise ArtifactError for a scale that is not positive and finite, or a zero point that is no code."""
+    if not bool(torch.isfinite(scale).all() and (scale > 0).all()):
+        raise ArtifactError(f"{name} has a scale that is not positive and finite")
+    if not bool(((zero_point >= 0) & (zero_point < 2**bits) & (zero_point == zero_point.round())).all()):
+        raise ArtifactError(f"{name} has a zero point that is not a whole number from 0 to {2**bits - 1}")
+
+
+def read_scale(name: str, numbers: Any, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """A scale as `decimals` wrote it. Raises ArtifactError for one that is not positive and finite."""
+    scale = torch.tensor(numbers, dtype=dtype).reshape(shape)
+    check_parameters(name, scale, torch.zeros_like(scale), MIN_BITS)
+    return scale
+
+
+def is_whole(value: Any, low: int, high: float = math.inf) -> bool:
+    """Whether a value of JSON is a whole number in [low, high]."""
+    return type(value) is int and low <= value <= high

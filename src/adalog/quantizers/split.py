@@ -1,0 +1,88 @@
+"""The split uniform quantizer of PTQ4ViT, for values in [0, 1] after softmax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from adalog.errors import ArtifactError
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
+from adalog.quantizers.uniform import symmetric_zero_point
+
+
+@dataclass(frozen=True)
+class SplitUniformQuantizer(Quantizer):
+    """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
+
+    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the finer one's end, and
+    h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
+    sums: each value is the sum of what both make of x, as in the released code: large values overshoot by the split.
+    """
+
+    kind: ClassVar[str] = "split"
+    scale: Tensor
+    coarse_scale: Tensor
+    bits: int
+    sums: bool = False
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+
+    @property
+    def split(self) -> Tensor:
+        """Where the coarser quantizer begins."""
+        return self.scale * (symmetric_zero_point(self.bits) - 1)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        half, x = symmetric_zero_point(self.bits), at_least_float32(x)
+        fine = torch.div(x, self.scale).round_().clamp_(0, half - 1)
+        coarse = torch.div(x, self.coarse_scale).round_().clamp_(0, half - 1).add_(half)
+        return torch.where(x < self.split, fine, coarse)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        half, code = symmetric_zero_point(self.bits), code.to(self.scale.dtype)
+        fine, coarse = code * self.scale, (code - half) * self.coarse_scale
+        if self.sums:
+            fine = fine + torch.div(self.split, self.coarse_scale).round() * self.coarse_scale
+            coarse = coarse + self.split
+        return torch.where(code < half, fine, coarse)
+
+    def clip(self, x: Tensor) -> Tensor:
+        return torch.minimum(x.clamp(min=0), (symmetric_zero_point(self.bits) - 1) * self.coarse_scale)
+
+    def step(self, x: Tensor) -> Tensor:
+        return torch.where(x < self.split, self.scale, self.coarse_scale)
+
+    def describe(self, count: int = 0) -> str:
+        return f"{self.bits}-bit split uniform"
+
+    @property
+    def why_no_integers(self) -> str:
+        return (
+            "has split uniform codes, which no executor takes: quantize the model with another method, such as adalog"
+        )
+
+    def _none(self) -> NoReturn:
+        raise ArtifactError(f"a quantizer {self.why_no_integers}")
+
+    def integers(self, code: Tensor) -> list[Tensor]:
+        self._none()
+
+    def units(self) -> list[Tensor]:
+        self._none()
+
+    def limits(self) -> list[tuple[int, int]]:
+        self._none()
+
+    def fields(self) -> dict[str, Any]:
+        coarse = decimals(self.coarse_scale)
+        return {"kind": self.kind, **self._common_fields(), "coarse_scale": coarse, "sums": self.sums}
+
+    @classmethod
+    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "SplitUniformQuantizer":
+        coarse = read_scale(name, given["coarse_scale"], list(scale.shape), scale.dtype)
+        if type(given["sums"]) is not bool:
+            raise ArtifactError(f"quantizer {name} sums its halves: {given['sums']!r}")
+        return SplitUniformQuantizer(scale, coarse, given["bits"], given["sums"])

@@ -1,0 +1,69 @@
+"""The twin uniform quantizer of PTQ4ViT, for values of both signs after GELU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers.quantizer import Quantizer, at_least_float32, check_bits, decimals, read_scale
+from adalog.quantizers.uniform import symmetric_zero_point
+
+
+@dataclass(frozen=True)
+class TwinUniformQuantizer(Quantizer):
+    """Two symmetric uniform quantizers, one per sign (PTQ4ViT), each with half of the codes.
+
+    With h = 2**(bits - 1): code = h + round(x / scale) up to 2 h - 1 for x >= 0, and h + round(x / negative_scale)
+    down to 0 below. scale, negative_scale: float32, broadcast against x.
+    """
+
+    kind: ClassVar[str] = "twin"
+    scale: Tensor
+    negative_scale: Tensor
+    bits: int
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        half = symmetric_zero_point(self.bits)
+        upper = torch.div(at_least_float32(x), self.scale).round_().clamp_(0, half - 1)
+        return upper.add_(torch.div(at_least_float32(x), self.negative_scale).round_().clamp_(-half, 0)).add_(half)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
+        return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
+
+    def clip(self, x: Tensor) -> Tensor:
+        half = symmetric_zero_point(self.bits)
+        return torch.minimum(torch.maximum(x, -half * self.negative_scale), (half - 1) * self.scale)
+
+    def step(self, x: Tensor) -> Tensor:
+        return torch.where(x < 0, self.negative_scale, self.scale)
+
+    def scaled(self, factor: float) -> "TwinUniformQuantizer":
+        return replace(self, scale=self.scale * factor, negative_scale=self.negative_scale * factor)
+
+    def describe(self, count: int = 0) -> str:
+        return f"{self.bits}-bit twin uniform"
+
+    def integers(self, code: Tensor) -> list[Tensor]:
+        signed = code.to(torch.int64) - symmetric_zero_point(self.bits)
+        return [signed.clamp(min=0), signed.clamp(max=0)]
+
+    def units(self) -> list[Tensor]:
+        return [self.scale.double(), self.negative_scale.double()]
+
+    def limits(self) -> list[tuple[int, int]]:
+        half = symmetric_zero_point(self.bits)
+        return [(0, half - 1), (-half, 0)]
+
+    def fields(self) -> dict[str, Any]:
+        return {"kind": self.kind, **self._common_fields(), "negative_scale": decimals(self.negative_scale)}
+
+    @classmethod
+    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "TwinUniformQuantizer":
+        negative = read_scale(name, given["negative_scale"], list(scale.shape), scale.dtype)
+        return TwinUniformQuantizer(scale, negative, given["bits"])

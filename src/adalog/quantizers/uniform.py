@@ -1,0 +1,113 @@
+"""The asymmetric uniform quantizer, with one scale and zero point per tensor, channel or head."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from adalog.quantizers.quantizer import (
+    Quantizer,
+    at_least_float32,
+    check_bits,
+    check_parameters,
+    round_ste,
+)
+
+
+def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """code = clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the asymmetric uniform quantizer.
+
+    scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
+    """
+    return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
+
+
+def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The value of a code: (code - zero_point) * scale."""
+    return (code - zero_point) * scale
+
+
+def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """The value that x's code stands for; same dtype as x."""
+    return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
+
+
+def symmetric_zero_point(bits: int) -> int:
+    """The zero point that makes the uniform quantizer symmetric: real codes -2**(bits-1) ... 2**(bits-1) - 1."""
+    return int(2 ** (bits - 1))
+
+
+def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact.
+
+    Differentiable: the zero point is rounded straight through, so that bounds can be trained.
+    """
+    lower, upper = lower.clamp(max=0), upper.clamp(min=0)
+    top = 2**bits - 1
+    scale = ((upper - lower) / top).clamp(min=2.0**-20 if lower.dtype == torch.float16 else 2.0**-94)
+    return scale, round_ste(-lower / scale).clamp(0, top)
+
+
+@dataclass(frozen=True)
+class UniformQuantizer(Quantizer):
+    """An asymmetric uniform quantizer with its parameters.
+
+    scale: float32, positive; zero_point: the same shape, whole numbers in [0, 2**bits); both broadcast against x.
+    """
+
+    kind: ClassVar[str] = "uniform"
+    scale: Tensor
+    zero_point: Tensor
+    bits: int
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        return uniform_quantize(x, self.scale, self.zero_point, self.bits)
+
+    def dequantize(self, code: Tensor) -> Tensor:
+        return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
+
+    def clip(self, x: Tensor) -> Tensor:
+        top = 2**self.bits - 1
+        return torch.minimum(torch.maximum(x, -self.zero_point * self.scale), (top - self.zero_point) * self.scale)
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.scale.nbytes + self.zero_point.numel()  # zero points are bytes in a file
+
+    def describe(self, count: int = 0) -> str:
+        count = count or self.scale.numel()
+        return f"{self.bits}-bit uniform" + (f" x {count}" if count > 1 else "")
+
+    @property
+    def why_no_integers(self) -> str:
+        if not bool((self.zero_point % 1 != 0).any()):
+            return ""
+        return "has a zero point that is not a whole number: quantize the model with round_zero_point"
+
+    def integers(self, code: Tensor) -> list[Tensor]:
+        return [code.to(torch.int64) - self.zero_point.to(torch.int64)]
+
+    def units(self) -> list[Tensor]:
+        return [self.scale.double()]
+
+    def limits(self) -> list[tuple[int, int]]:
+        return [(-int(self.zero_point.max()), 2**self.bits - 1 - int(self.zero_point.min()))]
+
+    def fields(self) -> dict[str, Any]:
+        check_parameters("a uniform quantizer", self.scale, self.zero_point, self.bits)
+        zero_point = [int(value) for value in self.zero_point.reshape(-1)]
+        return {"kind": self.kind, **self._common_fields(), "zero_point": zero_point}
+
+    @classmethod
+    def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "UniformQuantizer":
+        zero_point = torch.tensor(given["zero_point"], dtype=scale.dtype).reshape(scale.shape)
+        check_parameters(name, scale, zero_point, given["bits"])
+        return UniformQuantizer(scale, zero_point, given["bits"])

@@ -1,0 +1,228 @@
+"""The search of uniform bounds, and of logarithmic bases and scales, by Algorithm 1 in rounds (Sec. 3.4).
+
+One of the four kinds of search; `search.SEARCHES` says what each of them offers.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from adalog.choices import Search
+from adalog.config import Config
+from adalog.quantizers import (
+    Assignment,
+    Fold,
+    LogQuantizer,
+    QuantizedTensor,
+    Quantizer,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+    bounds_to_uniform,
+    symmetric_zero_point,
+)
+from adalog.search.objective import OwnError, ProductError
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
+
+# A round that improves the loss by less than this fraction is the last.
+_LEAST_GAIN = 1e-3
+# The neighbours of a parent in FPCS.
+_CHILDREN = 8
+
+
+def needs(search: Search) -> frozenset[str]:
+    """Nothing but the operands."""
+    return frozenset()
+
+
+def refuses_fold(search: Search, config: Config) -> str:
+    """Why this search folds no norm; empty: it folds."""
+    return ""
+
+
+def fold_channels(values: Tensor, bits: int, search: Search) -> tuple[Fold, UniformQuantizer | None]:
+    """The fold of a norm's channels. values: (T, C), what the norm puts out."""
+    return Fold.sharing(*search_channels(values, bits, search)), None
+
+
+def search_product(product: Product, search: Search) -> Assignment:
+    """Quantizers of both operands, found in turn on the output's error; no quantizer is exchanged for a worse one.
+
+    The left one starts from its own error; the right one is found first. What has been found once on the output's error
+    is from then on looked for nearby, where every step looks at a sample and there are twice as many rows as columns:
+    the fewer they are, the farther the best point moves when the other operand does. A round that gains less than 0.1 %
+    is the last. Where the product has a start, both begin there, and the start stays unless the result is better.
+    """
+    left, right, start = product.left, product.right, product.start
+    rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
+    many = search.rough_rows > 0 and rows > max(search.rough_rows, 2 * columns)
+    first = None if start is None else point_of(left, start.left)
+    second = None if start is None else point_of(right, start.right)
+    if first is None and not left.is_float:
+        first = search_own(left, search)
+    left_hat, right_hat = left.quantized_at(first), right.values
+    error = math.inf
+    if not right.is_float:
+        second, error = _search_operand(right, left.values, left_hat, search, second)
+        right_hat = right.quantized_at(second)
+    for index in range(search.rounds):
+        before = first, error
+        if not left.is_float:
+            first, error = _search_operand(left, right.values, right_hat, search, first, nearby=many and index > 0)
+            left_hat = left.quantized_at(first)
+        if not right.is_float and first is not before[0]:
+            second, error = _search_operand(right, left.values, left_hat, search, second, nearby=many)
+            right_hat = right.quantized_at(second)
+        if error > before[1] * (1 - _LEAST_GAIN):
+            break
+    x_side, w_side = left.quantizer(first), right.quantizer(second)
+    if search.refit and right.has_own_rows and isinstance(w_side, UniformQuantizer):
+        found = product.assigned(x_side, product.refitted(x_side, w_side))
+    else:
+        found = product.assigned(x_side, w_side)
+    if start is None:
+        return found
+    given = product.assigned(start.left, start.right)
+    return found if found.sqnr > given.sqnr else given
+
+
+def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:
+    """The point of an operand's search space that a quantizer stands for; None where it stands for none."""
+    form = operand.format
+    quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
+    shape = [operand.values.shape[dim] for dim in form.own_dims]
+    if isinstance(quantizer, UniformQuantizer) and form.is_uniform and quantizer.bits == form.bits:
+        low = -quantizer.zero_point * quantizer.scale
+        ends = low, low + (2**form.bits - 1) * quantizer.scale
+        if low.numel() == math.prod(shape):
+            return torch.stack([end.reshape(shape) for end in ends])
+    if isinstance(quantizer, LogQuantizer) and form.log2_base is not None and quantizer.r == operand.radix:
+        scale = quantizer.scale.reshape(shape)
+        searched = not form.log2_base[0]
+        return torch.stack([torch.full_like(scale, math.log2(quantizer.q)), scale] if searched else [scale])
+    if isinstance(quantizer, TwinUniformQuantizer) and form.twin:
+        return (quantizer.scale * (symmetric_zero_point(form.bits) - 1)).reshape(1, *shape)
+    return None
+
+
+def minimise(
+    loss: Loss,
+    operand: Operand,
+    search: Search,
+    incumbent: Tensor | None = None,
+    rough: Loss | None = None,
+    *,
+    nearby: bool = False,
+) -> Tensor:
+    """The best point of an operand's box by the configured strategy. nearby: FPCS looks around the incumbent alone."""
+    low, high = operand.box(search.reach)
+    count = math.prod(search.init)
+    if search.strategy == "brute-force":
+        return brute_force(loss, low, high, sizes=(count,) * len(low), incumbent=incumbent)[0]
+    if search.strategy == "alternating":
+        sizes = (count // len(low),) * len(low)
+        return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
+    init: tuple[int, ...] = search.init
+    steps = search.steps
+    if len(low) == 1:  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
+        init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
+    if nearby and incumbent is not None:
+        spacing = grid_spacing(low, high, init) / 2**search.steps
+        point, _ = walk(loss, incumbent, spacing, children=_CHILDREN, moves=max(4, search.steps))
+    else:
+        count = search.parents
+        point, _ = fpcs(
+            loss, low, high, init=init, parents=count, children=_CHILDREN, steps=steps, incumbent=incumbent, rough=rough
+        )
+    scales = [True] * len(low) if operand.format.is_uniform else [False] * (len(low) - 1) + [True]
+    return rescaled(loss, point, scales, rough=rough)[0] if search.rough_rows else point
+
+
+def search_own(operand: Operand, search: Search) -> Tensor:
+    """The operand's best point by its own error, the output not looked at."""
+    own = OwnError(operand.groups())
+    form = operand.format
+
+    def uniform(points: Tensor) -> Tensor:
+        return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], form.bits), form.bits)
+
+    def stepwise(points: Tensor) -> Tensor:
+        device = own.sorted.device
+        steps = ((part.to(device)[None, None] for part in operand.steps(point)) for point in points)
+        return torch.stack([own.loss(*pair)[0, 0] for pair in steps])
+
+    return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"))
+
+
+def _search_operand(
+    operand: Operand,
+    other: Tensor,
+    other_hat: Tensor,
+    search: Search,
+    incumbent: Tensor | None,
+    *,
+    nearby: bool = False,
+) -> tuple[Tensor, float]:
+    """The best point of an operand, and its error, given the other one as it is and as it is quantized."""
+    transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
+    error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
+    start, found, total = 0, [], 0.0
+    for piece in error.by_rows():
+        rows = slice(start, start := start + len(piece.left))
+        known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
+        best, least = _search_piece(piece, replace(operand, values=piece.left), search, known, nearby)
+        found.append(best)
+        total += least
+    best = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    return incumbent if incumbent is not None and torch.equal(best, incumbent) else best, total
+
+
+def _search_piece(
+    error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
+) -> tuple[Tensor, float]:
+    """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
+    sample = error.sample(search.rough_rows) if search.rough_rows else error
+    rough = sample.fast() if search.rough_rows else error
+    loss = (error.fast() if sample is not error else error).loss_by(operand.errors)
+    cheaper = None if rough is error else rough.loss_by(operand.errors)
+    best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
+    return _better(error, operand, best, incumbent)
+
+
+def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:
+    """In each group the incumbent, unless the best point's exact loss is less; the incumbent itself where none is.
+
+    With the exact loss of all groups together.
+    """
+
+    def exact(point: Tensor) -> Tensor:
+        return error.loss(lambda points: operand.quantized_at(points[0])[None], point[None])[0]
+
+    new = exact(best)
+    if incumbent is None:
+        return best, float(new.sum())
+    old = exact(incumbent)
+    if not bool((new < old).any()):
+        return incumbent, float(old.sum())
+    return torch.where(new < old, best, incumbent), float(torch.minimum(new, old).sum())
+
+
+def search_channels(
+    values: Tensor, bits: int, search: Search, *, own_ranges: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point), each (C,), of a uniform quantizer a channel: where a fold starts. values: (T, C).
+
+    own_ranges: by each channel's own error, as is done up to 4 bits. The finer the codes, the more does a channel's
+    best range follow its few largest values, and the less does it fit other images: with more bits one range, in
+    standard deviations around a channel's mean, serves all channels (measured in benchmarks/folds.py).
+    """
+    if bits <= 4 if own_ranges is None else own_ranges:
+        point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)
+        return bounds_to_uniform(point[0], point[1], bits)
+    mean, deviation = values.mean(0), values.std(0, correction=0)
+    deviation = deviation.clamp(min=max(float(deviation.mean()) * 1e-4, torch.finfo(values.dtype).tiny))
+    point = search_own(Operand((values - mean) / deviation, Format(bits)), search)
+    return bounds_to_uniform(mean + deviation * point[0], mean + deviation * point[1], bits)

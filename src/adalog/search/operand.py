@@ -1,0 +1,240 @@
+"""One operand of a product: its values, the format its quantizer has, and quantizers as points of a search space."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from adalog.choices import PostSoftmax
+from adalog.config import Config
+from adalog.quantizers import (
+    FLOAT_BITS,
+    Beyond,
+    LogQuantizer,
+    QuantizedTensor,
+    Quantizer,
+    Rounding,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+    bounds_to_uniform,
+    log_levels,
+    log_thresholds,
+    symmetric_zero_point,
+)
+from adalog.search.fused import shaped_against, table_errors, uniform_errors
+from adalog.search.objective import Errors
+from adalog.search.quantiles import thinned, thinned_quantiles
+
+# The table that codes search candidates spans this many octaves below the largest value, and its bins leave this many
+# mantissa bits out.
+_OCTAVES, _DROPPED_BITS = 20, 13
+
+
+@dataclass(frozen=True)
+class Format:
+    """The kind of quantizer that an operand gets; the search finds its parameters.
+
+    own_dims: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
+    log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
+    twin: the negative values, down to -offset, have half of the codes to themselves. unit: which of the rivals' formats
+    for values in [0, 1] this is, if any.
+    """
+
+    bits: int
+    own_dims: tuple[int, ...] = ()
+    log2_base: tuple[int, int] | None = None
+    twin: bool = False
+    q_min: int = 1
+    q_max: int = 137
+    table: bool = True
+    beyond: Beyond = "zero-coded"
+    rounding: Rounding = "nearest"
+    offset: float = 0.0
+    unit: Literal["", "split", "max-kept"] = ""
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.log2_base is None and not self.twin and not self.unit
+
+    @staticmethod
+    def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
+        """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
+        if kind in ("split", "max-kept"):
+            return Format(bits, unit=kind)
+        if kind in ("uniform", "twin") or bits == FLOAT_BITS:
+            return Format(bits, twin=kind == "twin", offset=offset)
+        base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
+        return Format(
+            bits,
+            log2_base=base,
+            q_min=config.q_min,
+            q_max=config.q_max,
+            table=kind == "adalog",
+            beyond=config.beyond,
+            rounding=config.rounding,
+            offset=offset,
+        )
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product, rows last but one: activations (T, I), weights (O, I), heads (B, H, N, D).
+
+    mask: 1 where a value is quantized, 0 where it is a convolution's zero padding. alike: whether the rows are tokens,
+    a sample of which can stand for all, rather than channels.
+    """
+
+    values: Tensor
+    format: Format
+    mask: Tensor | None = None
+    alike: bool = True
+
+    def groups(self) -> Tensor:
+        """The operand as (G, T): one row per set of parameters."""
+        own_dims = self.format.own_dims
+        rest = [dim for dim in range(self.values.ndim) if dim not in own_dims]
+        size = math.prod(self.values.shape[dim] for dim in own_dims)
+        return self.values.permute(*own_dims, *rest).reshape(size, -1)
+
+    def shaped(self, parameters: Tensor) -> Tensor:
+        """(k, *groups) -> (k, ...), to broadcast against k candidates of the values."""
+        return shaped_against(parameters, self.values.shape, self.format.own_dims)
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether each row has parameters of its own, as those of a weight do."""
+        return self.values.ndim - 2 in self.format.own_dims
+
+    @property
+    def is_float(self) -> bool:
+        return self.format.bits == FLOAT_BITS
+
+    def quantizer(self, point: Tensor | None) -> Quantizer | None:
+        """The quantizer of one point (P, *groups) of the search space, its parameters shaped against the values."""
+        form = self.format
+        if point is None:
+            return None
+        if form.twin:
+            return self._twin(point[:1]).map(lambda scale: scale.reshape(()))
+        if form.log2_base is None:
+            scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
+            return UniformQuantizer(self.shaped(scale)[0], self.shaped(zero_point)[0], form.bits)
+        q, scale = _base_and_scale(point, form)
+        return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
+
+    def errors(self, values: Tensor) -> Errors:
+        """What quantizing under k points at once adds to the values, or to some of their rows: (k, *values.shape).
+
+        Logarithmic codes come from a table over the leading bits of the values, so that a candidate costs one look-up a
+        value. A value within 0.1 % of a threshold may land on its other side; `search_product` exchanges a point for
+        another only by the exact loss.
+        """
+        form = self.format
+        if form.twin:
+            return lambda points, dtype: self._twin(points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
+        if form.log2_base is None:
+
+            def uniform(points: Tensor, dtype: torch.dtype) -> Tensor:
+                scale, zero_point = bounds_to_uniform(points[:, 0], points[:, 1], form.bits)
+                return uniform_errors(values, scale, zero_point, form.bits, form.own_dims, dtype)
+
+            return uniform
+
+        lifted = (values + form.offset).float()
+        top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny)
+        lifted = lifted.clamp_(min=float(top) * 2.0**-_OCTAVES)
+        first = int((top * 2.0**-_OCTAVES).view(torch.int32)) >> _DROPPED_BITS
+        last = int(top.view(torch.int32)) >> _DROPPED_BITS
+        edges = (torch.arange(first, last + 2, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32).double()
+        middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
+        bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
+
+        def logarithmic(points: Tensor, dtype: torch.dtype) -> Tensor:
+            tables = []
+            for point in points:
+                levels, cuts = self.steps(point)
+                ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
+                counts = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(middles)))
+                tables.append(levels.to(values.dtype).repeat_interleave(counts).to(values.device))
+            return table_errors(values, bins, tables, dtype)
+
+        return logarithmic
+
+    def steps(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """The levels of one logarithmic or twin point, and the thresholds between them, ascending: float64, CPU."""
+        form = self.format
+        if form.twin:
+            half = symmetric_zero_point(form.bits)
+            signed = torch.arange(-half, half, dtype=torch.float64)
+            upper = float(point[0]) / (half - 1)
+            levels = signed.clamp(min=0) * upper + signed.clamp(max=0) * (form.offset / half)
+            return levels, (levels[1:] + levels[:-1]) / 2
+        q, scale = _base_and_scale(point, form)
+        factor, beyond, table = float(scale), form.beyond, form.table
+        levels = log_levels(q, self.radix, form.bits, beyond=beyond, table=table)
+        cuts = log_thresholds(q, self.radix, form.bits, beyond=beyond, rounding=form.rounding, table=table)
+        return levels.flip(0) * factor - form.offset, cuts.flip(0) * factor - form.offset
+
+    def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
+        """upper: (k, ), the largest value of each of k quantizers; the negative scale spans the offset."""
+        half = symmetric_zero_point(self.format.bits)
+        scale = self.shaped((upper / (half - 1)).clamp(min=1e-12))
+        return TwinUniformQuantizer(scale, torch.full_like(scale, self.format.offset / half), self.format.bits)
+
+    @property
+    def radix(self) -> int:
+        """r, the denominator of log2(base)."""
+        assert self.format.log2_base is not None
+        return self.format.log2_base[1]
+
+    def box(self, reach: float) -> tuple[Tensor, Tensor]:
+        """(low, high), each (P, *groups).
+
+        Uniform: (lower, upper) bounds between the percentiles 0 and reach, 1 - reach and 1 (Algorithm 1, lines 1-2).
+        Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1 of the lifted
+        values. Twin: the largest positive value, likewise.
+        """
+        form = self.format
+        shape = [self.values.shape[dim] for dim in form.own_dims]
+        sample = self.groups()
+        if form.is_uniform:
+            own = thinned_quantiles(sample, (0.0, reach, 1 - reach, 1.0))
+            corners = [value.to(self.values.dtype).reshape(shape) for value in own]
+            return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
+        lift = 0.0 if form.twin else form.offset
+        some, top = thinned(sample), sample.max() + lift
+        lifted = some[some + lift > 0] + lift
+        if not len(lifted):
+            lifted = top = sample.new_ones(1)
+        low, high = thinned_quantiles(lifted[None], (0.9,))[0].reshape(shape), top.reshape(shape)
+        low = torch.minimum(low, high * 0.5)
+        if form.log2_base is None or form.log2_base[0]:
+            return low[None], high[None]
+        ones = torch.ones_like(low)
+        ends = (math.log2(form.q_min), math.log2(form.q_max))
+        return torch.stack([ones * ends[0], low]), torch.stack([ones * ends[1], high])
+
+    def quantized(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
+        """The values after quantization; a convolution's padding stays as it is."""
+        if side is None:
+            return self.values
+        hat = (
+            side.dequantize().to(self.values.dtype)
+            if isinstance(side, QuantizedTensor)
+            else side.fake_quantize(self.values)
+        )
+        return hat if self.mask is None else torch.where(self.mask.bool(), hat, self.values)
+
+    def quantized_at(self, point: Tensor | None) -> Tensor:
+        """The values after quantization under one point of the search space."""
+        return self.quantized(self.quantizer(point))
+
+
+def _base_and_scale(point: Tensor, form: Format) -> tuple[int, Tensor]:
+    assert form.log2_base is not None
+    if form.log2_base[0]:
+        return form.log2_base[0], point[0].clamp(min=1e-12)
+    q = round(2 ** float(point[0]))
+    return min(max(q, form.q_min), form.q_max), point[1].clamp(min=1e-12)

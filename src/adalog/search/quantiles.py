@@ -1,0 +1,60 @@
+"""Quantiles of long rows, and samples that stand for them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# About this many values of a sample are sorted, evenly spread over it, but at least this many per row.
+SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
+_QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+
+
+def coprime(stride: int, size: int) -> int:
+    """The least stride from this one on that shares no factor with the size, and so meets every column of a grid."""
+    while math.gcd(stride, size) > 1:
+        stride += 1
+    return stride
+
+
+def thinned(sample: Tensor) -> Tensor:
+    """About SORTED_ELEMENTS values of a sample (G, T), evenly spread over each row; a smaller sample stays whole."""
+    size = sample.shape[1]
+    wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
+    return sample[:, :: coprime(max(1, size // wanted), size)]
+
+
+def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor]:
+    """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
+
+    The least and the largest value are exact; in a large sample the others are those of what `thinned` leaves.
+    """
+    inner = iter(_of_sorted(thinned(sample).sort(dim=1).values, [each for each in fractions if 0 < each < 1]))
+    return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
+
+
+def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
+    """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
+
+    The rank is computed in the values' own type, as torch.quantile does, except for rows that are too long for it:
+    earlier sites' codes follow such small differences, and so does everything behind them.
+    """
+    if set(fractions) <= {0.0, 1.0}:
+        ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
+        return [ends[each] for each in fractions]
+    if rows.shape[1] > _QUANTILE_LIMIT:
+        return _of_sorted(rows.sort(dim=1).values, fractions)
+    some = max(1, _QUANTILE_LIMIT // rows.shape[1])
+    found = [each.quantile(each.new_tensor(fractions), dim=1) for each in rows.split(some)]
+    return list(torch.cat(found, dim=1))
+
+
+def _of_sorted(ordered: Tensor, fractions: Sequence[float]) -> list[Tensor]:
+    """The same of rows that are sorted already, their ranks computed in float64."""
+    last, found = ordered.shape[1] - 1, []
+    for fraction in fractions:
+        rank = fraction * last
+        below, above = (ordered[:, place] for place in (int(rank), min(int(rank) + 1, last)))
+        found.append(torch.lerp(below, above, rank - int(rank)))
+    return found

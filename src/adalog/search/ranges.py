@@ -1,0 +1,130 @@
+"""The search of ranges by a tensor's own values: minimum and maximum, percentiles, FQ-ViT, RepQ-ViT.
+
+One of the four kinds of search; `search.SEARCHES` says what each of them offers. Which method takes which choices is a
+row of `methods.METHODS`.
+
+With R rounding halves to even, b bits, L = 2**b - 1 and h = 2**(b - 1):
+
+- The range (lo, hi) of a group of values x at the share p has hi = Q_p(x) and lo = Q_(1-p)(x), by linear interpolation.
+  Asymmetric: s = (hi - lo) / L and z = R(-lo / s), the range widened to hold zero; symmetric:
+  s = max(|lo|, |hi|) / (h - 1/2) and z = h. A logarithm's scale is hi. Several p: the one of the least mean
+  (x - x_hat)^2 (RepQ-ViT).
+- The channels c of a norm: their own (s_c, z_c) are replaced by the means of both (RepQ-ViT, `Fold.sharing`); or,
+  with s = (max - min) / L / 2^K of the whole tensor and its z, by 2^a_c s with a_c in 0 ... K of the least error
+  (FQ-ViT).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from adalog.choices import RangeSearch
+from adalog.config import Config
+from adalog.quantizers import (
+    Assignment,
+    Fold,
+    Quantizer,
+    UniformQuantizer,
+    bounds_to_uniform,
+    symmetric_zero_point,
+    uniform_fake_quantize,
+)
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+from adalog.search.quantiles import quantiles
+from adalog.search.strategies import first_least
+
+
+def needs(search: RangeSearch) -> frozenset[str]:
+    """The operands behind what is quantized before them, where values are seen in order."""
+    return frozenset({"ordered"} if search.in_order else ())
+
+
+def refuses_fold(search: RangeSearch, config: Config) -> str:
+    """Why this search folds no norm; empty: it folds."""
+    return "this method folds no norm" if search.share == "none" else ""
+
+
+def search_product(product: Product, search: RangeSearch) -> Assignment:
+    """Quantizers of both operands, each by its own values, judged on what the float network gives them."""
+    left, right = product.ordered or (product.left, product.right)
+    first: Quantizer | None = product.shared
+    if left.is_float:
+        first = None
+    elif first is None and search.unit_softmax and product.role == "av" and left.format.log2_base is not None:
+        first = left.quantizer(left.values.new_ones(1))
+    elif first is None:
+        first = own_range(left, search)
+    symmetric = search.symmetric_weights and product.role in ("linear", "conv")
+    second = None if right.is_float else own_range(right, search, symmetric=symmetric)
+    return product.assigned(first, second)
+
+
+def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False) -> Quantizer:
+    """The quantizer of each group's range, at the share of the least own error; of equal ones the first."""
+    shares = search.percentiles
+    found = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
+    best, *others = (
+        _ends(operand, low, high, symmetric)
+        for high, low in zip(found[: len(shares)], found[len(shares) :], strict=True)
+    )
+    least = _own_error(operand, best) if others else None
+    for point in others:
+        error = _own_error(operand, point)
+        assert least is not None
+        best, least = torch.where(error < least, point, best), torch.minimum(error, least)
+    quantizer = operand.quantizer(best)
+    assert quantizer is not None
+    return quantizer
+
+
+def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tensor:
+    """The point (P, *groups) of `Operand.quantizer` whose range has these ends, (G,)."""
+    form = operand.format
+    shape = [operand.values.shape[dim] for dim in form.own_dims]
+    low, high = low.reshape(shape), high.reshape(shape)
+    if not form.is_uniform:
+        return (high + (0.0 if form.twin else form.offset))[None]
+    if symmetric:
+        half = symmetric_zero_point(form.bits)
+        scale = torch.maximum(high.abs(), low.abs()) / (half - 0.5)
+        low, high = -half * scale, (half - 1) * scale
+    return torch.stack([low, high])
+
+
+def _own_error(operand: Operand, point: Tensor) -> Tensor:
+    """The mean squared error of each group's values: (*groups)."""
+    quantizer = operand.quantizer(point)
+    assert quantizer is not None
+    error = replace(operand, values=(quantizer.fake_quantize(operand.values) - operand.values).square_())
+    return error.groups().mean(dim=1).reshape(point.shape[1:])
+
+
+def fold_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer | None]:
+    """The fold of a norm's channels, and the quantizer that they then share. values: (T, C), what the norm puts out."""
+    if search.share == "power-of-two":
+        return _doubled_channels(values, bits, search)
+    scale, zero_point = own_channels(values, bits, search)
+    shared = zero_point.mean()
+    quantizer = UniformQuantizer(scale.mean(), shared.round() if search.round_zero_point else shared, bits)
+    return Fold.sharing(scale, zero_point, rounds=search.round_zero_point), quantizer
+
+
+def own_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point), each (C,), of a uniform quantizer a channel."""
+    quantizer = own_range(Operand(values, Format(bits, own_dims=(1,))), search)
+    assert isinstance(quantizer, UniformQuantizer)
+    return quantizer.scale.flatten(), quantizer.zero_point.flatten()
+
+
+def _doubled_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer]:
+    """FQ-ViT's power-of-two factors: exact in the folded weights, since they only change exponents."""
+    scale, zero_point = bounds_to_uniform(values.min(), values.max(), bits)
+    scale = scale / 2**search.powers
+    errors = [
+        (uniform_fake_quantize(values, scale * 2**power, zero_point, bits) - values).square_().sum(0)
+        for power in range(search.powers + 1)
+    ]
+    ratio = torch.exp2(first_least(torch.stack(errors)).to(values.dtype))
+    return Fold(ratio, torch.zeros_like(ratio)), UniformQuantizer(scale, zero_point, bits)

@@ -1,0 +1,273 @@
+"""The search of symmetric scales by an output's error: EasyQuant, PTQ4ViT, APQ-ViT.
+
+One of the four kinds of search; `search.SEARCHES` says what each of them offers. Which method takes which choices is a
+row of `methods.METHODS`.
+
+With b bits, L = 2**b - 1 and h = 2**(b - 1):
+
+- The scales of symmetric quantizers are s0 m_i, where s0 = max|x| / (h - 1/2) and m_i = low + i (high - low) / n for
+  i < n: those of the right operand with the left one at its own, then the left one's, and again (EasyQuant; PTQ4ViT).
+- Metrics of an output O and its error e = O_hat - O: squared, sum e^2; cosine, 1 - <O, O + e> / (|O| |O + e|)
+  (EasyQuant); Hessian, sum H e^2 with H the mean squared gradient of the loss by O (PTQ4ViT).
+- After GELU, twin: s+ = m_i max(x) / (h - 1/2), s- spans the minimum. After softmax, split (PTQ4ViT): steps of
+  sigma / (h - 1) below sigma, of 1 / (h - 1) from there on, sigma in 2^-i, i = 0 ... 19; or max-kept (APQ-ViT): steps
+  of max(x) / L from zero on, so that the largest weights of attention stay as they are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.choices import ScaleSearch
+from adalog.config import Config
+from adalog.quantizers import (
+    Assignment,
+    Fold,
+    LogQuantizer,
+    Quantizer,
+    SplitUniformQuantizer,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+    symmetric_zero_point,
+)
+from adalog.search.fused import uniform_errors
+from adalog.search.objective import Errors, error_base
+from adalog.search.operand import Operand
+from adalog.search.product import Product
+from adalog.search.quantiles import coprime
+from adalog.search.strategies import first_least
+
+_SPLITS = 20  # powers of two
+_TINY = 2.0**-94
+_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # a sample is taken only from this many
+_FINALISTS = 16  # candidates that a sample leaves
+_SLICE = 1 << 18  # elements of a product that are scored at once: they stay in a core's own cache, with their weights
+
+
+def needs(search: ScaleSearch) -> frozenset[str]:
+    """Weights of the output's errors where a Hessian gives them; the rows of a weight that share a scale."""
+    hessian = {"weights"} if search.metric == "hessian" else set[str]()
+    return frozenset(hessian if search.row_scales else hessian | {"row_splits"})
+
+
+def refuses_fold(search: ScaleSearch, config: Config) -> str:
+    """Why this search folds no norm."""
+    return "this method folds no norm"
+
+
+def fold_channels(values: Tensor, bits: int, search: ScaleSearch) -> tuple[Fold, UniformQuantizer | None]:
+    """There is no fold: `refuses_fold` has said so."""
+    raise ValueError(refuses_fold(search, Config()))
+
+
+def search_product(product: Product, search: ScaleSearch) -> Assignment:
+    """Quantizers of both operands by the output's error. The last round stands."""
+    left, right, left_first = product.left, product.right, product.of_activations
+    firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, product.row_splits)
+    first, second = firsts.start(), seconds.start()
+    products = [(left, right, product.weights), *_sampled(product, search.rough_stride)]
+    for _ in range(search.rounds):
+        before = first, second
+        for on_left in (left_first, not left_first):
+            if on_left and firsts.is_searched:
+                other = seconds.quantizer(None if search.released and product.role == "av" else second)
+                first = firsts.search(*(_OutputError.of(x, w, other, h, search) for x, w, h in products))
+            elif not on_left and seconds.is_searched:
+                other = firsts.quantizer(first)
+                second = seconds.search(*(_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products))
+        if all(torch.equal(now, then) for now, then in zip((first, second), before, strict=True)):
+            break
+    return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
+
+
+def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
+    """The product of every n-th image (attention) or row, to tell hopeless candidates; none if it is small."""
+    of_activations, left, right, weights = product.of_activations, product.left, product.right, product.weights
+    dim = 0 if of_activations else left.values.ndim - 2
+    size = left.values.shape[dim]
+    if stride == 1 or size < (_LEAST_IMAGES if of_activations else _LEAST_ROWS):
+        return
+    take = (slice(None),) * dim + (slice(None, None, coprime(stride, size)),)
+    mask = None if left.mask is None else left.mask[take]
+    some = replace(left, values=left.values[take].contiguous(), mask=mask)
+    other = replace(right, values=right.values[take].contiguous()) if of_activations else right
+    yield some, other, None if weights is None else weights[take]
+
+
+def _turned(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class _OutputError:
+    """What a product's output loses by an operand's candidates, in the error form (see `objective`).
+
+    factor: the other operand as it is quantized, transposed; base: left @ (factor - exact); output: the exact one, for
+    the cosine alone.
+    """
+
+    operand: Operand
+    factor: Tensor
+    base: Tensor
+    output: Tensor | None
+    weights: Tensor | None
+
+    @staticmethod
+    def of(
+        operand: Operand, other: Operand, quantizer: Quantizer | None, weights: Tensor | None, search: ScaleSearch
+    ) -> "_OutputError":
+        exact, factor = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
+        output = operand.values @ exact if search.metric == "cosine" else None
+        return _OutputError(operand, factor, error_base(operand.values, exact, factor), output, weights)
+
+    def losses(self, errors: Errors, points: Tensor) -> Tensor:
+        """points (K, *groups) -> float64 (K, *groups), or (K, 2, *groups) of what the cosine is made of.
+
+        errors: points -> what quantizing adds to the operand, (K, *operand).
+        """
+        chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
+        return torch.cat([self._score(errors(part, self.base.dtype)) for part in points.split(chunk)])
+
+    def splits(self) -> "list[_OutputError]":
+        """The same as a sum: of slices of the product's columns where its rows have losses of their own, else of the
+        first dimension that is summed over: beyond the cache, what surrounds a product takes a multiple of its time."""
+        values, own_dims = self.operand.values, self.operand.format.own_dims
+        count = -(-max(values.numel(), self.base.numel()) // _SLICE)
+        dim = next((dim for dim in range(values.ndim - 1) if dim not in own_dims), values.ndim - 1)
+        size = -(-self.base.shape[dim] // count)
+
+        def split(value: Tensor | None, apart: bool = True) -> Iterable[Any]:
+            return value.split(size, dim) if apart and value is not None else repeat(value)
+
+        by_row, shared = dim < values.ndim - 1, dim == values.ndim - 2
+        operands = split(values, by_row), split(self.operand.mask, by_row)
+        others = split(self.factor, not shared), split(self.base), split(self.output), split(self.weights)
+        return [
+            _OutputError(replace(self.operand, values=some, mask=mask), *rest)
+            for some, mask, *rest in zip(*operands, *others, strict=False)
+        ]
+
+    def _score(self, delta: Tensor) -> Tensor:
+        if self.operand.mask is not None:
+            delta.mul_(self.operand.mask)
+        error = (delta @ self.factor).add_(self.base)
+        if self.output is not None:
+            along = self._total(error * self.output)
+            return torch.stack([along, self._total(error.square_())], dim=1)
+        error.square_()
+        return self._total(error if self.weights is None else error.mul_(self.weights))
+
+    def power(self) -> Tensor:
+        """The sum of squares of each group's exact output."""
+        assert self.output is not None
+        return self._total(self.output.square()[None])[0]
+
+    def _total(self, values: Tensor) -> Tensor:
+        kept = (0, *(dim + 1 for dim in self.operand.format.own_dims))
+        dims = [dim for dim in range(values.ndim - 1) if dim not in kept]
+        rows = values.sum(-1).double()  # which is several times as fast as to add up all in float64
+        return rows.sum(dims) if dims else rows
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """An operand's quantizers with scales that are multiples of where its values end; a point is the scales (*groups).
+
+    row_splits: which of the groups share a scale; None: each has its own.
+    """
+
+    operand: Operand
+    choices: ScaleSearch
+    row_splits: Tensor | None
+
+    @property
+    def is_searched(self) -> bool:
+        return not self.operand.is_float and self.operand.format.unit != "max-kept"
+
+    def start(self) -> Tensor:
+        """s0; after softmax, where it is split, the whole interval."""
+        form, groups = self.operand.format, self.operand.groups()
+        shape = [self.operand.values.shape[dim] for dim in form.own_dims]
+        if form.unit == "split":
+            return groups.new_ones(shape)
+        if form.unit == "max-kept":
+            return groups.amax(1).reshape(shape) / (2**form.bits - 1)
+        if self.operand.is_float:
+            return groups.new_zeros(shape)
+        if form.log2_base is not None:
+            return (groups.amax(1) + form.offset).clamp(min=_TINY).reshape(shape)
+        ends = groups.amax(1) if form.twin else groups.abs().amax(1)
+        scale = ends.clamp(min=_TINY) / (symmetric_zero_point(form.bits) - 0.5)
+        return self._merged(scale, torch.amax).reshape(shape)
+
+    def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
+        """(..., groups) where groups that share a scale are joined by a sum or maximum, and each gets the result."""
+        if self.row_splits is None:
+            return values
+        merged = values.clone()
+        for split in self.row_splits.unique():
+            rows = self.row_splits == split
+            merged[..., rows] = function(values[..., rows], dim=-1, keepdim=True)
+        return merged
+
+    def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
+        """The candidate of the least loss in each group; of equal ones the first.
+
+        rough: the error of a sample, which leaves the candidates that are scored by the whole one.
+        """
+        start = self.start()
+        if self.operand.format.unit == "split":
+            factors = torch.exp2(-torch.arange(_SPLITS, dtype=torch.float64))
+        else:
+            low, high = self.choices.span
+            count = self.choices.candidates
+            factors = low + torch.arange(count, dtype=torch.float64) * (high - low) / count
+        points = factors.to(start).view(-1, *(1 for _ in start.shape)) * start
+        if rough is not None and len(points) > _FINALISTS:
+            order = self._losses(rough, points).sort(dim=0, stable=True).indices[:_FINALISTS]
+            points = points.gather(0, order.sort(dim=0).values)
+        return points.gather(0, first_least(self._losses(error, points))[None])[0]
+
+    def _losses(self, error: _OutputError, points: Tensor) -> Tensor:
+        """points (K, *groups) -> (K, *groups), groups that share a scale together."""
+        each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
+        losses = self._merged(torch.stack(each).sum(0), torch.sum)
+        if error.output is None:
+            return losses
+        power = self._merged(error.power(), torch.sum)
+        along, square = losses.unbind(1)
+        length = (power * (power + 2 * along + square).clamp(min=0)).sqrt()
+        return 1 - (power + along) / length.clamp(min=torch.finfo(length.dtype).tiny)
+
+    def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
+        form = self.operand.format
+        if form.is_uniform:
+            middle = torch.full_like(points, symmetric_zero_point(form.bits))
+            return uniform_errors(values, points, middle, form.bits, form.own_dims, dtype)
+        hats = [self.quantizer(point) for point in points]
+        return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None]).sub_(values).to(dtype)
+
+    def quantizer(self, point: Tensor | None) -> Quantizer | None:
+        """Of one point; None for none, or where the operand stays float."""
+        form = self.operand.format
+        if point is None or self.operand.is_float:
+            return None
+        half = symmetric_zero_point(form.bits)
+        if form.unit == "split":
+            return SplitUniformQuantizer(
+                point / (half - 1), torch.ones_like(point) / (half - 1), form.bits, self.choices.released
+            )
+        if form.unit == "max-kept":
+            return UniformQuantizer(point.clamp(min=_TINY), torch.zeros_like(point), form.bits)
+        if form.twin:
+            return TwinUniformQuantizer(point, torch.full_like(point, form.offset / half), form.bits)
+        if form.log2_base is not None:
+            q, r = form.log2_base
+            return LogQuantizer(point, q, r, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
+        scale = self.operand.shaped(point)[0]
+        return UniformQuantizer(scale, torch.full_like(scale, half), form.bits)
