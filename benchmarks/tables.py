@@ -56,7 +56,7 @@ def cost_table() -> str:
         return [row["roles"][role]["count"] if role in row["roles"] else None for row in found]
 
     def totals(found: list[dict[str, Any]]) -> list[float]:
-        """Of the products, the ways to codes and back."""
+        """FixOPs of the products, of quantizing and of dequantizing, per column."""
         cells = zip([row["fixops"] for row in found], *(fixops(role, found) for role in moves), strict=True)
         return [sum(value or 0 for value in each) for each in cells]
 
@@ -86,6 +86,25 @@ def cost_table() -> str:
     line("**file [MB]**", [parts and sum(parts.values()) for parts in files], ".3f", 1e6)
     line("**the paper's Table 3 [MB]**", [row["paper"] and row["paper"]["size_bytes"] for row in columns], ".1f", 1e6)
     return "\n".join(lines)
+
+
+def real_table() -> str:
+    """Top-1 of every method at every width on the real images of realbench.json, a row per method."""
+    result = json.loads((RESULTS / "realbench.json").read_text())
+    fp32, top1 = result["fp32"], {(row["method"], row["bits"]): row["top1"] for row in result["rows"]}
+    bits, methods = (list(dict.fromkeys(row[key] for row in result["rows"])) for key in ("bits", "method"))
+    lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
+    for method in methods:
+        strong = "**" if method == "adalog" else ""
+        cells = (method, *(f"{100 * top1[method, width]:.1f} %" for width in bits))
+        lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in cells) + " |")
+    note = (
+        f"Top-1 on {result['queries']:,} images; full precision has {100 * fp32['top1']:.1f} % (95 % interval "
+        f"{100 * fp32['low']:.1f} to {100 * fp32['high']:.1f}). {result['calibration_images']} unlabelled images "
+        f"calibrate (seed {result['seed']}), and nothing is trained. Figures: `benchmarks/results/realbench.json`; "
+        "McNemar's tests, seconds and the worst sites: [measured](docs/measured.md)."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def realbench_table() -> str:
@@ -123,7 +142,7 @@ def realbench_sites_table() -> str:
 
 
 def golden_table() -> str:
-    """How close methods are to their released codes, by file, and what `adalog` gains over AdaLog's."""
+    """How close methods are to their released code, per file, and what `adalog` gains over AdaLog's released code."""
     result = json.loads((RESULTS / "golden.json").read_text())
     lines = [
         "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points |",
@@ -274,6 +293,7 @@ def speed_table() -> str:
 
 
 TABLES = (
+    ("README.md", "real table", real_table),
     ("README.md", "demo table", demo_table),
     ("README.md", "speed table", speed_table),
     ("docs/cost.md", "cost table", cost_table),
