@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adalog.search.objective
-from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
+from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.quantiles import coprime, quantiles, thinned
-from strategies import R, normal
+from strategies import R, log_fake_quantize, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
 
