@@ -213,8 +213,8 @@ def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
     assert len(tokens.sample(1).left) == 640 // 7  # of as many rows as make that many elements
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     for kept in (
-        ProductError.of(left, right, right, keep=(0,)),
-        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), keep=(0, 1)),
+        ProductError.of(left, right, right, own_dims=(0,)),
+        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), own_dims=(0, 1)),
         ProductError.of(left, right, right, alike=False),
         ProductError.of(left, normal(12, 40), normal(12, 40), alike=False),
     ):
@@ -410,7 +410,7 @@ def test_a_stride_meets_every_column(stride, width):
 
 @pytest.mark.parametrize("channels", [96, 192])
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
     some = thinned(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
@@ -419,8 +419,8 @@ def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 1000)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 500)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
     assert 400 <= thinned(sample).shape[1] <= 501
@@ -431,8 +431,8 @@ def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
 
 
 def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 512)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 512)
     for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
         some = thinned(torch.arange(5000).repeat(rows, 1))
         assert some.shape[0] == rows
@@ -452,7 +452,7 @@ def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
     keep = {2: (), 4: (1,), 3: (0,)}[len(shape)]
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
     error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep, mask)
-    parts = error.parts()
+    parts = error.splits()
     assert len(parts) > 1
     assert max(part.left.numel() for part in parts) <= 3 * 2048
     points = torch.linspace(0.1, 0.5, 5, dtype=torch.float64)
