@@ -4,6 +4,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adalog.quantizers import log_dequantize, log_quantize
+
 R = 37
 
 bits = st.integers(2, 8)
@@ -32,3 +34,10 @@ def tensors(
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Reproducible Gaussian values."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def log_fake_quantize(x: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, **choices: object) -> Tensor:
+    """The value that the code of x stands for; same dtype as x."""
+    code = log_quantize(x, scale, q, r, bits, **choices)
+    choices.pop("rounding", None)
+    return log_dequantize(code, scale, q, r, bits, **choices).to(x.dtype)

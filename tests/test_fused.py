@@ -75,7 +75,7 @@ def test_values_that_are_strided(way):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_table_errors_are_looked_up(way, dtype):
-    values, tables = normal(3, 5, 7), [normal(50, seed=seed) for seed in (1, 2)]
+    values, tables = normal(3, 5, 7), normal(2, 50, seed=1)
     bins = torch.randint(0, 50, (values.numel(),), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     found = fused.table_errors(values, bins, tables, dtype)
     for error, table in zip(found, tables, strict=True):
@@ -101,7 +101,7 @@ def test_sums_are_those_of_float64(way, shape, keep, dtype, gram):
 
 def test_a_default_device_is_not_where_results_are(way):
     values, scale = normal(3, 4), torch.ones(2)
-    bins, tables = torch.zeros(12, dtype=torch.int32), [torch.ones(1)]
+    bins, tables = torch.zeros(12, dtype=torch.int32), torch.ones(1, 1)
     with torch.device("meta"):  # memory that is not there: writing to it would end the process
         uniform = fused.uniform_errors(values, scale, scale, 4, (), torch.float32)
         looked_up = fused.table_errors(values, bins, tables, torch.float32)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_an_error(way):
     with pytest.raises(RuntimeError):
         fused.uniform_errors(values, ones(2, 3), ones(2, 2), 4, (0,), torch.float32)
     with pytest.raises(RuntimeError):
-        fused.table_errors(values, ones(11, dtype=torch.int32), [ones(2)], torch.float32)
+        fused.table_errors(values, ones(11, dtype=torch.int32), ones(1, 2), torch.float32)
     with pytest.raises(RuntimeError):
         fused.sums(normal(2, 3, 3), values, None, ())
     with pytest.raises(RuntimeError):
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_an_error(way):
 
 def test_types_may_differ(way):
     values, bins, table = normal(6), torch.arange(6), normal(6, seed=1)
-    assert torch.equal(fused.table_errors(values, bins, [table], torch.float32)[0], table - values)
+    assert torch.equal(fused.table_errors(values, bins, table[None], torch.float32)[0], table - values)
     product, error = normal(2, 6), normal(2, 6, seed=2).bfloat16()
     found = fused.sums(product.clone(), values, error, ())
     torch.testing.assert_close(found, ((product + 2 * values) * error).sum(1))
@@ -136,7 +136,7 @@ def test_types_may_differ(way):
 
 def test_tables_that_are_strided(way):
     values, bins, table = normal(6), torch.arange(6, dtype=torch.int32), normal(12, seed=1)
-    (found,) = fused.table_errors(values, bins, [table[::2]], torch.float32)
+    (found,) = fused.table_errors(values, bins, table[None, ::2], torch.float32)
     assert torch.equal(found, table[::2] - values)
 
 

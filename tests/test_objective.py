@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adalog.search.objective
-from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
+from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.quantiles import coprime, quantiles, thinned
-from strategies import R, normal
+from strategies import R, log_fake_quantize, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
 
@@ -213,8 +213,8 @@ def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
     assert len(tokens.sample(1).left) == 640 // 7  # of as many rows as make that many elements
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     for kept in (
-        ProductError.of(left, right, right, keep=(0,)),
-        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), keep=(0, 1)),
+        ProductError.of(left, right, right, own_dims=(0,)),
+        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), own_dims=(0, 1)),
         ProductError.of(left, right, right, alike=False),
         ProductError.of(left, normal(12, 40), normal(12, 40), alike=False),
     ):
@@ -227,7 +227,7 @@ def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
     left, right, right_hat = operands((23, 12), (12, tokens))
     error, points = ProductError.of(left, right, right_hat, (0,)), points_of((23, 12), (0,))
     whole = error.loss(rounding_candidates(left, (0,)), points)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: chunk)
     pieces = error.by_rows()
     assert {len(piece.left) for piece in pieces[:-1]} <= {-(-23 // max(1, 276 // chunk))}
     assert torch.equal(torch.cat([piece.left for piece in pieces]), left)
@@ -241,7 +241,7 @@ def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
 
 @every_product
 def test_only_the_rows_of_a_weight_are_sliced(left, right, keep, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     left, right, right_hat = operands(left, right)
     error = ProductError.of(left, right, right_hat, keep)
     assert len(error.by_rows()) == (len(left) if keep == (0,) and left.ndim == 2 else 1)
@@ -264,7 +264,7 @@ BFLOAT16 = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("left", "right", "keep"), BFLOAT16.values(), ids=BFLOAT16)
 def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
     shape = left
     left, right = normal(*left, seed=seed).float(), normal(*right, seed=seed + 10).float()
     error = ProductError.of(left, right, (right * 8).round() / 8, keep)
@@ -286,9 +286,9 @@ def test_bfloat16_only_where_it_is_faster(monkeypatch):
         for dtype in (torch.float64, torch.float32)
     )
     few = ProductError.of(*(each.float() for each in operands((9, 40), (40, 31))))
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: False)
     assert narrow.fast() is narrow
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
     assert wide.fast() is wide
     assert few.fast() is few
     fast = narrow.fast()
@@ -328,7 +328,7 @@ def test_chunks_do_not_change_a_product_error(left, right, keep, monkeypatch):
         return rounding_candidates(left, keep)(part)
 
     whole = error.loss(candidates, points)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     parts = error.loss(candidates, points)
     assert calls == [4, 1, 1, 1, 1]
     torch.testing.assert_close(parts, whole, rtol=1e-13, atol=1e-13)
@@ -388,7 +388,7 @@ def test_chunks_do_not_change_an_own_error(monkeypatch):
     thresholds = (levels[..., 1:] + levels[..., :-1]) / 2
     own = OwnError(sample)
     whole = own.loss(levels, thresholds)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: 1)
     assert torch.equal(own.loss(levels, thresholds), whole)
     nearest = (sample[None, :, :, None] - levels[:, :, None]).abs().min(-1).values.square().sum(-1)
     torch.testing.assert_close(whole, nearest, rtol=1e-10, atol=1e-10)
@@ -410,7 +410,7 @@ def test_a_stride_meets_every_column(stride, width):
 
 @pytest.mark.parametrize("channels", [96, 192])
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
     some = thinned(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
@@ -419,8 +419,8 @@ def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 1000)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 500)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
     assert 400 <= thinned(sample).shape[1] <= 501
@@ -431,8 +431,8 @@ def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
 
 
 def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 512)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 512)
     for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
         some = thinned(torch.arange(5000).repeat(rows, 1))
         assert some.shape[0] == rows
@@ -444,7 +444,7 @@ def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
 @pytest.mark.parametrize("shape", [(1000, 16), (40, 3, 30, 16), (5, 400, 9)])
 def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
     """Of rows, of images with heads, and of the rows of a grouped convolution, which keep a loss a group."""
-    monkeypatch.setattr("adalog.search.objective.CHUNK_ELEMENTS", 1024)
+    monkeypatch.setattr("adalog.search.objective.chunk_elements", lambda _: 1024)
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(shape, generator=generator, dtype=torch.float64)
     lead = shape[:-2]
@@ -452,7 +452,7 @@ def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
     keep = {2: (), 4: (1,), 3: (0,)}[len(shape)]
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
     error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep, mask)
-    parts = error.parts()
+    parts = error.splits()
     assert len(parts) > 1
     assert max(part.left.numel() for part in parts) <= 3 * 2048
     points = torch.linspace(0.1, 0.5, 5, dtype=torch.float64)

@@ -22,7 +22,6 @@ from adalog.quantizers import (
     LogQuantizer,
     UniformQuantizer,
     log_dequantize,
-    log_fake_quantize,
     log_levels,
     log_quantize,
     log_tables,
@@ -32,7 +31,7 @@ from adalog.search.bounds import search_product
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.strategies import Loss, fpcs, grid
-from strategies import R, normal
+from strategies import R, log_fake_quantize, normal
 
 BITS = [2, 3, 4, 6, 8]
 BASES = [1, 10, 20, 37, 74, 137]

@@ -15,7 +15,6 @@ from adalog.quantizers import (
     UniformQuantizer,
     bounds_to_uniform,
     log_dequantize,
-    log_fake_quantize,
     log_levels,
     log_quantize,
     log_tables,
@@ -26,7 +25,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
     uniform_quantize,
 )
-from strategies import R, beyond, bits, dtypes, normal, q, rounding, scales, tensors, zero_points
+from strategies import R, beyond, bits, dtypes, log_fake_quantize, normal, q, rounding, scales, tensors, zero_points
 
 READINGS = ["saturate", "zero", "zero-coded"]
 ROUNDINGS = ["log", "nearest"]

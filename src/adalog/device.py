@@ -10,8 +10,8 @@ import torch
 _CPU_ELEMENTS = 1 << 20
 # An accelerator has no such cache, and each call costs the same whatever its size: what memory allows, up to this.
 _ELEMENTS = 1 << 26
-# Tensors of a chunk that exist at a time, in float32: errors, their product, and what sums or sorts them.
-_BYTES_OF_ELEMENT = 4 * 8
+# What there is for each element where most is: eight float64 of an operand's own error for each of four levels.
+_BYTES_OF_ELEMENT = 4 * 8 * 8
 _MEMORY = 2 << 30  # bytes, where the device does not tell
 
 

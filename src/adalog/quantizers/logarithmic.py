@@ -110,6 +110,29 @@ def log_thresholds(
     return torch.exp2(-(torch.arange(len(levels) - 1, dtype=torch.float64) + 0.5) * q / r)
 
 
+@lru_cache(64)
+def log_steps(
+    low: int,
+    high: int,
+    r: int,
+    bits: int,
+    *,
+    beyond: Beyond,
+    rounding: Rounding,
+    table: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The levels and thresholds of every base from q = low to high: (Q, levels) and (Q, thresholds).
+
+    As `log_levels` and `log_thresholds` give them, but ascending; on the device, to which they are copied once.
+    """
+    bases = range(low, high + 1)
+    levels = [log_levels(q, r, bits, beyond=beyond, table=table) for q in bases]
+    cuts = [log_thresholds(q, r, bits, beyond=beyond, rounding=rounding, table=table) for q in bases]
+    with torch.inference_mode(mode=False):  # whoever asks first
+        return torch.stack(levels).flip(1).to(device), torch.stack(cuts).flip(1).to(device)
+
+
 class Bins:
     """Counts how many of the descending thresholds a value is at most: exactly `torch.bucketize`, several times faster.
 
@@ -119,7 +142,7 @@ class Bins:
     the first bin; drop: the bits that are not leading. More than `_TABLE_BINS` bins are not made: `fit` is false.
     """
 
-    def __init__(self, thresholds: Tensor, dtype: torch.dtype):
+    def __init__(self, thresholds: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"):
         tiny = torch.finfo(dtype).tiny * 2.0**16
         cuts = thresholds.to(dtype).clamp(min=tiny)  # on the input's grid, above subnormals
         cuts, repeats = cuts.unique_consecutive(return_counts=True)
@@ -130,26 +153,40 @@ class Bins:
         self.lowest, self.highest = lowest.item(), highest.item()
         self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
         self.fit = last - self.first <= _TABLE_BINS  # else close cuts over many octaves, which no search finds
+        self.ascending = thresholds.to(dtype).clamp(min=tiny).flip(0).to(device)
         if not self.fit:
             return
         numbers = torch.arange(self.first, last + 1, dtype=self.integer)
         upper_edges = ((numbers + 1) << self.drop).view(dtype)
         distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
         passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
-        self.counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
-        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct]  # nothing is below the last interval
+        counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
+        self.counts = counts.to(device)
+        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct].to(device)  # nothing is below the last interval
 
 
-def _count_not_below(x: Tensor, thresholds: Tensor) -> Tensor:
+def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
     """How many of the descending thresholds each x is at most: int32."""
-    bins = Bins(thresholds, x.dtype)
     values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
     if not bins.fit:
-        ascending = thresholds.to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny * 2.0**16).flip(0).to(x.device)
-        return (len(thresholds) - torch.searchsorted(ascending, values, out_int32=True)).view(x.shape)
+        return (len(bins.ascending) - torch.searchsorted(bins.ascending, values, out_int32=True)).view(x.shape)
     number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
-    below = values <= bins.ends.to(x.device).index_select(0, number)
-    return bins.counts.to(x.device).reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
+    below = values <= bins.ends.index_select(0, number)
+    return bins.counts.reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
+
+
+@lru_cache(128)
+def _bins_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Bins:
+    """The bins of `log_thresholds`, copied to the device once."""
+    with torch.inference_mode(mode=False):  # whoever asks first
+        return Bins(log_thresholds(q, r, bits, **choices), dtype, device)
+
+
+@lru_cache(128)
+def _levels_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Tensor:
+    """`log_levels` in this type, copied to the device once."""
+    with torch.inference_mode(mode=False):
+        return log_levels(q, r, bits, **choices).to(device, dtype)
 
 
 def log_quantize(
@@ -178,8 +215,8 @@ def log_quantize(
         return torch.div(exponent.mul_(r), q).round_().clamp_(0, last)
 
     def nearest(values: Tensor, base: int) -> Tensor:
-        thresholds = log_thresholds(base, r, bits, beyond=beyond, rounding=rounding, table=table, headroom=headroom)
-        return _count_not_below(values, thresholds)
+        choices = {"beyond": beyond, "rounding": rounding, "table": table, "headroom": headroom}
+        return _count_not_below(values, _bins_on(values.device, values.dtype, base, r, bits, **choices))
 
     return _per_base(nearest, ratio, q).to(ratio.dtype)
 
@@ -198,7 +235,8 @@ def log_dequantize(
     """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
 
     def lookup(codes: Tensor, base: int) -> Tensor:
-        levels = log_levels(base, r, bits, beyond=beyond, table=table, headroom=headroom).to(scale)
+        choices = {"beyond": beyond, "table": table, "headroom": headroom}
+        levels = _levels_on(scale.device, scale.dtype, base, r, bits, **choices)
         return levels.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     return _per_base(lookup, code, q) * scale

@@ -150,9 +150,8 @@ def search_own(operand: Operand, search: Search) -> Tensor:
         return own.uniform_loss(*bounds_to_uniform(points[:, 0], points[:, 1], form.bits), form.bits)
 
     def stepwise(points: Tensor) -> Tensor:
-        device = own.sorted.device
-        steps = ((part.to(device)[None, None] for part in operand.steps(point)) for point in points)
-        return torch.stack([own.loss(*pair)[0, 0] for pair in steps])
+        levels, cuts = operand.steps(points)
+        return own.loss(levels[:, None], cuts[:, None])[:, 0]
 
     return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"))
 

@@ -75,13 +75,16 @@ def uniform_errors(
     return result
 
 
-def table_errors(values: Tensor, bins: Tensor, tables: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """table[bins] - values of k tables: (k, *values.shape), rounded to the type. bins: int32, one a value."""
+def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    """table[bins] - values for each row of the tables (k, n): (k, *values.shape), rounded to the type.
+
+    bins: int32, one per value.
+    """
     fit = bins.dtype == torch.int32 and bins.numel() == values.numel()
-    function = _function("table_errors", dtype, values, *tables) if fit else None
+    function = _function("table_errors", dtype, values, tables) if fit else None
     result = torch.empty(len(tables), *values.shape, dtype=dtype, device=values.device)
-    values, bins = values.contiguous(), bins.contiguous()
-    for table, put in zip([table.contiguous() for table in tables], result, strict=True):
+    values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
+    for table, put in zip(tables, result, strict=True):
         if function is None:
             put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
         else:

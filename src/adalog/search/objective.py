@@ -11,19 +11,15 @@ so nothing large cancels, and biases and offsets drop out. Swapping and transpos
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog.device import chunk_elements, multiplies_bfloat16
 from adalog.quantizers import at_least_float32
 from adalog.search.fused import sums
 from adalog.search.quantiles import coprime, thinned
 
-# Candidates are scored over so many elements at a time, at least: fewer, and what surrounds each product takes longer
-# than the product (half of a search on two threads at 2**17); more, and temporaries leave the cache.
-CHUNK_ELEMENTS = 1 << 20
 # A rough loss looks at so many elements of each group, if those are rows enough.
 _ROUGH_ELEMENTS = 3 << 15
 # A product with fewer columns takes less time than rounding its operand to bfloat16.
@@ -76,8 +72,8 @@ class ProductError:
         return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
-        """With products in bfloat16 where the processor has them: each rounds by 2**-9 at most, which sums even out."""
-        able = self.factor.dtype == torch.float32 and self.factor.device.type == "cpu" and _multiplies_bfloat16()
+        """With products in bfloat16 where the device has them: each rounds by 2**-9 at most, which sums even out."""
+        able = self.factor.dtype == torch.float32 and multiplies_bfloat16(self.factor.device)
         if self.factor.shape[-1] < _NARROW or not able:
             return self
         return replace(self, factor=self.factor.bfloat16())
@@ -131,7 +127,7 @@ class ProductError:
     def splits(self) -> "list[ProductError]":
         """The same error as a sum over slices of the first dimension that is summed over, where it is large."""
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
-        count = -(-self.left.numel() // (2 * CHUNK_ELEMENTS))
+        count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
         if count == 1 or not summed:
             return [self]
         dim = summed[0]
@@ -150,7 +146,7 @@ class ProductError:
         """The errors of slices of the rows, where each of many rows has its own loss, as in a weight."""
         if self.own_dims != (0,) or self.left.ndim != 2 or self.mask is not None:
             return [self]
-        count = max(1, self.left.numel() // CHUNK_ELEMENTS)
+        count = max(1, self.left.numel() // chunk_elements(self.left.device))
         size = -(-len(self.left) // count)
         pieces = zip(self.left.split(size), self.base.split(size), self.constant.split(size), strict=True)
         return [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
@@ -161,7 +157,7 @@ class ProductError:
 
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
         """As `loss`, of candidates that are known by their errors."""
-        chunk = max(1, CHUNK_ELEMENTS // self.left.numel())
+        chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
         return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
@@ -184,13 +180,6 @@ class ProductError:
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
     """left @ (right_hat - right): what the quantized right operand alone adds to the product, in the error form."""
     return left @ (right_hat - right)
-
-
-@cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this processor has instructions for it; unknown to PyTorch before 2.12, and so not used there."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16"))
 
 
 def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
@@ -222,7 +211,7 @@ class OwnError:
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
         """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""
         count, groups, size = levels.shape
-        chunk = max(1, 4 * CHUNK_ELEMENTS // (groups * size))
+        chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:
             parts = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
             return torch.cat([self.loss(*part) for part in parts])

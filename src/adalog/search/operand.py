@@ -19,8 +19,7 @@ from adalog.quantizers import (
     TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
-    log_levels,
-    log_thresholds,
+    log_steps,
     symmetric_zero_point,
 )
 from adalog.search.fused import shaped_against, table_errors, uniform_errors
@@ -143,39 +142,55 @@ class Operand:
             return uniform
 
         lifted = (values + form.offset).float()
-        top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny)
-        lifted = lifted.clamp_(min=float(top) * 2.0**-_OCTAVES)
-        first = int((top * 2.0**-_OCTAVES).view(torch.int32)) >> _DROPPED_BITS
-        last = int(top.view(torch.int32)) >> _DROPPED_BITS
-        edges = (torch.arange(first, last + 2, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32).double()
+        # Both ends of the table are normal numbers, so that it has as many bins whatever the values are.
+        top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny * 2.0**_OCTAVES)
+        least = top * 2.0**-_OCTAVES
+        first = least.view(torch.int32) >> _DROPPED_BITS
+        count = (_OCTAVES << (23 - _DROPPED_BITS)) + 1
+        numbers = torch.arange(count + 1, dtype=torch.int32, device=values.device) + first
+        edges = (numbers << _DROPPED_BITS).view(torch.float32).double()
         middles = ((edges[:-1] + edges[1:]) / 2).contiguous()
-        bins = (lifted.view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
+        bins = (lifted.clamp_(min=least).view(torch.int32) >> _DROPPED_BITS).sub_(first).reshape(-1)
 
         def logarithmic(points: Tensor, dtype: torch.dtype) -> Tensor:
-            tables = []
-            for point in points:
-                levels, cuts = self.steps(point)
-                ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
-                counts = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(middles)))
-                tables.append(levels.to(values.dtype).repeat_interleave(counts).to(values.device))
-            return table_errors(values, bins, tables, dtype)
+            levels, cuts = self.steps(points)
+            ends = torch.searchsorted(middles, cuts + form.offset, right=True)  # the first bin above each threshold
+            none, every = ends.new_zeros(len(points), 1), ends.new_full((len(points), 1), count)
+            counts = torch.diff(ends, prepend=none, append=every).view(-1)
+            tables = levels.to(values.dtype).view(-1).repeat_interleave(counts, output_size=len(points) * count)
+            return table_errors(values, bins, tables.view(-1, count), dtype)
 
         return logarithmic
 
-    def steps(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """The levels of one logarithmic or twin point, and the thresholds between them, ascending: float64, CPU."""
+    def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The levels (K, L) of K logarithmic or twin points (K, P), and the thresholds (K, L - 1) between them.
+
+        Ascending, in float64, on the points' device.
+        """
         form = self.format
         if form.twin:
             half = symmetric_zero_point(form.bits)
-            signed = torch.arange(-half, half, dtype=torch.float64)
-            upper = float(point[0]) / (half - 1)
+            signed = torch.arange(-half, half, dtype=torch.float64, device=points.device)
+            upper = points[:, :1].double() / (half - 1)
             levels = signed.clamp(min=0) * upper + signed.clamp(max=0) * (form.offset / half)
-            return levels, (levels[1:] + levels[:-1]) / 2
-        q, scale = _base_and_scale(point, form)
-        factor, beyond, table = float(scale), form.beyond, form.table
-        levels = log_levels(q, self.radix, form.bits, beyond=beyond, table=table)
-        cuts = log_thresholds(q, self.radix, form.bits, beyond=beyond, rounding=form.rounding, table=table)
-        return levels.flip(0) * factor - form.offset, cuts.flip(0) * factor - form.offset
+            return levels, (levels[:, 1:] + levels[:, :-1]) / 2
+        assert form.log2_base is not None
+        fixed, r = form.log2_base
+        low, high = (fixed, fixed) if fixed else (form.q_min, form.q_max)
+        row = torch.zeros_like(points[:, 0]) if fixed else points[:, 0].double().exp2().round().clamp(low, high) - low
+        tables = log_steps(
+            low,
+            high,
+            r,
+            form.bits,
+            beyond=form.beyond,
+            rounding=form.rounding,
+            table=form.table,
+            device=points.device,
+        )
+        factor = points[:, -1:].clamp(min=1e-12).double()
+        levels, cuts = (each.index_select(0, row.to(torch.int64)) * factor - form.offset for each in tables)
+        return levels, cuts
 
     def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
         """upper: (k, ), the largest value of each of k quantizers; the negative scale spans the offset."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from adalog.choices import ReleasedSearch
 from adalog.config import Config
+from adalog.device import chunk_elements
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -35,7 +36,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
 )
 from adalog.search.fused import sums, uniform_errors
-from adalog.search.objective import CHUNK_ELEMENTS, Errors, ProductError
+from adalog.search.objective import Errors, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import quantiles
@@ -205,7 +206,7 @@ class _UniformSpace:
             return self._quantizer(self._grid[0][POINTS - 2])
         values, own_dims = self.operand.values.double(), self.operand.format.own_dims
         summed = [dim + 1 for dim in range(values.ndim) if dim not in own_dims]
-        chunk = max(1, CHUNK_ELEMENTS // values.numel())
+        chunk = max(1, chunk_elements(values.device) // values.numel())
 
         def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
             errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
