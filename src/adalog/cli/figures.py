@@ -8,7 +8,7 @@ import typer
 from torch import Tensor
 
 import adalog
-from adalog import Calibration, Config, QuantizedModel
+from adalog import Calibration, Config, QuantizedModel, files
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, SeedOption, ThreadsOption, thread_count
 from adalog.cli.targets import find_calibration, find_preprocessing, load_model, refuse_weights, source_of
