@@ -11,7 +11,8 @@ from torch.nn.functional import gelu
 
 import adalog.search.objective
 import adalog.search.product
-from adalog.config import Config, Search
+from adalog.choices import Search
+from adalog.config import Config
 from adalog.quantizers import (
     FLOAT_BITS,
     LogQuantizer,

@@ -128,11 +128,11 @@ def test_json_of_another_refinement_is_refused():
 def test_methods_tell_their_sources_and_choices():
     for name in ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q", "adalog"):
         assert re.search(r"\d{4}\)$", METHODS[name].source)
-    plain = METHODS["apq-vit"].to_json()
+    plain = METHODS["apq-vit"].to_json(Config.defaults())
     assert plain["post_softmax"] == "max-kept"
     assert plain["search"] == {"kind": "scales", "rounds": 1}
     assert plain["refine"] == {"kind": "blocks"}
-    assert METHODS["adalog"].to_json() == {}
+    assert METHODS["adalog"].to_json(Config.defaults()) == {}
     for name, method in METHODS.items():
         again = Config.from_json(json.dumps(method.to_json(Config.defaults())))
         assert again == Config.preset("w4a4", name)
@@ -251,18 +251,18 @@ def test_preset_refuses_an_unknown_method():
         ("init", '{"search": {"init": [16, 4, 2]}}'),
         ("init", '{"search": {"init": 5}}'),
         ("search", '{"search": 5}'),
-        ("keep", '{"keep": 5}'),
+        ("pinned", '{"keep": 5}'),
         ("offset", '{"offset": "a"}'),
         ("reach", '{"search": {"reach": "x"}}'),
         ("per_head", '{"per_head": "no"}'),
         ("progressive", '{"search": {"kind": "released", "progressive": 1}}'),
-        ("keep", '{"search": {"keep": 5}}'),
+        ("parents", '{"search": {"keep": 5}}'),
         ("steps", '{"search": {"steps": -1}}'),
         ("reach", '{"search": {"reach": 0}}'),
         ("reach", '{"search": {"reach": 0.51}}'),
         ("steps", '{"search": {"kind": "released", "steps": 0}}'),
         ("rounds", '{"search": {"kind": "released", "rounds": 1.0}}'),
-        ("keep", '{"search": {"kind": "released", "keep": 16}}'),
+        ("parents", '{"search": {"kind": "released", "keep": 16}}'),
         ("kind 'magic' is none of bounds, released", '{"search": {"kind": "magic"}}'),
         ("bitz", '{"bitz": 4}'),
         ("stepz", '{"search": {"stepz": 4}}'),
@@ -273,7 +273,7 @@ def test_other_mistakes_are_refused_by_name(field, text):
         Config.from_json(text)
 
 
-# --- sites that keep other bits --------------------------------------------------------------------------------------
+# --- sites pinned to other bits --------------------------------------------------------------------------------------
 
 
 def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
@@ -297,17 +297,17 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
 
 
 @pytest.mark.parametrize(
-    ("keep", "told"),
+    ("pinned", "told"),
     [
-        ((("head", 9),), "keep of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
-        ((("head", 1),), "keep of 'head' = 1 is not"),
-        ((("head", "8"),), "keep of 'head' = '8' is not"),
-        ((("", 8),), r"keep = \('', 8\) is not \(pattern, bits\)"),
+        ((("head", 9),), "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
+        ((("head", 1),), "pinned bits of 'head' = 1 is not"),
+        ((("head", "8"),), "pinned bits of 'head' = '8' is not"),
+        ((("", 8),), r"pinned = \('', 8\) is not \(pattern, bits\)"),
         (((8, "head"),), r"is not \(pattern, bits\)"),
-        (("head=8",), r"keep = 'head=8' is not \(pattern, bits\), as in \('head', 8\)"),
+        (("head=8",), r"pinned = 'head=8' is not \(pattern, bits\), as in \('head', 8\)"),
         ([("head", 8)], r"is not a tuple of \(pattern, bits\)"),
     ],
 )
-def test_keep_of_another_form_is_refused(keep, told):
+def test_pins_of_another_form_are_refused(pinned, told):
     with pytest.raises(ValueError, match=told):
-        Config(pinned=keep)
+        Config(pinned=pinned)

@@ -16,6 +16,7 @@ from adalog.graph.capture import capture
 from adalog.graph.program import FLOAT_PRODUCTS, OPERATIONS, PRODUCTS
 from adalog.quantizers import LogQuantizer
 from adalog.study.cost import _MULTIPLICATIONS, _REDUCING, PRODUCT_ROLES, Cost, CostRow, cost
+from stored import serialise
 from zoo import IMAGES, NAMES, captured
 
 TINY = [(3, 32, 32)]  # the input of DemoViT
@@ -220,7 +221,7 @@ def test_the_parts_of_the_file(mixed):
     """Codes, scales and zero points are those of the artifact; it may store floats in half the bytes."""
     from adalog import artifact
 
-    parts = artifact.sizes(artifact.serialise(mixed))
+    parts = artifact.sizes(serialise(mixed))
     found = cost(mixed.program, TINY).size_bytes
     for part in ("codes", "scale", "zero_point"):
         assert parts[part] == found[part]

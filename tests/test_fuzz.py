@@ -14,9 +14,10 @@ from torch import nn
 
 import zoo
 from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
-from adalog.artifact import KEY, deserialise, serialise
+from adalog.artifact import KEY
 from adalog.graph.program import OPERATIONS
 from adalog.inputs.demo.model import DemoViT
+from stored import deserialise, serialise
 
 FAST = Config(images=4, search=Search(rounds=1, steps=0))
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search, library
-from adalog.artifact import deserialise, serialise
-from adalog.config import ReleasedSearch, ScaleSearch
+from adalog.choices import ReleasedSearch, ScaleSearch
 from adalog.graph.program import FAKE_QUANTIZE, Node, Program, Ref
+from adalog.quantized import QuantizedProgram
 from adalog.quantizers import (
     LogQuantizer,
     QuantizedTensor,
@@ -35,6 +35,7 @@ from adalog.runtime.vectors import vectors
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import output_power, with_table
+from stored import deserialise, serialise
 from strategies import bits, normal, q, seeds
 
 ROOMS = (reference, integer)
@@ -220,7 +221,7 @@ def model_of(op, left, right, shape, other, weight=None, arguments=()):
         tensors["b"] = torch.linspace(-1, 1, len(weight))
         nodes.append(Node("out", op, (Ref("l"), Ref("w"), Ref("b"), *arguments)))
     program = Program(tuple(inputs), tuple(nodes), Ref("out"), tensors, quantizers, weights)
-    return QuantizedModel(program, Config(), [], {}, example=example)
+    return QuantizedModel(QuantizedProgram(program, Config(), (), {}, example=example))
 
 
 def codes_of(generator, width, shape, extreme):
@@ -436,7 +437,7 @@ def test_large_products_of_bytes(zero_point, transposed):
 
 
 def test_regions_of_other_types(uncompiled, quantized, images):
-    model = deserialise(serialise(quantized.quantized)).compile("torch")
+    model = deserialise(serialise(quantized)).compile("torch")
     model.compile()
     double = model.double()
     assert double._regions is not None
@@ -537,18 +538,18 @@ def test_rivals_that_have_integers(calibration, images, name):
 
 
 def test_a_loaded_model_compiles_the_same(quantized, images):
-    assert torch.equal(deserialise(serialise(quantized.quantized)).compile()(images), quantized.compile()(images))
+    assert torch.equal(deserialise(serialise(quantized)).compile()(images), quantized.compile()(images))
 
 
 def test_models_of_other_types(quantized, images):
-    double = deserialise(serialise(quantized.quantized)).double()
+    double = deserialise(serialise(quantized)).double()
     fake = double(images.double())
     for executor in PORTABLE:
         found = double.compile(executor)(images.double())
         assert found.dtype == torch.float64
         assert float((found - fake).norm() / fake.norm()) < 1e-10
     with pytest.raises(ArtifactError, match=r"is in torch\.float16: convert"):
-        deserialise(serialise(quantized.quantized)).half().compile()
+        deserialise(serialise(quantized)).half().compile()
 
 
 @pytest.mark.slow
@@ -589,7 +590,7 @@ def test_refusals(quantized, images):
         quantized.compile().trace("nothing", images)
     with pytest.raises(ValueError, match="the model takes"):
         quantized.compile()(images[:, :1])
-    bare = QuantizedModel(quantized.program, quantized.config, quantized.ledger, {})
+    bare = QuantizedModel(QuantizedProgram(quantized.program, quantized.config, tuple(quantized.ledger), {}))
     with pytest.raises(ArtifactError, match="made without images"):
         bare.compile()
 
@@ -614,7 +615,7 @@ def test_sums_that_grow_with_the_batch():
         Node("out", "aten.matmul.default", (Ref("l"), Ref("r"))),
     )
     program = Program(("x",), nodes, Ref("out"), {}, {"l": one, "r": one})
-    model = QuantizedModel(program, Config(), [], {}, example=[torch.empty(0, 3)])
+    model = QuantizedModel(QuantizedProgram(program, Config(), (), {}, example=(torch.empty(0, 3),)))
     for executor in EXECUTORS:
         found = model.compile(executor)
         assert found(torch.ones(1, 3)).tolist() == [[1.0] * 3] * 3

@@ -12,10 +12,11 @@ from torch import nn
 import adalog
 import zoo
 from adalog import Calibration, CalibrationError, Config, QuantizedModel, Search, quantize
-from adalog.artifact import deserialise, serialise
 from adalog.graph.program import FAKE_QUANTIZE, Output
 from adalog.graph.sites import find_sites
 from adalog.inputs import demo
+from adalog.quantized import QuantizedProgram
+from stored import deserialise, serialise
 from test_capture import Toy
 
 BITS4 = Config(images=4, search=Search(rounds=1, steps=1))
@@ -223,7 +224,7 @@ def test_summary_tells_refusals(images):
 
 
 def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
-    plain = QuantizedModel(calibration.program, quantized.config, [], {})
+    plain = QuantizedModel(QuantizedProgram(calibration.program, quantized.config, (), {}))
     assert len(plain.float_sites()) == len(quantized.ledger)
 
 
@@ -271,7 +272,7 @@ def test_moves_with_its_tensors(calibration, fast, images, move):
     actual = model(images.double())
     assert actual.dtype == torch.float64
     assert (actual - expected).norm() < 0.2 * expected.norm()  # a value at a threshold may take the next code
-    assert torch.equal(deserialise(serialise(model.quantized))(images.double()), actual)
+    assert torch.equal(deserialise(serialise(model))(images.double()), actual)
     assert torch.equal(model.to(torch.float32)(images), expected)
 
 

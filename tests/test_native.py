@@ -17,11 +17,11 @@ from torch import nn
 
 import test_integer as integer
 from adalog import ArtifactError, Calibration, Config, library
-from adalog.artifact import deserialise, serialise
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.runtime import native, reference
 from adalog.runtime.native import plan
 from adalog.runtime.native.plan import Plan, search_tables, steps_of
+from stored import deserialise, serialise
 from strategies import bits, normal, seeds
 
 LEVELS = library.levels()
@@ -494,7 +494,7 @@ def test_codes_and_traces(quantized, images):
 
 @needs_kernels
 def test_a_loaded_model_gives_the_same(quantized, images):
-    loaded = deserialise(serialise(quantized.quantized))
+    loaded = deserialise(serialise(quantized))
     assert torch.equal(loaded.compile("native")(images), quantized.compile("native")(images))
 
 
@@ -511,7 +511,7 @@ def test_refusals(quantized):
         with pytest.raises(ValueError, match=match):
             quantized.compile("native", **choices)
     with pytest.raises(ArtifactError, match=r"'native' runs in float32 on the CPU; the model is in torch\.float64"):
-        deserialise(serialise(quantized.quantized)).double().compile("native")
+        deserialise(serialise(quantized)).double().compile("native")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,19 @@ import pytest
 import torch
 
 import adalog
-from adalog import DataError, artifact
+from adalog import DataError
 from adalog.calibration.partial import Partial
-from adalog.quantize import _Room
-from adalog.quantizers import LogQuantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.search.product import Found
+from adalog.calibration.schedule import Scratch
+from adalog.quantizers import (
+    Assignment,
+    Fold,
+    LogQuantizer,
+    QuantizedTensor,
+    SplitUniformQuantizer,
+    TwinUniformQuantizer,
+    UniformQuantizer,
+)
+from stored import serialise
 
 
 class StopHere(Exception):
@@ -41,25 +49,29 @@ def test_what_is_found_reads_back_to_the_bit(tmp_path, dtype):
     scale, zero_point = torch.rand(3, 1, dtype=dtype) + 1e-7, torch.tensor([[0.0], [3.0], [7.0]], dtype=dtype)
     quantizers = [
         UniformQuantizer(scale, zero_point, 3),
-        UniformQuantizer(scale, zero_point, 3, scale * 1.25),
+        UniformQuantizer(scale * 1.25, zero_point, 3),
         LogQuantizer(torch.rand((), dtype=dtype) / 3, 11, 37, 4, offset=0.1699, keeps_offset=True),
         TwinUniformQuantizer(scale[0], scale[1], 5),
         SplitUniformQuantizer(scale[0], scale[1], 4, True),
         None,
     ]
     written = Partial(tmp_path / "partial", "these")
-    folds = [None, None, (torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None, None]
-    for index, quantizer in enumerate(quantizers):
-        written.add(f"site{index}", Found(quantizer, quantizers[0], 1 / 3 + index), folds[index])
+    codes = torch.randint(0, 8, (3, 21), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    rights = [quantizers[0], QuantizedTensor(codes, quantizers[1]), None] * 2
+    folds = [None, None, Fold(torch.rand(4, dtype=dtype), torch.randn(4, dtype=dtype)), None, None, None]
+    for index, each in enumerate(zip(quantizers, rights, folds, strict=True)):
+        written.add(f"site{index}", Assignment(*each, 1 / 3 + index))
     read = Partial(tmp_path / "partial", "these")
-    for index, quantizer in enumerate(quantizers):
-        found, fold = read.get(f"site{index}")
+    for index, (quantizer, right, fold) in enumerate(zip(quantizers, rights, folds, strict=True)):
+        found = read.get(f"site{index}")
         same(found.left, quantizer)
-        same(found.right, quantizers[0])
+        same(found.fold, fold)
         assert found.sqnr == 1 / 3 + index
-        assert (fold is None) == (folds[index] is None)
-        for got, wanted in zip(fold or (), folds[index] or (), strict=True):
-            assert torch.equal(got, wanted)
+        if isinstance(right, QuantizedTensor):
+            assert torch.equal(found.right.codes, right.codes)
+            same(found.right.quantizer, right.quantizer)
+        else:
+            same(found.right, right)
     assert read.get("another") is None
 
 
@@ -67,7 +79,7 @@ def test_a_line_that_was_cut_off_is_searched_again(tmp_path):
     path = tmp_path / "partial"
     written = Partial(path, "these")
     for name in ("first", "second"):
-        written.add(name, Found(None, None, 1.0), None)
+        written.add(name, Assignment(None, None, None, 1.0))
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -75,13 +87,13 @@ def test_a_line_that_was_cut_off_is_searched_again(tmp_path):
         lines = whole[:length].count(b"\n")
         assert (read.get("first") is None) == (lines < 2)
         assert read.get("second") is None
-        read.add("third", Found(None, None, 2.0), None)
-        assert Partial(path, "these").get("third")[0].sqnr == 2.0
+        read.add("third", Assignment(None, None, None, 2.0))
+        assert Partial(path, "these").get("third").sqnr == 2.0
 
 
 def test_searches_of_something_else_are_refused_and_kept(tmp_path):
     path = tmp_path / "partial"
-    Partial(path, "these").add("site", Found(None, None, 1.0), None)
+    Partial(path, "these").add("site", Assignment(None, None, None, 1.0))
     before = path.read_bytes()
     with pytest.raises(DataError, match="another model, other images or other choices"):
         Partial(path, "others")
@@ -137,7 +149,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, fast, stop):
-    wanted = artifact.serialise(adalog.quantize(tiniest, images, fast))
+    wanted = serialise(adalog.quantize(tiniest, images, fast))
     path = tmp_path / "partial"
 
     def interrupt(done, total, site):
@@ -147,19 +159,19 @@ def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, f
     with pytest.raises(StopHere):
         adalog.quantize(tiniest, images, fast, partial=path, progress=interrupt)
     assert len(path.read_text().splitlines()) == 1 + stop
-    assert artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+    assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
 def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, monkeypatch):
     path = tmp_path / "partial"
-    wanted = artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path))
+    wanted = serialise(adalog.quantize(tiniest, images, fast, partial=path))
 
     def refuse(*args):
         raise AssertionError("searched again")
 
     for name in ("search_product", "search_channels"):
         monkeypatch.setattr(sys.modules["adalog.quantize"], name, refuse)
-    assert artifact.serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
+    assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
 @pytest.mark.parametrize("change", ["images", "config", "weights"])
@@ -215,7 +227,7 @@ def test_a_killed_process_goes_on_and_ends_in_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("size", [6, 100])
 def test_a_search_waits_until_there_is_room(size):
-    room, inside, done = _Room(10), threading.Event(), threading.Event()
+    room, inside, done = Scratch(10), threading.Event(), threading.Event()
 
     def second():
         with room.taken(size):

@@ -487,7 +487,7 @@ def test_every_family_is_quantized_and_stored(calibrations, family, method):
         convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
         assert [row.site for row in model.ledger if row.left == "float"] == convs
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model.quantized))
+    stored = deserialise(serialise(model))
     with torch.no_grad():
         outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
@@ -509,7 +509,7 @@ def test_every_width_is_quantized(calibrations, bits, method):
     widths = {int(kind.split("-")[0]) for kind in kinds if kind != "float"}
     allowed = {config.weight_bits, config.activation_bits, config.softmax_bits, config.input_bits} - {FLOAT_BITS}
     assert widths <= allowed
-    assert deserialise(serialise(model.quantized)).config == config
+    assert deserialise(serialise(model)).config == config
 
 
 class Convolutional(nn.Module):
@@ -532,7 +532,7 @@ def test_grouped_convolutions(method):
     model = Calibration(Convolutional().eval(), images).quantize(brief(method))
     assert {row.site for row in model.ledger} == {"stem", "grouped", "depthwise", "head"}
     assert all(row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model.quantized))
+    stored = deserialise(serialise(model))
     assert torch.equal(stored(images), model(images))
 
 
@@ -550,7 +550,7 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
             found = {row.left for row in model.ledger if row.source == "gelu"}
             assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
         assert all(row.sqnr > 3 for row in model.ledger)
-        assert deserialise(serialise(model.quantized)).config == config
+        assert deserialise(serialise(model)).config == config
 
 
 def test_methods_fold_as_they_say(calibrations):
@@ -579,7 +579,7 @@ def test_released_zero_points_are_refused_by_files(calibrations):
     model = calibrations("timm_vit").quantize(config)
     assert bool(torch.isfinite(model(zoo.IMAGES)).all())
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
-        serialise(model.quantized)
+        serialise(model)
 
 
 # --- seen in order ---------------------------------------------------------------------------------------------------

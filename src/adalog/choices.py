@@ -218,7 +218,8 @@ def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of a search or refinement with the name of its kind; None for none."""
     if choices is None:
         return None
-    return {"kind": next(name for name, kind in kinds.items() if type(choices) is kind), **dataclasses.asdict(choices)}
+    kind = next(name for name, kind in kinds.items() if type(choices) is kind)
+    return {"kind": kind, **renamed(dataclasses.asdict(choices), {"parents": "keep"})}
 
 
 def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
@@ -235,7 +236,7 @@ def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
 
 
 def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Fields of JSON with new names in place of those that earlier versions wrote."""
+    """Fields with other names: files of format 3 have names for some that Python has given up."""
     return {names.get(key, key): value for key, value in fields.items()}
 
 

@@ -151,17 +151,20 @@ class Config:
         return {entry.name: getattr(Config(), entry.name) for entry in dataclasses.fields(Config)}
 
     def to_json(self) -> str:
-        """All choices; a search or refinement is an object whose "kind" names its class."""
+        """All choices; a search or refinement is an object whose "kind" names its class.
+
+        Files of format 3 call `pinned` and `Search.parents` "keep", and so does this, so that files stay as they are.
+        """
         fields = dataclasses.asdict(self)
         fields |= {
             "search": kind_to_json(self.search, SEARCH_KINDS),
             "refine": kind_to_json(self.refine, REFINEMENT_KINDS),
         }
-        return json.dumps(fields, sort_keys=True)
+        return json.dumps(renamed(fields, {"pinned": "keep"}), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        """The choices that `to_json` wrote, also under the names that earlier versions had for them."""
+        """The choices that `to_json` wrote; `pinned` may also go by that name."""
         fields: dict[str, Any] = renamed(json.loads(text), {"keep": "pinned"})
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
         refine = fields.pop("refine", None)

@@ -1,6 +1,5 @@
 """The table of methods: every published system as choices over shared parts, one row per method."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +33,9 @@ class Method:
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
         for name, kinds in (("search", SEARCH_KINDS), ("refine", REFINEMENT_KINDS)):
             if name in plain:
-                fields, usual = kind_to_json(plain[name], kinds), dataclasses.asdict(type(plain[name])())
+                fields, usual = (kind_to_json(each, kinds) for each in (plain[name], type(plain[name])()))
                 assert fields is not None
+                assert usual is not None
                 plain[name] = {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
         return plain
 

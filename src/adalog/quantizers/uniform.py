@@ -10,6 +10,7 @@ from torch import Tensor
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
+    by_slices,
     check_bits,
     check_parameters,
     round_ste,
@@ -70,6 +71,12 @@ class UniformQuantizer(Quantizer):
 
     def dequantize(self, code: Tensor) -> Tensor:
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
+
+    def _nearest(self, x: Tensor) -> Tensor:
+        def value(some: Tensor) -> Tensor:  # codes of float64 values stay in float64, whatever the scale is in
+            return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
+
+        return by_slices(value, x, self.scale)
 
     def clip(self, x: Tensor) -> Tensor:
         top = 2**self.bits - 1
