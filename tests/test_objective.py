@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adalog.search.objective
-from adalog.quantizers import log_fake_quantize, log_levels, log_thresholds, uniform_fake_quantize
+from adalog.quantizers import log_levels, log_thresholds, uniform_fake_quantize
 from adalog.search.objective import OwnError, ProductError
-from adalog.search.quantiles import coprime, quantiles, thinned
-from strategies import R, normal
+from adalog.search.quantiles import coprime, thinned, thinned_quantiles
+from strategies import R, log_fake_quantize, normal
 
 STEPS = torch.tensor([0.01, 0.1, 0.5, 2.0], dtype=torch.float64)
 
-# left (*batch, T, I), right (*batch, I, O), the dimensions of left that keep a loss of their own
+# left (*batch, T, I), right (*batch, I, O), the dimensions of left that own_dims a loss of their own
 PRODUCTS = {
     "activation, few outputs": ((9, 12), (12, 5), ()),
     "activation, many outputs": ((9, 12), (12, 40), ()),
@@ -29,7 +29,7 @@ PRODUCTS = {
     "grouped patches": ((3, 8, 6), (3, 6, 2), (0,)),
     "grouped kernels": ((3, 4, 6), (3, 6, 10), (0, 1)),
 }
-every_product = pytest.mark.parametrize(("left", "right", "keep"), PRODUCTS.values(), ids=PRODUCTS)
+every_product = pytest.mark.parametrize(("left", "right", "own_dims"), PRODUCTS.values(), ids=PRODUCTS)
 
 
 def operands(left, right):
@@ -38,74 +38,74 @@ def operands(left, right):
     return normal(*left, seed=1), right, (right * 3).round() / 3
 
 
-def points_of(shape, keep):
+def points_of(shape, own_dims):
     """(K, 1, *groups), a step size for each candidate and group."""
-    groups = [shape[dim] for dim in keep]
+    groups = [shape[dim] for dim in own_dims]
     factor = torch.linspace(1, 2, max(1, torch.Size(groups).numel()), dtype=torch.float64).view(groups)
     return (STEPS.view(-1, *(1 for _ in groups)) * factor)[:, None]
 
 
-def rounding_candidates(left, keep):
+def rounding_candidates(left, own_dims):
     """Candidates that round to multiples of their step."""
 
     def candidates(points):
-        shape = [size if dim in keep else 1 for dim, size in enumerate(left.shape)]
+        shape = [size if dim in own_dims else 1 for dim, size in enumerate(left.shape)]
         step = points[:, 0].reshape(-1, *shape)
         return torch.round(left / step) * step
 
     return candidates
 
 
-def direct(left, right, right_hat, keep, mask=None):
+def direct(left, right, right_hat, own_dims, mask=None):
     """||Q(left) right_hat - left right||^2 of each candidate, as written."""
-    quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
+    quantized = rounding_candidates(left, own_dims)(points_of(left.shape, own_dims))
     if mask is not None:
         quantized = torch.where(mask.bool(), quantized, left)
     error = (quantized @ right_hat - left @ right).square()
-    return error.sum([dim for dim in range(1, error.ndim) if dim - 1 not in keep])
+    return error.sum([dim for dim in range(1, error.ndim) if dim - 1 not in own_dims])
 
 
 @every_product
-def test_product_error(left, right, keep):
+def test_product_error(left, right, own_dims):
     shape = left
     left, right, right_hat = operands(left, right)
-    error = ProductError.of(left, right, right_hat, keep)
-    loss = error.loss(rounding_candidates(left, keep), points_of(shape, keep))
-    expected = direct(left, right, right_hat, keep)
-    assert loss.shape == (len(STEPS), *(shape[dim] for dim in keep))
+    error = ProductError.of(left, right, right_hat, own_dims)
+    loss = error.loss(rounding_candidates(left, own_dims), points_of(shape, own_dims))
+    expected = direct(left, right, right_hat, own_dims)
+    assert loss.shape == (len(STEPS), *(shape[dim] for dim in own_dims))
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_both_branches_are_tested():
-    branches = {ProductError.of(*operands(left, right), keep).gram for left, right, keep in PRODUCTS.values()}
+    branches = {ProductError.of(*operands(left, right), own_dims).gram for left, right, own_dims in PRODUCTS.values()}
     assert branches == {False, True}
 
 
 @every_product
-def test_masked_elements_stay_unquantized(left, right, keep):
+def test_masked_elements_stay_unquantized(left, right, own_dims):
     shape = left
     left, right, right_hat = operands(left, right)
     mask = (normal(*shape, seed=5) > 0).double()
-    loss = ProductError.of(left, right, right_hat, keep, mask).loss(
-        rounding_candidates(left, keep), points_of(shape, keep)
+    loss = ProductError.of(left, right, right_hat, own_dims, mask).loss(
+        rounding_candidates(left, own_dims), points_of(shape, own_dims)
     )
-    torch.testing.assert_close(loss, direct(left, right, right_hat, keep, mask), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(loss, direct(left, right, right_hat, own_dims, mask), rtol=1e-11, atol=1e-11)
 
 
-def row_errors(left, right, right_hat, keep, mask=None):
+def row_errors(left, right, right_hat, own_dims, mask=None):
     """Each row's squared error under each candidate, (K, *batch, T)."""
-    quantized = rounding_candidates(left, keep)(points_of(left.shape, keep))
+    quantized = rounding_candidates(left, own_dims)(points_of(left.shape, own_dims))
     if mask is not None:
         quantized = torch.where(mask.bool(), quantized, left)
     return (quantized @ right_hat - left @ right).square().sum(-1)
 
 
-def by_group(values, index, shape, keep):
+def by_group(values, index, shape, own_dims):
     """Sums of the chosen rows' values (K, n), one for each kept index of `left`: (K, *groups)."""
-    sizes = [shape[dim] for dim in keep]
+    sizes = [shape[dim] for dim in own_dims]
     places = torch.unravel_index(index, shape[:-1])
     group = torch.zeros_like(index)
-    for dim in keep:
+    for dim in own_dims:
         group = group * shape[dim] + places[dim]
     return values.new_zeros(len(values), math.prod(sizes)).index_add_(1, group, values).view(-1, *sizes)
 
@@ -129,27 +129,27 @@ SAMPLED = {  # with the count of images where each has to be met
     "grouped patches": ((3, 640, 6), (3, 6, 2), (0,), 30),
     "grouped patches per tensor": ((3, 640, 6), (3, 6, 2), (), 3),
 }
-every_sample = pytest.mark.parametrize(("shape", "right", "keep", "images"), SAMPLED.values(), ids=SAMPLED)
+every_sample = pytest.mark.parametrize(("shape", "right", "own_dims", "images"), SAMPLED.values(), ids=SAMPLED)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @every_sample
-def test_a_sample_scores_some_rows_of_every_image(shape, right, keep, images, masked, monkeypatch):
+def test_a_sample_scores_some_rows_of_every_image(shape, right, own_dims, images, masked, monkeypatch):
     """Of the Gram form up to a constant, which moves no candidate."""
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     left, right, right_hat = operands(shape, right)
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
-    error = ProductError.of(left, right, right_hat, keep, mask)
+    error = ProductError.of(left, right, right_hat, own_dims, mask)
     sample, index = error.sample(80), rows_of_sample(error, 80)
-    loss = sample.loss(rounding_candidates(sample.left, keep), points_of(shape, keep))
-    each = row_errors(left, right, right_hat, keep, mask).flatten(1)
-    expected = by_group(each[:, index.flatten()], index.flatten(), shape, keep)
+    loss = sample.loss(rounding_candidates(sample.left, own_dims), points_of(shape, own_dims))
+    each = row_errors(left, right, right_hat, own_dims, mask).flatten(1)
+    expected = by_group(each[:, index.flatten()], index.flatten(), shape, own_dims)
     if error.gram:
         loss, expected = loss - loss[:1], expected - expected[:1]
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
 
     assert index.unique().numel() == index.numel()  # each at most once
-    groups = math.prod(shape[dim] for dim in keep)
+    groups = math.prod(shape[dim] for dim in own_dims)
     assert 40 <= index.numel() / groups <= 160
     if images is not None:
         assert (index // (left[..., 0].numel() // images)).unique().numel() == images
@@ -171,36 +171,40 @@ def test_a_sample_takes_other_rows_of_each_image(monkeypatch):
 @given(
     st.integers(1, 40), st.integers(1, 4), st.integers(1, 120), st.integers(1, 300), st.sampled_from([(), (1,), (0,)])
 )
-def test_a_sample_meets_no_row_twice_and_no_matrix_more_often(batch, heads, length, rows, keep):
+def test_a_sample_meets_no_row_twice_and_no_matrix_more_often(batch, heads, length, rows, own_dims):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
         left = torch.zeros(batch, heads, length, 2)
-        error = ProductError.of(left, torch.zeros(batch, heads, 2, 2), torch.zeros(batch, heads, 2, 2), keep)
+        error = ProductError.of(left, torch.zeros(batch, heads, 2, 2), torch.zeros(batch, heads, 2, 2), own_dims)
         index = rows_of_sample(error, rows)
     assert index.numel() > 0
     assert index.unique().numel() == index.numel()
     matrix = index // length
     assert bool((matrix == matrix[..., :1]).all())
     assert matrix[..., 0].unique().numel() == matrix[..., 0].numel()  # each one's rows stand together
-    for dim in keep:
+    for dim in own_dims:
         assert index.shape[dim] == left.shape[dim]  # what has a loss of its own keeps it
     if batch * heads * length < 2 * rows:
         assert error.sample(rows) is error
 
 
-@pytest.mark.parametrize("keep", [(), (1,)])
+@pytest.mark.parametrize("own_dims", [(), (1,)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_sample_of_channels_scores_some_columns(keep, masked, monkeypatch):
+def test_a_sample_of_channels_scores_some_columns(own_dims, masked, monkeypatch):
     """The rows of V, transposed, all serve: some of the tokens that read them stand for the rest."""
     left, right, right_hat = operands((4, 3, 8, 97), (4, 3, 97, 97))
     mask = (normal(4, 3, 8, 97, seed=5) > 0).double() if masked else None
-    error = ProductError.of(left, right, right_hat, keep, mask, alike=False)
-    for rows, stride in ((40, 6), (100, 3 if keep else 6), (190, 2 if keep else 6)):  # at least 16 columns are left
+    error = ProductError.of(left, right, right_hat, own_dims, mask, alike=False)
+    for rows, stride in (
+        (40, 6),
+        (100, 3 if own_dims else 6),
+        (190, 2 if own_dims else 6),
+    ):  # at least 16 columns are left
         sample = error.sample(rows)
         assert sample.left is error.left
-        loss = sample.loss(rounding_candidates(left, keep), points_of(left.shape, keep))
+        loss = sample.loss(rounding_candidates(left, own_dims), points_of(left.shape, own_dims))
         some = right[..., ::stride], right_hat[..., ::stride]
-        torch.testing.assert_close(loss, direct(left, *some, keep, mask), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(loss, direct(left, *some, own_dims, mask), rtol=1e-11, atol=1e-11)
 
 
 def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
@@ -213,8 +217,8 @@ def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
     assert len(tokens.sample(1).left) == 640 // 7  # of as many rows as make that many elements
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     for kept in (
-        ProductError.of(left, right, right, keep=(0,)),
-        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), keep=(0, 1)),
+        ProductError.of(left, right, right, own_dims=(0,)),
+        ProductError.of(left.view(4, 160, 12), right.expand(4, 12, 5), right.expand(4, 12, 5), own_dims=(0, 1)),
         ProductError.of(left, right, right, alike=False),
         ProductError.of(left, normal(12, 40), normal(12, 40), alike=False),
     ):
@@ -240,12 +244,12 @@ def test_slices_of_the_rows_are_the_whole(tokens, chunk, monkeypatch):
 
 
 @every_product
-def test_only_the_rows_of_a_weight_are_sliced(left, right, keep, monkeypatch):
+def test_only_the_rows_of_a_weight_are_sliced(left, right, own_dims, monkeypatch):
     monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
     left, right, right_hat = operands(left, right)
-    error = ProductError.of(left, right, right_hat, keep)
-    assert len(error.by_rows()) == (len(left) if keep == (0,) and left.ndim == 2 else 1)
-    assert len(ProductError.of(left, right, right_hat, keep, torch.ones_like(left)).by_rows()) == 1
+    error = ProductError.of(left, right, right_hat, own_dims)
+    assert len(error.by_rows()) == (len(left) if own_dims == (0,) and left.ndim == 2 else 1)
+    assert len(ProductError.of(left, right, right_hat, own_dims, torch.ones_like(left)).by_rows()) == 1
 
 
 # --- bfloat16 --------------------------------------------------------------------------------------------------------
@@ -262,17 +266,17 @@ BFLOAT16 = {
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("left", "right", "keep"), BFLOAT16.values(), ids=BFLOAT16)
-def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatch):
+@pytest.mark.parametrize(("left", "right", "own_dims"), BFLOAT16.values(), ids=BFLOAT16)
+def test_products_in_bfloat16_choose_as_well(left, right, own_dims, seed, monkeypatch):
     monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
     shape = left
     left, right = normal(*left, seed=seed).float(), normal(*right, seed=seed + 10).float()
-    error = ProductError.of(left, right, (right * 8).round() / 8, keep)
+    error = ProductError.of(left, right, (right * 8).round() / 8, own_dims)
     fast = error.fast()
     assert fast.factor.dtype == torch.bfloat16
-    groups = [shape[dim] for dim in keep]
+    groups = [shape[dim] for dim in own_dims]
     points = torch.linspace(0.2, 1.2, 60).view(-1, 1, *(1 for _ in groups)).expand(-1, 1, *groups)
-    exact, rough = (each.loss(rounding_candidates(left, keep), points) for each in (error, fast))
+    exact, rough = (each.loss(rounding_candidates(left, own_dims), points) for each in (error, fast))
     assert rough.dtype == torch.float32
     torch.testing.assert_close(rough, exact, rtol=1e-2, atol=0)
     assert not torch.equal(rough, exact)
@@ -296,10 +300,10 @@ def test_bfloat16_only_where_it_is_faster(monkeypatch):
 
 
 @every_product
-def test_no_error_without_quantization(left, right, keep):
+def test_no_error_without_quantization(left, right, own_dims):
     left, right, _ = operands(left, right)
-    error = ProductError.of(left, right, right, keep)
-    loss = error.loss(lambda points: left.expand(len(points), *left.shape).clone(), points_of(left.shape, keep))
+    error = ProductError.of(left, right, right, own_dims)
+    loss = error.loss(lambda points: left.expand(len(points), *left.shape).clone(), points_of(left.shape, own_dims))
     assert not loss.any()
 
 
@@ -317,15 +321,15 @@ def test_nothing_large_cancels(outputs):
 
 
 @every_product
-def test_chunks_do_not_change_a_product_error(left, right, keep, monkeypatch):
+def test_chunks_do_not_change_a_product_error(left, right, own_dims, monkeypatch):
     shape = left
     left, right, right_hat = operands(left, right)
-    error = ProductError.of(left, right, right_hat, keep)
-    points, calls = points_of(shape, keep), []
+    error = ProductError.of(left, right, right_hat, own_dims)
+    points, calls = points_of(shape, own_dims), []
 
     def candidates(part):
         calls.append(len(part))
-        return rounding_candidates(left, keep)(part)
+        return rounding_candidates(left, own_dims)(part)
 
     whole = error.loss(candidates, points)
     monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", 1)
@@ -350,7 +354,7 @@ def test_the_operands_are_not_modified():
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
 def test_quantile(fraction, size):
     sample = normal(3, size)
-    torch.testing.assert_close(quantiles(sample, (fraction,))[0], torch.quantile(sample, fraction, dim=1))
+    torch.testing.assert_close(thinned_quantiles(sample, (fraction,))[0], torch.quantile(sample, fraction, dim=1))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -410,7 +414,7 @@ def test_a_stride_meets_every_column(stride, width):
 
 @pytest.mark.parametrize("channels", [96, 192])
 def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
     values = torch.arange(channels).repeat(500, 1)  # (T, C): each value is its channel's number
     some = thinned(values.reshape(1, -1))
     assert 2048 <= some.numel() <= 8192
@@ -419,20 +423,20 @@ def test_a_thinned_sample_holds_every_channel(channels, monkeypatch):
 
 
 def test_quantiles_of_a_thinned_sample_keep_the_extremes(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 1000)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 500)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 1000)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 500)
     sample = torch.randn(2, 20001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sample[0, 1], sample[1, 2] = 99.0, -99.0
     assert 400 <= thinned(sample).shape[1] <= 501
-    low, middle, high = quantiles(sample, (0.0, 0.5, 1.0))
+    low, middle, high = thinned_quantiles(sample, (0.0, 0.5, 1.0))
     assert torch.equal(low, sample.amin(1))
     assert torch.equal(high, sample.amax(1))
     assert middle.abs().max() < 0.15
 
 
 def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
-    monkeypatch.setattr("adalog.search.objective.SORTED_ELEMENTS", 4096)
-    monkeypatch.setattr("adalog.search.objective._SORTED_OF_ROW", 512)
+    monkeypatch.setattr("adalog.search.quantiles.SORTED_ELEMENTS", 4096)
+    monkeypatch.setattr("adalog.search.quantiles._SORTED_OF_ROW", 512)
     for rows, most in ((1, 4096), (4, 1024), (8, 512), (100, 512)):
         some = thinned(torch.arange(5000).repeat(rows, 1))
         assert some.shape[0] == rows
@@ -442,19 +446,19 @@ def test_a_thinned_sample_holds_so_many_values_of_each_row(monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("shape", [(1000, 16), (40, 3, 30, 16), (5, 400, 9)])
-def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
-    """Of rows, of images with heads, and of the rows of a grouped convolution, which keep a loss a group."""
+def test_splits_add_up_to_the_whole(shape, masked, monkeypatch):
+    """Of rows, of images with heads, and of the rows of a grouped convolution, which own_dims a loss a group."""
     monkeypatch.setattr("adalog.search.objective.CHUNK_ELEMENTS", 1024)
     generator = torch.Generator().manual_seed(1)
     left = torch.randn(shape, generator=generator, dtype=torch.float64)
     lead = shape[:-2]
     right = torch.randn(*lead, shape[-1], 7, generator=generator, dtype=torch.float64)
-    keep = {2: (), 4: (1,), 3: (0,)}[len(shape)]
+    own_dims = {2: (), 4: (1,), 3: (0,)}[len(shape)]
     mask = (normal(*shape, seed=5) > 0).double() if masked else None
-    error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), keep, mask)
-    parts = error.parts()
-    assert len(parts) > 1
-    assert max(part.left.numel() for part in parts) <= 3 * 2048
+    error = ProductError.of(left, right, right + 0.01 * right.roll(1, -1), own_dims, mask)
+    splits = error.splits()
+    assert len(splits) > 1
+    assert max(split.left.numel() for split in splits) <= 3 * 2048
     points = torch.linspace(0.1, 0.5, 5, dtype=torch.float64)
 
     def rounded(values):
@@ -465,5 +469,5 @@ def test_parts_add_up_to_the_whole(shape, masked, monkeypatch):
         return candidates
 
     whole = error.loss(rounded(left), points)
-    together = sum(part.loss(rounded(part.left), points) for part in parts)
+    together = sum(split.loss(rounded(split.left), points) for split in splits)
     torch.testing.assert_close(together, whole, rtol=1e-10, atol=0)
