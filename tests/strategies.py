@@ -1,5 +1,7 @@
 """What hypothesis draws in several test modules; how it runs is said in conftest.py."""
 
+from typing import Any
+
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -36,8 +38,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def log_fake_quantize(x: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, **choices: object) -> Tensor:
-    """The value that the code of x stands for; same dtype as x."""
+def log_fake_quantize(x: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: int, **choices: Any) -> Tensor:
+    """The level that x's logarithmic code stands for: codes take all choices, levels all but the rounding."""
+    of_levels = {name: value for name, value in choices.items() if name != "rounding"}
     code = log_quantize(x, scale, q, r, bits, **choices)
-    choices.pop("rounding", None)
-    return log_dequantize(code, scale, q, r, bits, **choices).to(x.dtype)
+    return log_dequantize(code, scale, q, r, bits, **of_levels).to(x.dtype)

@@ -10,15 +10,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from adalog.graph.reparam import absorb_offset, fold_linear, fold_norm, shared_scale
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm
 
 from adalog import Calibration
 from adalog.choices import Search
 from adalog.config import Config
+from adalog.graph.rewrite import absorb_offset
 from adalog.methods import METHODS
 from adalog.quantizers import (
+    Fold,
     LogQuantizer,
     UniformQuantizer,
     log_dequantize,
@@ -30,6 +31,7 @@ from adalog.quantizers import (
 from adalog.search.bounds import search_product
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
 from adalog.search.strategies import Loss, fpcs, grid
 from strategies import R, log_fake_quantize, normal
 
@@ -308,7 +310,7 @@ def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
     """Lines 4-7: each candidate set is the printed one. A parent's known loss is not computed again."""
     loss, calls = recorded(rippled)
     low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
-    best, least = fpcs(loss, low, high, init=SIZES, keep=KEEP, steps=STEPS)
+    best, least = fpcs(loss, low, high, init=SIZES, parents=KEEP, steps=STEPS)
     sets = printed_search(LOW, HIGH, SIZES, KEEP, STEPS)
     assert [len(call) for call in calls] == [128] * (STEPS + 1)
     scored: set[tuple[float, float]] = set()
@@ -323,7 +325,7 @@ def test_algorithm_1_keeps_the_best_and_shrinks_the_intervals() -> None:
 
 def test_algorithm_1_is_never_worse_than_an_earlier_step() -> None:
     low, high = torch.tensor(LOW, dtype=torch.float64), torch.tensor(HIGH, dtype=torch.float64)
-    losses = [float(fpcs(rippled, low, high, init=(4, 4), keep=3, steps=steps)[1]) for steps in range(7)]
+    losses = [float(fpcs(rippled, low, high, init=(4, 4), parents=3, steps=steps)[1]) for steps in range(7)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
 
@@ -440,7 +442,7 @@ def test_paper_literally_after_gelu() -> None:
     rows = rows_for(x_hat, rows)
 
     left, right = Operand(x, Format.power_law("adalog", 4, PAPER, 0.17)), Operand(weight, Format(4, own_dims=(0,)))
-    found = search_product(left, right, search)
+    found = search_product(Product("linear", left, right), search)
     assert isinstance(found.left, LogQuantizer)
     assert found.right is not None
     assert found.left.q == round(2 ** first[0])
@@ -453,7 +455,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     """Queries, keys and values have one scale and zero point each, from both bounds refined."""
     assert PAPER.per_head is False
     for searched in calibration.search(replace(PAPER, search=Search(steps=1, reach=0.1))):
-        if searched.sites[0].role in ("qk", "av"):
+        if searched.group.first.role in ("qk", "av"):
             quantizers = searched.assignment.left, searched.assignment.right
             assert [quantizer.scale.numel() for quantizer in quantizers if quantizer is not None] == [1, 1]
 
@@ -471,7 +473,7 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     first = min(first, printed_algorithm(*bounds_of(q), left_loss), key=left_loss)
     second = min(second, printed_algorithm(*bounds_of(k), right_loss), key=right_loss)
     assert isinstance(PAPER.search, Search)
-    found = search_product(Operand(q, Format(3)), Operand(k, Format(3)), PAPER.search)
+    found = search_product(Product("qk", Operand(q, Format(3)), Operand(k, Format(3))), PAPER.search)
     for quantizer, values, point in ((found.left, q, first), (found.right, k, second)):
         assert quantizer is not None
         torch.testing.assert_close(quantizer.fake_quantize(values), by_bounds(values, point, 3), rtol=0, atol=1e-9)
@@ -484,15 +486,16 @@ def test_layer_norm_reparameterization() -> None:
     """With r = s / mean(s) and beta = mean(s) (mean(z) - z), the fold into norm and linear leaves the output."""
     scale, zero_point = normal(12, seed=1).exp(), torch.arange(12, dtype=torch.float64)
     gamma, shift, weight, bias = normal(12, seed=2), normal(12, seed=3), normal(5, 12, seed=4), normal(5, seed=5)
-    r, beta = shared_scale(scale, zero_point)
+    fold = Fold.sharing(scale, zero_point)
+    r, beta = fold.ratio, fold.beta
     mean, center = sum(scale.tolist()) / 12, round(sum(zero_point.tolist()) / 12)
     assert r.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=1e-12)
     assert beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=1e-12)
 
     x = normal(30, 12, seed=6)
     before = layer_norm(x, (12,), gamma, shift) @ weight.T + bias
-    new_gamma, new_shift = fold_norm(gamma, shift, r, beta)
-    new_weight, new_bias = fold_linear(weight, bias, r, beta)
+    new_gamma, new_shift = fold.norm(gamma, shift)
+    new_weight, new_bias = fold.linear(weight, bias)
     after = layer_norm(x, (12,), new_gamma, new_shift) @ new_weight.T + new_bias
     torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
 

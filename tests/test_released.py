@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch.nn.functional import gelu
 
 from adalog.choices import ReleasedSearch
 from adalog.config import Config
-from adalog.quantizers import FLOAT_BITS, LogQuantizer, TwinUniformQuantizer
+from adalog.quantizers import FLOAT_BITS, Fold, LogQuantizer, TwinUniformQuantizer
 from adalog.search import released
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
-from adalog.search.released import search_channels, search_product
+from adalog.search.product import Product
+from adalog.search.released import fold_channels, search_product
 from strategies import normal
 
 DELTA = 0.16997124254703522
@@ -202,6 +204,18 @@ def assert_points(quantizer, points):
     assert quantizer.scale.flatten().tolist() == pytest.approx([s for s, _ in points], rel=1e-5)
 
 
+def channels_of(values, bits, search):
+    """(scale, zero_point) of the channels' own quantizers, each (C,), which a fold shares."""
+    with mock.patch.object(Fold, "sharing", wraps=Fold.sharing) as sharing:
+        fold, quantizer = fold_channels(values, bits, search)
+    assert quantizer is None
+    ((scale, zero_point), _) = sharing.call_args
+    expected = Fold.sharing(scale, zero_point)
+    assert torch.equal(fold.ratio, expected.ratio)
+    assert torch.equal(fold.beta, expected.beta)
+    return scale, zero_point
+
+
 @pytest.fixture
 def scored(monkeypatch):
     """The candidates of every evaluation on the output's error, as they come."""
@@ -230,7 +244,7 @@ def assert_candidates(points, wanted):
 @pytest.mark.parametrize("bits", WEIGHTS)
 def test_grids_of_a_linear(scored, bits):
     left, right = linear(bits)
-    search_product("linear", left, right, replace(GRID_ALONE, rounds=1))
+    search_product(Product("linear", left, right), replace(GRID_ALONE, rounds=1))
     assert len(scored) == 2  # weights first
     assert_candidates(scored[0], [grid(row, bits, WEIGHTS[bits])[0] for row in right.values])
     assert_candidates(scored[1], [grid(left.values, bits, ACTIVATIONS[bits], 1e-4)[0]])
@@ -239,7 +253,7 @@ def test_grids_of_a_linear(scored, bits):
 @pytest.mark.parametrize("bits", MATMULS)
 def test_grids_of_a_product_of_activations(scored, bits):
     left, right = queries(bits)
-    search_product("qk", left, right, replace(GRID_ALONE, rounds=1))
+    search_product(Product("qk", left, right), replace(GRID_ALONE, rounds=1))
     assert len(scored) == 2  # left first
     for points, operand in zip(scored, (left, right), strict=True):
         heads = operand.values.unbind(1)
@@ -250,7 +264,7 @@ def test_grids_of_a_product_of_activations(scored, bits):
 def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
     left, right = linear(bits)
     left = replace(left, format=Format(FLOAT_BITS))
-    found = search_product("conv", left, right, replace(SHORT, rounds=3))
+    found = search_product(Product("conv", left, right), replace(SHORT, rounds=3))
     assert found.left is None
     assert len(scored) == SHORT.steps
     assert_candidates(scored[0], [grid(row, bits, CONVS[bits])[0] for row in right.values])
@@ -258,23 +272,23 @@ def test_a_convolution_takes_a_float_image_and_searches_once(scored, bits):
 
 
 def test_bases_are_10_to_137(scored):
-    search_product("linear", *after_gelu(4), replace(SHORT, rounds=1))
+    search_product(Product("linear", *after_gelu(4)), replace(SHORT, rounds=1))
     assert scored[0][:, 1].tolist() == list(range(10, 138))
     assert len(scored[0][:, 0].unique()) == 1
 
 
 def test_scales_of_activations_have_a_floor():
     left, right = linear(4)
-    found = search_product("linear", replace(left, values=left.values * 1e-6), right, SHORT)
+    found = search_product(Product("linear", replace(left, values=left.values * 1e-6), right), SHORT)
     assert float(found.left.scale) == pytest.approx(1e-4, rel=1e-6)
-    small = search_product("linear", left, replace(right, values=right.values * 1e-6), SHORT)
+    small = search_product(Product("linear", left, replace(right, values=right.values * 1e-6)), SHORT)
     assert float(small.right.scale.max()) < 1e-5
 
 
 def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch):
     monkeypatch.setattr(released, "_QUANTILE_LIMIT", 60)  # of 240 values: four pieces
     left, right = linear(4)
-    search_product("linear", left, right, replace(GRID_ALONE, rounds=1))
+    search_product(Product("linear", left, right), replace(GRID_ALONE, rounds=1))
     pieces = left.values.flatten().split(60)
     q = [sum(quantile(piece, p) for piece in pieces) / 4 for p in (0, 0.1, 0.9, 1)]
     scales = scored[1][:, 0].double()
@@ -292,7 +306,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
     left, right = linear(4)
     left = replace(left, format=Format(FLOAT_BITS))
     row, x = right.values[:1], left.values
-    found = search_product("linear", left, replace(right, values=row), SEARCH)
+    found = search_product(Product("linear", left, replace(right, values=row)), SEARCH)
 
     def loss(point):
         return square(x @ uniform(row[0], point, 4) - x @ row[0])
@@ -319,7 +333,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
 @pytest.mark.parametrize("bits", [3, 4])
 def test_linear(bits, search):
     left, right = linear(bits)
-    found = search_product("linear", left, right, search)
+    found = search_product(Product("linear", left, right), search)
     point, rows = linear_oracle(left.values, right.values, bits, search)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
@@ -328,7 +342,7 @@ def test_linear(bits, search):
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_linear_in_full(bits):
     left, right = linear(bits)
-    found = search_product("linear", left, right, SEARCH)
+    found = search_product(Product("linear", left, right), SEARCH)
     point, rows = linear_oracle(left.values, right.values, bits, SEARCH)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
@@ -337,7 +351,7 @@ def test_linear_in_full(bits):
 def test_the_last_round_stands_even_if_an_earlier_one_was_better():
     left, right = linear(4)
     right = replace(right, values=normal(3, 6, seed=57))
-    second, third = (search_product("linear", left, right, replace(SHORT, rounds=rounds)) for rounds in (2, 3))
+    second, third = (search_product(Product("linear", left, right), replace(SHORT, rounds=rounds)) for rounds in (2, 3))
     assert third.sqnr < second.sqnr
     point, rows = linear_oracle(left.values, right.values, 4, replace(SHORT, rounds=3))
     assert_points(third.left, [point])
@@ -348,7 +362,7 @@ def test_a_weights_row_of_zeros_stays_zero():
     left, right = linear(4)
     values = right.values.clone()
     values[1] = 0
-    found = search_product("linear", left, replace(right, values=values), SHORT)
+    found = search_product(Product("linear", left, replace(right, values=values)), SHORT)
     hat = found.right.fake_quantize(values)
     assert bool((found.right.scale > 0).all())
     assert not hat[1].any()
@@ -374,22 +388,22 @@ def test_rough_losses_of_large_operands_end_at_no_worse_points(monkeypatch, kind
             form = Format.power_law("adalog", bits, Config.preset("w4a4", "adalog-released"), 0.0)
             left = Operand(left.values.softmax(-1), form)
     role = "linear" if left.values.ndim == 2 else kind
-    rough = search_product(role, left, right, SHORT)
+    rough = search_product(Product(role, left, right), SHORT)
     monkeypatch.setattr(released, "_MANY", math.inf)
-    exact = search_product(role, left, right, SHORT)
+    exact = search_product(Product(role, left, right), SHORT)
     assert rough.sqnr == pytest.approx(exact.sqnr, abs=0.005)  # 0.1 % of the error
 
 
 def test_the_last_of_equal_points_wins():
     """Where all is zero every point is: the last zero point, and the scale at its floor."""
-    scale, zero_point = search_channels(torch.zeros(20, 2), 4, GRID_ALONE)
+    scale, zero_point = channels_of(torch.zeros(20, 2), 4, GRID_ALONE)
     assert zero_point.tolist() == [15, 15]
     assert scale.tolist() == pytest.approx([1e-4, 1e-4])
 
 
 def test_channels():
     values = normal(60, 4, seed=9) * torch.tensor([0.1, 1, 3, 10], dtype=torch.float64) + 1
-    scale, zero_point = search_channels(values, 4, SHORT)
+    scale, zero_point = channels_of(values, 4, SHORT)
     for channel in range(4):
         x = values[:, channel]
         s, z = best_uniform(x, 4, 16, lambda point, x=x: square(uniform(x, point, 4) - x), SHORT, least=1e-4)
@@ -403,7 +417,7 @@ def test_channels():
 @searches
 def test_queries_and_keys(scored, search):
     left, right = queries(4)
-    found = search_product("qk", left, right, search)
+    found = search_product(Product("qk", left, right), search)
     q, k = left.values, right.values
     first, second = start_of_heads(q, 4), start_of_heads(k, 4)
     for _ in range(search.rounds):
@@ -417,7 +431,7 @@ def test_queries_and_keys(scored, search):
 @searches
 def test_attention_and_values(search):
     left, right = after_softmax(4)
-    found = search_product("av", left, right, search)
+    found = search_product(Product("av", left, right), search)
     a, v = left.values, right.values
     second = start_of_heads(v, 4)
     for _ in range(search.rounds):
@@ -434,7 +448,7 @@ def test_attention_and_values(search):
 @pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
 def test_fixed_bases_after_softmax_have_scale_one(kind, base):
     left, right = after_softmax(4, kind)
-    found = search_product("av", left, right, SHORT)
+    found = search_product(Product("av", left, right), SHORT)
     assert (found.left.q, found.left.r) == base
     assert (float(found.left.scale), found.left.table) == (1.0, False)
     last, power = 15, base[0] / base[1]
@@ -451,7 +465,7 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
 @pytest.mark.parametrize("bits", [3, 4, 6])
 def test_fc2(bits, search):
     left, right = after_gelu(bits)
-    found = search_product("linear", left, right, search)
+    found = search_product(Product("linear", left, right), search)
     (s, q), rows = fc2_oracle(left.values, right.values, bits, search)
     assert found.left.q == q
     assert float(found.left.scale) == pytest.approx(s, rel=1e-5)
@@ -461,7 +475,7 @@ def test_fc2(bits, search):
 
 
 def test_fc2_keeps_8_bases_then_32_pairs(scored):
-    search_product("linear", *after_gelu(4), replace(SEARCH, rounds=1))
+    search_product(Product("linear", *after_gelu(4)), replace(SEARCH, rounds=1))
     bases = scored[1][:, 1].reshape(8, 16)
     assert torch.equal(bases, bases[:, :1].expand(-1, 16))
     assert len(bases[:, 0].unique()) == 8
@@ -478,9 +492,9 @@ def test_fc2_keeps_8_bases_then_32_pairs(scored):
 
 @pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
 def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
-    best = search_product("linear", *after_gelu(4), SHORT)
+    best = search_product(Product("linear", *after_gelu(4)), SHORT)
     left, right = after_gelu(4, kind)
-    found = search_product("linear", left, right, SHORT)
+    found = search_product(Product("linear", left, right), SHORT)
     assert (found.left.q, found.left.r, found.left.table) == (*base, False)
     assert torch.equal(found.left.scale, best.left.scale)
     assert torch.equal(found.right.scale, best.right.scale)
@@ -492,7 +506,7 @@ def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
 def test_twin(scored, search):
     bits = 4
     left, right = after_gelu(bits, "twin")
-    found = search_product("linear", left, right, search)
+    found = search_product(Product("linear", left, right), search)
     x, weight, h = left.values, right.values, 2 ** (bits - 1)
     rows = weights_by_own_error(weight, bits, search)
     powers = [DELTA / h * 2.0**i for i in range(-5, 24)]
@@ -509,7 +523,7 @@ def test_twin(scored, search):
 
 def test_uniform_after_gelu_is_a_plain_linear():
     left, right = after_gelu(4, "uniform")
-    found = search_product("linear", left, right, SHORT)
+    found = search_product(Product("linear", left, right), SHORT)
     point, rows = linear_oracle(left.values, right.values, 4, SHORT)
     assert_points(found.left, [point])
     assert_points(found.right, rows)
@@ -535,8 +549,10 @@ def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images
 
 def test_unequal_bits_fold_nothing(calibration):
     config = released_config("w3a4")
-    assert all(searched.fold is None for searched in calibration.search(config))
-    folded = [searched for searched in calibration.search(released_config("w4a4")) if searched.fold is not None]
+    assert all(searched.assignment.fold is None for searched in calibration.search(config))
+    folded = [
+        searched for searched in calibration.search(released_config("w4a4")) if searched.assignment.fold is not None
+    ]
     assert len(folded) == 4
     refusals = calibration.quantize(config).refusals.values()
     assert sum("unequal bits" in why for why in refusals) >= 4
@@ -544,10 +560,10 @@ def test_unequal_bits_fold_nothing(calibration):
 
 def test_a_fold_is_the_mean_of_the_channels(calibration):
     config = released_config("w4a4")
-    searched = next(searched for searched in calibration.search(config) if searched.fold is not None)
-    pair = next(pair for pair in calibration.pairs if searched.sites[0].name in pair.sites)
+    searched = next(searched for searched in calibration.search(config) if searched.assignment.fold is not None)
+    pair = next(pair for pair in calibration.pairs if searched.group.name in pair.sites)
     values = calibration.operand(pair.norm.name).flatten(0, -2)
-    s, z = search_channels(values, 4, config.search)
-    ratio, beta = searched.fold
-    torch.testing.assert_close(ratio, s / s.mean())
-    torch.testing.assert_close(beta, s.mean() * (z.mean().round() - z))
+    s, z = channels_of(values, 4, config.search)
+    fold = searched.assignment.fold
+    torch.testing.assert_close(fold.ratio, s / s.mean())
+    torch.testing.assert_close(fold.beta, s.mean() * (z.mean().round() - z))

@@ -7,21 +7,20 @@ from functools import partial
 
 import pytest
 import torch
-from adalog.graph.reparam import fold_linear, fold_norm
-from adalog.search.rivals import search_ranges, search_scales
 from torch import nn
 from torch.nn.functional import gelu
 
 import zoo
-from adalog import Calibration, Config
+from adalog import Calibration, Config, QuantizedModel
 from adalog.artifact import deserialise, serialise
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.errors import ArtifactError
 from adalog.graph.capture import capture
-from adalog.graph.sites import find_sites, find_splits
-from adalog.quantizers import FLOAT_BITS, SplitUniformQuantizer, TwinUniformQuantizer
-from adalog.search import rivals
+from adalog.graph.sites import find_parts, find_sites
+from adalog.quantizers import FLOAT_BITS, Fold, SplitUniformQuantizer, TwinUniformQuantizer
+from adalog.search import quantiles, ranges, scales
 from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
 from strategies import normal
 
 RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
@@ -84,7 +83,9 @@ SHARES = [(1.0,), (0.9,), (0.999, 0.99, 0.9)]
 def test_ranges_of_a_linear(shares, bits):
     x, weight = normal(60, 12) * 2 + 0.7, normal(5, 12, seed=1) ** 3
     search = RangeSearch(percentiles=shares)
-    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))), search)
+    found = ranges.search_product(
+        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))), search
+    )
     s, z = range_of(x, bits, shares)
     close(found.left.scale, [s])
     close(found.left.zero_point, [z])
@@ -99,15 +100,15 @@ def test_the_shares_of_groups_are_their_own():
     x = torch.stack([normal(2000), torch.cat([normal(1990, seed=1) / 50, torch.full((10,), 2.0)])], dim=1)
     search = RangeSearch(percentiles=(1.0, 0.99))
     operand = Operand(x, Format(3, own_dims=(1,)))
-    found = rivals.own_range(operand, search)
+    found = ranges.own_range(operand, search)
     each = [range_of(x[:, channel], 3, search.percentiles) for channel in range(2)]
     close(found.scale, [s for s, _ in each])
-    whole = rivals.own_range(operand, RangeSearch())
+    whole = ranges.own_range(operand, RangeSearch())
     assert (found.scale < whole.scale).flatten().tolist() == [True, False]
 
 
 def test_values_of_one_sign_have_ranges_that_hold_zero():
-    found = rivals.own_range(Operand(normal(50).abs() + 3, Format(4)), RangeSearch())
+    found = ranges.own_range(Operand(normal(50).abs() + 3, Format(4)), RangeSearch())
     assert float(found.zero_point) == 0
     assert float(found.quantize(torch.zeros(1, dtype=torch.float64))) == 0
 
@@ -117,14 +118,18 @@ def test_symmetric_weights(bits):
     """FQ-ViT: the largest magnitude is at the end of 2 h codes about zero."""
     x, weight = normal(20, 8), normal(3, 8, seed=1)
     search = RangeSearch(symmetric_weights=True)
-    found = search_ranges("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,))), search)
+    found = ranges.search_product(
+        Product("linear", Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))), search
+    )
     h = 2 ** (bits - 1)
     close(found.right.scale, [float(row.abs().max()) / (h - 0.5) for row in weight])
     assert set(found.right.zero_point.flatten().tolist()) == {h}
     s, z = range_of(x, bits, (1.0,))  # the other operand, and attention, are not symmetric
     close(found.left.scale, [s])
     close(found.left.zero_point, [z])
-    attention = search_ranges("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits)), search)
+    attention = ranges.search_product(
+        Product("qk", Operand(x[None], Format(bits)), Operand(weight[None], Format(bits))), search
+    )
     s, z = range_of(weight, bits, (1.0,))
     close(attention.right.scale, [s])
     close(attention.right.zero_point, [z])
@@ -138,7 +143,7 @@ def test_logarithms_scale_is_the_upper_end():
     choices = replace(Config.preset("w4a4", "repq-vit"), beyond="zero")
     form = Format.power_law("log-sqrt2", 4, choices, 0.0)
     shares = (0.999, 0.99, 0.9)
-    found = search_ranges("av", Operand(scores, form), right, RangeSearch(percentiles=shares))
+    found = ranges.search_product(Product("av", Operand(scores, form), right), RangeSearch(percentiles=shares))
 
     def loss(s):
         code = rounded(-2 * (scores / s).log2())
@@ -148,7 +153,7 @@ def test_logarithms_scale_is_the_upper_end():
     close(found.left.scale, [pick([percentile(scores, share) for share in shares], loss)])
     assert (found.left.q, found.left.r, found.left.table) == (1, 2, False)
     log2 = replace(form, log2_base=(1, 1))
-    unit = search_ranges("av", Operand(scores * 0.7, log2), right, RangeSearch(unit_softmax=True))
+    unit = ranges.search_product(Product("av", Operand(scores * 0.7, log2), right), RangeSearch(unit_softmax=True))
     assert float(unit.left.scale) == 1
 
 
@@ -156,10 +161,10 @@ def test_long_rows_have_the_same_percentiles(monkeypatch):
     x = normal(3, 101)
     expected = [[percentile(row, share) for row in x] for share in (0.0, 0.013, 0.5, 0.99, 1.0)]
     for limit in (1 << 24, 150, 50):
-        monkeypatch.setattr(rivals, "_QUANTILE_LIMIT", limit)
-        for found, values in zip(rivals.quantiles(x, (0.0, 0.013, 0.5, 0.99, 1.0)), expected, strict=True):
+        monkeypatch.setattr(quantiles, "_QUANTILE_LIMIT", limit)
+        for found, values in zip(quantiles.quantiles(x, (0.0, 0.013, 0.5, 0.99, 1.0)), expected, strict=True):
             close(found, values)
-        assert torch.equal(torch.stack(rivals.quantiles(x, (1.0, 0.0))), torch.stack([x.amax(1), x.amin(1)]))
+        assert torch.equal(torch.stack(quantiles.quantiles(x, (1.0, 0.0))), torch.stack([x.amax(1), x.amin(1)]))
 
 
 # --- folds -----------------------------------------------------------------------------------------------------------
@@ -170,7 +175,8 @@ def test_channels_share_the_mean_scale(rounds):
     """RepQ-ViT, Eqs. 6-9: s' and z' are means, r = s / s', beta = s' (z' - z); the channels' codes are kept."""
     x = normal(64, 6) * torch.tensor([1.0, 2, 3, 0.5, 1, 4]) + torch.tensor([0.0, 1, -1, 0, 2, -3])
     search = RangeSearch(percentiles=(0.99, 0.9), share="mean", round_zero_point=rounds)
-    ratio, beta, shared = rivals.share_channels(x, 4, search)
+    fold, shared = ranges.fold_channels(x, 4, search)
+    ratio, beta = fold.ratio, fold.beta
     each = [range_of(x[:, channel], 4, search.percentiles) for channel in range(6)]
     s = sum(s for s, _ in each) / 6
     z = sum(z for _, z in each) / 6
@@ -187,7 +193,8 @@ def test_channels_share_the_mean_scale(rounds):
 def test_channels_are_powers_of_two_apart():
     """FQ-ViT's power-of-two factors, each of the least error; the fold is exact."""
     x = normal(64, 5) * torch.tensor([1.0, 0.3, 5.0, 0.01, 2.0])
-    ratio, beta, shared = rivals.share_channels(x, 4, RangeSearch(share="power-of-two"))
+    fold, shared = ranges.fold_channels(x, 4, RangeSearch(share="power-of-two"))
+    ratio, beta = fold.ratio, fold.beta
     low, high = float(x.min()), float(x.max())
     s = (high - low) / 15 / 8
     z = round(-low / (8 * s))
@@ -206,8 +213,9 @@ def test_channels_are_powers_of_two_apart():
     close(shared.zero_point, [z])
 
     weight, bias = normal(3, 5, seed=1).float(), normal(3, seed=2).float()
-    folded, same_bias = fold_linear(weight, bias, ratio.float(), beta.float())
-    gain, shift = fold_norm(torch.ones(5), torch.zeros(5), ratio.float(), beta.float())
+    narrow = Fold(ratio.float(), beta.float())
+    folded, same_bias = narrow.linear(weight, bias)
+    gain, shift = narrow.norm(torch.ones(5), torch.zeros(5))
     assert torch.equal(folded / ratio.float(), weight)
     assert torch.equal(same_bias, bias)
     assert torch.equal(gain * ratio.float(), torch.ones(5))
@@ -243,10 +251,11 @@ def test_scales_of_a_linear(metric, labels):
     bits, x, weight = 3, normal(40, 48) * 2, normal(4, 48, seed=1) * torch.tensor([[1.0], [3.0], [0.2], [1.0]])
     weights = normal(40, 4, seed=2).square() if metric == "hessian" else torch.ones(40, 4, dtype=torch.float64)
     search = ScaleSearch(metric=metric, **FEW)
-    parts = None if labels is None else torch.tensor(labels)
+    splits = None if labels is None else torch.tensor(labels)
     groups = labels or [0, 1, 2, 3]
     operands = Operand(x, Format(bits)), Operand(weight, Format(bits, own_dims=(0,)))
-    found = search_scales("linear", *operands, search, weights if metric == "hessian" else None, parts)
+    by_gradient = weights if metric == "hessian" else None
+    found = scales.search_product(Product("linear", *operands, weights=by_gradient, row_splits=splits), search)
 
     output = x @ weight.T
     s = start(x, bits)
@@ -280,7 +289,7 @@ def test_scales_of_queries_and_keys_by_head(metric):
     weights = normal(2, 3, 7, 7, seed=2).square()
     search = ScaleSearch(metric=metric, **FEW)
     form = Format(bits, own_dims=(1,))
-    found = search_scales("qk", Operand(q, form), Operand(k, form), search, weights)
+    found = scales.search_product(Product("qk", Operand(q, form), Operand(k, form), weights=weights), search)
     for head in range(3):
         a, b, output = q[:, head], k[:, head], q[:, head] @ k[:, head].mT
         first, second = start(a, bits), start(b, bits)
@@ -314,7 +323,7 @@ def test_the_split_after_softmax(bits, released):
     weights = normal(2, 2, 9, 4, seed=2).square()
     search = ScaleSearch(released=released, **FEW)
     operands = Operand(scores, Format(bits, unit="split")), Operand(value, Format(bits))
-    found = search_scales("av", *operands, search, weights)
+    found = scales.search_product(Product("av", *operands, weights=weights), search)
     first = start(value, bits)
     output, t = scores @ value.mT, first
     sigmas = [2.0**-i for i in range(20)]
@@ -340,7 +349,8 @@ def test_twin_scales_after_gelu():
     search = ScaleSearch(metric="squared", **FEW)
     delta = 0.16997
     operands = Operand(x, Format(bits, twin=True, offset=delta)), Operand(weight, Format(bits, own_dims=(0,)))
-    found = search_scales("linear", *operands, search, None, torch.zeros(3, dtype=torch.int64))
+    product = Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64))
+    found = scales.search_product(product, search)
     h = 2 ** (bits - 1)
 
     def twin(s):
@@ -367,7 +377,7 @@ def test_the_largest_weights_of_attention_are_kept():
     """APQ-ViT: all 2^b codes from zero to the maximum, whatever the output's error."""
     scores, value = (normal(2, 9, 9) * 4).softmax(-1), normal(2, 4, 9, seed=1)
     operands = Operand(scores, Format(3, unit="max-kept")), Operand(value, Format(3))
-    found = search_scales("av", *operands, ScaleSearch(metric="squared", **FEW))
+    found = scales.search_product(Product("av", *operands), ScaleSearch(metric="squared", **FEW))
     close(found.left.scale, [float(scores.max()) / 7])
     assert float(found.left.zero_point) == 0
     assert float(found.left.fake_quantize(scores).max()) == pytest.approx(float(scores.max()))
@@ -376,9 +386,10 @@ def test_the_largest_weights_of_attention_are_kept():
 @pytest.mark.parametrize("search", [RangeSearch(), ScaleSearch(metric="squared", **FEW)])
 def test_float_operands_stay(search):
     x, weight = normal(20, 4), normal(3, 4, seed=1)
-    find = search_ranges if isinstance(search, RangeSearch) else search_scales
+    find = (ranges if isinstance(search, RangeSearch) else scales).search_product
     for bits in ((FLOAT_BITS, 4), (4, FLOAT_BITS), (FLOAT_BITS, FLOAT_BITS)):
-        found = find("linear", Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], own_dims=(0,))), search)
+        left, right = Operand(x, Format(bits[0])), Operand(weight, Format(bits[1], own_dims=(0,)))
+        found = find(Product("linear", left, right), search)
         assert [side is None for side in (found.left, found.right)] == [width == FLOAT_BITS for width in bits]
     assert found.sqnr == math.inf
 
@@ -394,8 +405,9 @@ def test_samples_leave_the_best_candidates(metric):
         ("qk", Operand(q, form), Operand(k, form), (33, 2, 7, 7)),
     ):
         weights = normal(*size, seed=2).square().float() if metric == "hessian" else None
+        product = Product(role, left, right, weights=weights)
         both = [
-            search_scales(role, left, right, ScaleSearch(metric=metric, rounds=1, rough_stride=stride), weights)
+            scales.search_product(product, ScaleSearch(metric=metric, rounds=1, rough_stride=stride))
             for stride in (1, 5)
         ]
         assert both[1].sqnr == pytest.approx(both[0].sqnr, abs=0.2)  # [dB]; the cosine is not of the error alone
@@ -404,8 +416,9 @@ def test_samples_leave_the_best_candidates(metric):
 
 def test_a_zero_operand_keeps_finite_scales():
     zero = torch.zeros(6, 4)
-    for search, find in ((RangeSearch(), search_ranges), (ScaleSearch(metric="cosine", **FEW), search_scales)):
-        found = find("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, own_dims=(0,))), search)
+    product = Product("linear", Operand(zero, Format(4)), Operand(zero[:3], Format(4, own_dims=(0,))))
+    for module, search in ((ranges, RangeSearch()), (scales, ScaleSearch(metric="cosine", **FEW))):
+        found = module.search_product(product, search)
         for side in (found.left, found.right):
             assert bool((side.scale > 0).all())
             assert not side.fake_quantize(zero[:3]).any()
@@ -416,7 +429,7 @@ def test_a_zero_operand_keeps_finite_scales():
 
 def parts_of(model, images):
     program = capture(model.eval(), (images,))
-    return find_splits(program, find_sites(program), [images])
+    return find_parts(program, find_sites(program), [images])
 
 
 def test_queries_keys_and_values_of_one_linear_are_three_parts():
@@ -487,7 +500,7 @@ def test_every_family_is_quantized_and_stored(calibrations, family, method):
         convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
         assert [row.site for row in model.ledger if row.left == "float"] == convs
     assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model))
+    stored = QuantizedModel(deserialise(serialise(model.quantized)))
     with torch.no_grad():
         outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
     assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
@@ -509,7 +522,7 @@ def test_every_width_is_quantized(calibrations, bits, method):
     widths = {int(kind.split("-")[0]) for kind in kinds if kind != "float"}
     allowed = {config.weight_bits, config.activation_bits, config.softmax_bits, config.input_bits} - {FLOAT_BITS}
     assert widths <= allowed
-    assert deserialise(serialise(model)).config == config
+    assert deserialise(serialise(model.quantized)).config == config
 
 
 class Convolutional(nn.Module):
@@ -532,7 +545,7 @@ def test_grouped_convolutions(method):
     model = Calibration(Convolutional().eval(), images).quantize(brief(method))
     assert {row.site for row in model.ledger} == {"stem", "grouped", "depthwise", "head"}
     assert all(row.sqnr > 0 for row in model.ledger)
-    stored = deserialise(serialise(model))
+    stored = QuantizedModel(deserialise(serialise(model.quantized)))
     assert torch.equal(stored(images), model(images))
 
 
@@ -550,7 +563,7 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
             found = {row.left for row in model.ledger if row.source == "gelu"}
             assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
         assert all(row.sqnr > 3 for row in model.ledger)
-        assert deserialise(serialise(model)).config == config
+        assert deserialise(serialise(model.quantized)).config == config
 
 
 def test_methods_fold_as_they_say(calibrations):
@@ -566,10 +579,10 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     config = brief("repq-vit")
     (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
     x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
-    ratio, beta, shared = rivals.share_channels(x, 4, config.search)
+    fold, shared = ranges.fold_channels(x, 4, config.search)
     assert torch.equal(found.assignment.left.scale, shared.scale)
     assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
-    assert torch.equal(found.left.values, x / ratio - beta)
+    assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)
 
 
 def test_released_zero_points_are_refused_by_files(calibrations):
@@ -579,7 +592,7 @@ def test_released_zero_points_are_refused_by_files(calibrations):
     model = calibrations("timm_vit").quantize(config)
     assert bool(torch.isfinite(model(zoo.IMAGES)).all())
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
-        serialise(model)
+        serialise(model.quantized)
 
 
 # --- seen in order ---------------------------------------------------------------------------------------------------
@@ -603,26 +616,26 @@ def test_operands_are_seen_behind_what_is_quantized():
     search = RangeSearch((0.99, 0.9), share="mean", in_order=True)
     config = replace(brief("repq-vit"), images=200, fold_head=True, search=search)
     calibration = Calibration(model, x)
-    found = {searched.sites[0].name: searched for searched in calibration.search(config)}
-    assert [len(found[name].sites) for name in ("a", "b")] == [1, 2]
+    found = {searched.group.name: searched for searched in calibration.search(config)}
+    assert [len(found[name].group.sites) for name in ("a", "b")] == [1, 2]
 
     normed = model.norm(x).detach()
-    channels = rivals.own_range(Operand(normed, Format(4, own_dims=(1,))), config.search)
-    rows = rivals.own_range(Operand(model.a.weight.detach(), Format(4, own_dims=(0,))), config.search)
+    channels = ranges.own_range(Operand(normed, Format(4, own_dims=(1,))), config.search)
+    rows = ranges.own_range(Operand(model.a.weight.detach(), Format(4, own_dims=(0,))), config.search)
     behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
-    expected = rivals.own_range(Operand(behind, Format(4)), config.search)
+    expected = ranges.own_range(Operand(behind, Format(4)), config.search)
     torch.testing.assert_close(found["b"].assignment.left.scale, expected.scale)
     assert float(found["b"].assignment.left.zero_point) == float(expected.zero_point)
     plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
     assert not torch.allclose(plain.assignment.left.scale, expected.scale)
     # The weight of a folded norm is chosen anew.
-    folded = model.a.weight.detach() * found["a"].fold[0]
+    folded = model.a.weight.detach() * found["a"].assignment.fold.ratio
     torch.testing.assert_close(
         found["a"].assignment.right.scale,
-        rivals.own_range(Operand(folded, Format(4, own_dims=(0,))), config.search).scale,
+        ranges.own_range(Operand(folded, Format(4, own_dims=(0,))), config.search).scale,
     )
     # What is judged is the error on float inputs.
-    assert torch.equal(found["b"].left.values, calibration.operand(calibration.sites[1].left))
+    assert torch.equal(found["b"].product.left.values, calibration.operand(calibration.sites[1].left))
 
 
 def test_gradients_weight_the_errors_of_their_own_rows():
@@ -635,13 +648,16 @@ def test_gradients_weight_the_errors_of_their_own_rows():
     probe = torch.zeros(40, 4)
     probe[:20] = torch.randn(20, 4)
     calibration.probe(probe)
-    found = {searched.sites[0].name: searched for searched in calibration.search(config)}["2"]
+    found = {searched.group.name: searched for searched in calibration.search(config)}["2"]
     gradient = probe.square() / probe.square().mean()
-    again = search_scales("linear", found.left, found.right, config.search, gradient, torch.zeros(4, dtype=torch.int64))
+    left, right = found.product.left, found.product.right
+    product = Product("linear", left, right, weights=gradient, row_splits=torch.zeros(4, dtype=torch.int64))
+    again = scales.search_product(product, config.search)
     assert torch.equal(found.assignment.left.scale, again.left.scale)
     assert torch.equal(found.assignment.right.scale, again.right.scale)
-    loud = replace(found.left, values=torch.cat([found.left.values[:20], found.left.values[20:] * 9]))
-    assert float(search_scales("linear", loud, found.right, config.search).left.scale) > float(again.left.scale)
+    loud = replace(left, values=torch.cat([left.values[:20], left.values[20:] * 9]))
+    found = scales.search_product(Product("linear", loud, right), config.search)
+    assert float(found.left.scale) > float(again.left.scale)
 
 
 @pytest.mark.slow
@@ -656,12 +672,13 @@ def test_gradients_are_thinned_as_operands_are():
     for memory in (1 << 30, 900_000):
         calibration = Calibration(model, x, memory=memory)
         calibration.probe(quiet[:, None] * torch.ones(8000, 4))
-        found.append({searched.sites[0].name: searched for searched in calibration.search(config)})
+        found.append({searched.group.name: searched for searched in calibration.search(config)})
     for name in ("0", "2"):
         whole, part = (each[name] for each in found)
-        assert len(part.left.values) == -(-8000 // 3)
+        assert len(part.product.left.values) == -(-8000 // 3)
         for side in ("left", "right"):
-            scales = (getattr(each.found, side).scale for each in (part, whole))
+            scales = (getattr(each.assignment, side).scale for each in (part, whole))
             torch.testing.assert_close(*scales, rtol=0.15, atol=0)
-        unweighted = search_scales("linear", part.left, part.right, config.search)
+        plain = replace(part.product, weights=None, row_splits=None)
+        unweighted = scales.search_product(plain, config.search)
         assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)

@@ -83,7 +83,7 @@ class Quantizer(ABC):
         clipped, step = self.clip(x), self.step(x)
         error = ((hat - clipped) / step).detach()
         surrogate = clipped + step * error
-        return hat + (surrogate - surrogate.detach()).to(hat.dtype)
+        return hat - (surrogate.detach() - surrogate).to(hat.dtype)  # minus zero changes no bit, not even of -0.0
 
     def _nearest(self, x: Tensor) -> Tensor:
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)

@@ -1,4 +1,4 @@
-"""The search of a site's quantizers on small random problems."""
+"""The search of bounds, bases and scales (`search.bounds`) on small random problems."""
 
 import math
 from dataclasses import replace
@@ -9,13 +9,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
+import adalog.search.bounds
 import adalog.search.objective
-import adalog.search.product
+import adalog.search.operand
 from adalog.choices import Search
 from adalog.config import Config
 from adalog.quantizers import (
     FLOAT_BITS,
+    Assignment,
     LogQuantizer,
+    QuantizedTensor,
+    UniformQuantizer,
     bounds_to_uniform,
     log_levels,
     log_thresholds,
@@ -23,7 +27,7 @@ from adalog.quantizers import (
 )
 from adalog.search.bounds import minimise, search_channels, search_own, search_product
 from adalog.search.operand import Format, Operand
-from adalog.search.product import Found, refitted
+from adalog.search.product import Product
 from strategies import R, bits, normal, q
 
 SEARCH = Search(rough_rows=0)
@@ -111,8 +115,19 @@ def sampled(monkeypatch):
     return taken
 
 
+def found_by(left, right, search):
+    """The assignment of left @ right^T under these choices."""
+    role = "linear" if left.values.ndim == 2 else "av" if left.format.log2_base else "qk"
+    return search_product(Product(role, left, right), search)
+
+
+def weight_of(found):
+    """The quantizer of the right operand, whose codes may be chosen already."""
+    return found.right.quantizer if isinstance(found.right, QuantizedTensor) else found.right
+
+
 def error_of(found, left, right):
-    hats = found.left.fake_quantize(left.values), found.right.fake_quantize(right.values)
+    hats = left.quantized(found.left), right.quantized(found.right)
     return output_error(left, right, *hats)[0]
 
 
@@ -122,7 +137,7 @@ def error_of(found, left, right):
 @every_problem
 def test_error_never_rises_from_round_to_round(problem):
     left, right = problem()
-    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
+    errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
     assert errors[1] <= errors[0] * (1 + 1e-12)
     assert errors[2] <= errors[1] * (1 + 1e-12)
 
@@ -130,9 +145,9 @@ def test_error_never_rises_from_round_to_round(problem):
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
     """Logarithmic candidates are approximate; what replaces an incumbent is judged exactly."""
-    monkeypatch.setattr(adalog.search.product, "_DROPPED_BITS", 22)  # one bit of mantissa left
+    monkeypatch.setattr(adalog.search.operand, "_DROPPED_BITS", 22)  # one bit of mantissa left
     left, right = problem()
-    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
+    errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 2, 3)]
     assert errors[1] <= errors[0] * (1 + 1e-12)
     assert errors[2] <= errors[1] * (1 + 1e-12)
 
@@ -141,25 +156,25 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
 def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
     """The winner of each search meets the incumbent on all rows, in full precision."""
-    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: fast)
+    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: fast)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40)
-    errors = [error_of(search_product(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
+    errors = [error_of(found_by(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
     assert max(sampled) > 1
     assert errors[1] <= errors[0] * (1 + 1e-6)  # judged in float32
 
 
 @every_problem
 def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
+    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40, rounds=2)
-    first, second = (search_product(left, right, search) for _ in range(2))
+    first, second = (found_by(left, right, search) for _ in range(2))
     assert max(sampled) > 1
     assert first.sqnr == second.sqnr
     assert torch.equal(first.left.scale, second.left.scale)
-    assert torch.equal(first.right.scale, second.right.scale)
-    assert torch.equal(first.right.zero_point, second.right.zero_point)
+    assert torch.equal(weight_of(first).scale, weight_of(second).scale)
+    assert torch.equal(weight_of(first).zero_point, weight_of(second).zero_point)
 
 
 @pytest.mark.parametrize("rough_rows", [0, 10])
@@ -172,7 +187,7 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
     """
     left, right = problem()
     search = replace(SMALL, rough_rows=rough_rows, rounds=2)
-    whole = search_product(left, right, search)
+    whole = found_by(left, right, search)
     pieces = []
     of = adalog.search.objective.ProductError.by_rows
 
@@ -181,11 +196,11 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
         return of(error)
 
     monkeypatch.setattr(adalog.search.objective.ProductError, "by_rows", recorded)
-    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: chunk)
-    found = search_product(left, right, search)
+    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", chunk)
+    found = found_by(left, right, search)
     assert max(pieces) == {16: 12, 50: 3}[chunk]
-    torch.testing.assert_close(found.right.scale, whole.right.scale, rtol=1e-12, atol=0)
-    assert torch.equal(found.right.zero_point, whole.right.zero_point)
+    torch.testing.assert_close(weight_of(found).scale, weight_of(whole).scale, rtol=1e-12, atol=0)
+    assert torch.equal(weight_of(found).zero_point, weight_of(whole).zero_point)
     torch.testing.assert_close(found.left.scale, whole.left.scale, rtol=1e-12, atol=0)
     assert found.sqnr == pytest.approx(whole.sqnr, rel=1e-12)
 
@@ -193,16 +208,16 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
 def test_what_was_found_is_looked_for_nearby_where_rows_are_many(monkeypatch):
     left, right = linear()
     near = []
-    minimise = adalog.search.product.minimise
+    minimise = adalog.search.bounds.minimise
 
     def recorded(*args, nearby=False):
         near.append(nearby)
         return minimise(*args, nearby=nearby)
 
-    monkeypatch.setattr(adalog.search.product, "minimise", recorded)
+    monkeypatch.setattr(adalog.search.bounds, "minimise", recorded)
     for rough_rows, expected in ((0, False), (63, True), (64, False)):
         near.clear()
-        search_product(left, right, replace(SMALL, rough_rows=rough_rows, rounds=2))
+        found_by(left, right, replace(SMALL, rough_rows=rough_rows, rounds=2))
         assert near[:5] == [False, False, False, expected, expected]  # left by its own error, right, left, right, left
 
 
@@ -227,32 +242,32 @@ def test_looking_nearby_scores_33_points_and_loses_nothing(problem):
 @every_problem
 def test_a_round_that_changes_nothing_is_the_last(problem, monkeypatch):
     searches = []
-    minimise = adalog.search.product.minimise
+    minimise = adalog.search.bounds.minimise
 
     def counted(*args, **options):
         searches.append(args[1])
         return minimise(*args, **options)
 
-    monkeypatch.setattr(adalog.search.product, "minimise", counted)
+    monkeypatch.setattr(adalog.search.bounds, "minimise", counted)
     left, right = problem()
-    found = search_product(left, right, replace(SMALL, rounds=40))
+    found = found_by(left, right, replace(SMALL, rounds=40))
     assert 3 <= len(searches) < 80  # left by its own error, right, then both a round, or left alone in the last
     rounds = max(1, (len(searches) - 1) // 2)
-    assert found.sqnr == search_product(left, right, replace(SMALL, rounds=rounds)).sqnr
+    assert found.sqnr == found_by(left, right, replace(SMALL, rounds=rounds)).sqnr
 
 
 @every_problem
 def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_error(problem, monkeypatch):
     left, right = problem()
     seen = []
-    of = adalog.search.product.ProductError.of
+    of = adalog.search.bounds.ProductError.of
 
     def recorded(values, exact, hat, *rest):
         seen.append((values, hat))
         return of(values, exact, hat, *rest)
 
-    monkeypatch.setattr(adalog.search.product.ProductError, "of", recorded)
-    search_product(left, right, ONE_ROUND)
+    monkeypatch.setattr(adalog.search.bounds.ProductError, "of", recorded)
+    found_by(left, right, ONE_ROUND)
     start = left.quantizer(search_own(left, ONE_ROUND)).fake_quantize(left.values)
     assert seen[0][0] is right.values
     assert torch.equal(seen[0][1], start.transpose(-1, -2))
@@ -261,15 +276,15 @@ def test_the_right_operand_is_first_searched_against_the_left_one_by_its_own_err
 
 def test_rounds_help():
     left, right = linear(3)
-    errors = [error_of(search_product(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]
+    errors = [error_of(found_by(left, right, replace(SMALL, rounds=rounds)), left, right) for rounds in (1, 3)]
     assert errors[1] < 0.995 * errors[0]
 
 
 @every_problem
 def test_sqnr_is_that_of_the_output(problem):
     left, right = problem()
-    found = search_product(left, right, ONE_ROUND)
-    hats = found.left.fake_quantize(left.values), found.right.fake_quantize(right.values)
+    found = found_by(left, right, ONE_ROUND)
+    hats = found.left.fake_quantize(left.values), right.quantized(found.right)
     noise, signal = output_error(left, right, *hats)
     assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
 
@@ -277,7 +292,7 @@ def test_sqnr_is_that_of_the_output(problem):
 @pytest.mark.parametrize("problem", [linear, attention, after_softmax, after_gelu])
 def test_more_bits_more_sqnr(problem):
     """About 6 dB a bit for uniform operands, less for logarithmic ones (none for those with a fixed base)."""
-    sqnrs = [search_product(*problem(width), ONE_ROUND).sqnr for width in (2, 4, 6)]
+    sqnrs = [found_by(*problem(width), ONE_ROUND).sqnr for width in (2, 4, 6)]
     assert sqnrs[0] + 4 < sqnrs[1] < sqnrs[2] - 4
 
 
@@ -285,10 +300,10 @@ def test_more_bits_more_sqnr(problem):
 def test_search_is_deterministic_and_leaves_its_operands(problem):
     left, right = problem()
     before = left.values.clone(), right.values.clone()
-    first, second = (search_product(left, right, ONE_ROUND) for _ in range(2))
+    first, second = (found_by(left, right, ONE_ROUND) for _ in range(2))
     assert first.sqnr == second.sqnr
     assert torch.equal(first.left.scale, second.left.scale)
-    assert torch.equal(first.right.scale, second.right.scale)
+    assert torch.equal(weight_of(first).scale, weight_of(second).scale)
     assert torch.equal(left.values, before[0])
     assert torch.equal(right.values, before[1])
 
@@ -304,11 +319,11 @@ def test_search_is_deterministic_and_leaves_its_operands(problem):
 )
 def test_parameters_are_shaped_against_the_operands(problem, left, right):
     operands = problem()
-    found = search_product(*operands, ONE_ROUND)
+    found = found_by(*operands, ONE_ROUND)
     assert found.left.scale.shape == left
-    assert found.right.scale.shape == found.right.zero_point.shape == right
-    for quantizer, operand in zip((found.left, found.right), operands, strict=True):
-        code = quantizer.quantize(operand.values)
+    assert weight_of(found).scale.shape == weight_of(found).zero_point.shape == right
+    for side, operand in zip((found.left, found.right), operands, strict=True):
+        code = side.codes if isinstance(side, QuantizedTensor) else side.quantize(operand.values)
         assert code.shape == operand.values.shape
         assert code.min() >= 0
         assert code.max() < 16
@@ -317,13 +332,11 @@ def test_parameters_are_shaped_against_the_operands(problem, left, right):
 def test_uniform_search_beats_min_and_max():
     """On Gaussian weights with outliers, the rest of the product being the same."""
     left, right = linear()
-    found = search_product(left, right, SMALL)
+    found = found_by(left, right, SMALL)
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
     widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
     left_hat, output = found.left.fake_quantize(left.values), left.values @ right.values.T
-    error, of_widest = (
-        (left_hat @ hat.T - output).square().sum(0) for hat in (found.right.fake_quantize(right.values), widest)
-    )
+    error, of_widest = ((left_hat @ hat.T - output).square().sum(0) for hat in (right.quantized(found.right), widest))
     assert error.sum() < 0.9 * of_widest.sum()
     assert error[::3].sum() < 0.8 * of_widest[::3].sum()  # where the outliers are
 
@@ -332,13 +345,12 @@ def test_search_is_no_worse_than_min_and_max_in_any_channel():
     """They are the corner of its first grid."""
     left, right = linear()
     left = replace(left, format=Format(FLOAT_BITS))
-    found = search_product(left, right, ONE_ROUND)
+    found = found_by(left, right, ONE_ROUND)
     assert found.left is None
     low, high = right.values.min(1, keepdim=True).values, right.values.max(1, keepdim=True).values
     widest = uniform_fake_quantize(right.values, *bounds_to_uniform(low, high, 4), 4)
     error, of_widest = (
-        ((hat - right.values) @ left.values.T).square().sum(1)
-        for hat in (found.right.fake_quantize(right.values), widest)
+        ((hat - right.values) @ left.values.T).square().sum(1) for hat in (right.quantized(found.right), widest)
     )
     assert bool((error <= of_widest * (1 + 1e-9)).all())
 
@@ -350,7 +362,7 @@ def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
     values = 0.7 * log_levels(base, R, width, beyond="saturate")[code]
     left = Operand(values, Format(width, log2_base=(0, R)))
     right = Operand(normal(12, 16, seed=1), Format(8, own_dims=(0,)))
-    found = search_product(left, right, replace(SEARCH, rounds=1))
+    found = found_by(left, right, replace(SEARCH, rounds=1))
     assert isinstance(found.left, LogQuantizer)
     assert abs(found.left.q - base) <= 1
     assert float(found.left.scale) == pytest.approx(0.7, rel=0.02)
@@ -360,7 +372,7 @@ def test_log_search_finds_the_base_of_data_on_a_log_grid(base, width):
 def test_adalog_beats_fixed_bases_and_uniform_after_softmax():
     left, right = after_softmax(3)
     forms = {kind: Format.power_law(kind, 3, Config(), 0.0) for kind in ("uniform", "log2", "log-sqrt2", "adalog")}
-    sqnr = {kind: search_product(replace(left, format=form), right, SMALL).sqnr for kind, form in forms.items()}
+    sqnr = {kind: found_by(replace(left, format=form), right, SMALL).sqnr for kind, form in forms.items()}
     assert sqnr["adalog"] > max(sqnr["uniform"], sqnr["log2"], sqnr["log-sqrt2"])
 
 
@@ -368,7 +380,7 @@ def test_adalog_beats_fixed_bases_and_uniform_after_softmax():
 def test_every_strategy_improves_on_the_widest_bounds(strategy):
     left, right = linear(3)
     left = replace(left, values=left.values[:10])
-    found = search_product(left, right, replace(SMALL, strategy=strategy, rounds=2))
+    found = found_by(left, right, replace(SMALL, strategy=strategy, rounds=2))
     low, high = right.box(0.4)
     scale, zero_point = (value[:, None] for value in bounds_to_uniform(low[0], high[1], 3))
     widest = uniform_fake_quantize(right.values, scale, zero_point, 3)
@@ -381,9 +393,9 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
 def test_rough_steps_cost_little(problem, sampled):
     """On several times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
     left, right = many_rows(problem)
-    exact = error_of(search_product(left, right, SEARCH), left, right)
+    exact = error_of(found_by(left, right, SEARCH), left, right)
     assert not sampled
-    rough = error_of(search_product(left, right, replace(SEARCH, rough_rows=120)), left, right)
+    rough = error_of(found_by(left, right, replace(SEARCH, rough_rows=120)), left, right)
     assert max(sampled) > 1
     assert rough <= 1.05 * exact
 
@@ -401,9 +413,9 @@ def padded(form):
 @pytest.mark.parametrize("form", [Format(4, log2_base=(0, R), offset=GELU_OFFSET), Format(4)], ids=["log", "uniform"])
 def test_padding_stays_zero(form):
     left, right = padded(form)
-    found = search_product(left, right, SMALL)
+    found = found_by(left, right, SMALL)
     hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-    noise, signal = output_error(left, right, hat, found.right.fake_quantize(right.values))
+    noise, signal = output_error(left, right, hat, right.quantized(found.right))
     assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
 
 
@@ -414,10 +426,10 @@ def test_padding_is_no_noise_to_the_search():
 
     def error(found):
         hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
-        return output_error(left, right, hat, found.right.fake_quantize(right.values))[0]
+        return output_error(left, right, hat, right.quantized(found.right))[0]
 
-    masked = error(search_product(left, right, SMALL))
-    counted = error(search_product(replace(left, mask=None), right, SMALL))
+    masked = error(found_by(left, right, SMALL))
+    counted = error(found_by(replace(left, mask=None), right, SMALL))
     assert masked < counted
 
 
@@ -557,41 +569,46 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
     w_shape = shapes[1]
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    keep = (0,) if w.ndim == 2 else (0, 1)
-    left, right = Operand(x, Format(3)), Operand(w, Format(3, own_dims=keep))
-    found = search_product(left, right, replace(SMALL, refit=False))
-    quantizer = refitted(left, right, found.left, found.right)
+    own_dims = (0,) if w.ndim == 2 else (0, 1)
+    left, right = Operand(x, Format(3)), Operand(w, Format(3, own_dims=own_dims))
+    found = found_by(left, right, replace(SMALL, refit=False))
+    stored = Product("linear", left, right).refitted(found.left, found.right)
     codes = found.right.quantize(w)
-    assert torch.equal(quantizer.quantize(w), codes)
-    assert torch.equal(quantizer.fake_quantize(w), (codes - found.right.zero_point) * quantizer.scale)
+    assert torch.equal(stored.codes.double(), codes)
+    assert torch.equal(stored.quantizer.zero_point, found.right.zero_point)
+    assert torch.equal(stored.dequantize(), (codes - found.right.zero_point) * stored.quantizer.scale)
     x_hat = found.left.fake_quantize(x)
     signed = codes - found.right.zero_point
     rows = signed.reshape(-1, w_shape[-1])
     for index, (row, exact, scale) in enumerate(
-        zip(rows, w.reshape(rows.shape), quantizer.scale.flatten(), strict=True)
+        zip(rows, w.reshape(rows.shape), stored.quantizer.scale.flatten(), strict=True)
     ):
         group = index // w_shape[-2]
         inputs, hats = (value if value.ndim == 2 else value[group] for value in (x, x_hat))
         made, wanted = hats @ row, inputs @ exact
         torch.testing.assert_close(scale, made @ wanted / (made @ made), rtol=1e-9, atol=0)
-    assert error_of(Found(found.left, quantizer, 0.0), left, right) < error_of(found, left, right)
+    assert error_of(Assignment(found.left, stored), left, right) < error_of(found, left, right)
 
 
 def test_the_search_refits_weights_and_nothing_else():
     heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, own_dims=(1,))) for seed in (1, 2)]
-    found = search_product(*heads, SMALL)
-    assert found.left.rounded_by is None
-    assert found.right.rounded_by is None
+    found = found_by(*heads, SMALL)
+    assert isinstance(found.left, UniformQuantizer)
+    assert isinstance(found.right, UniformQuantizer)
     weight = Operand(normal(5, 6, seed=3).float(), Format(4, own_dims=(0,)))
-    found = search_product(Operand(normal(50, 6, seed=4).float(), Format(4)), weight, SMALL)
-    assert found.left.rounded_by is None
-    assert not torch.equal(found.right.rounded_by, found.right.scale)
+    left = Operand(normal(50, 6, seed=4).float(), Format(4))
+    found, before = (found_by(left, weight, search) for search in (SMALL, replace(SMALL, refit=False)))
+    assert isinstance(found.left, UniformQuantizer)
+    assert isinstance(found.right, QuantizedTensor)
+    assert isinstance(before.right, UniformQuantizer)
+    assert torch.equal(found.right.codes.float(), before.right.quantize(weight.values))
+    assert not torch.equal(found.right.quantizer.scale, before.right.scale)
 
 
 def test_large_values_in_float16_do_not_overflow():
     """Their squares would: the search and what judges it compute in float32."""
     x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
-    found = search_product(Operand(x, Format(4)), Operand(w, Format(4, own_dims=(0,))), Search())
-    wide = search_product(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, own_dims=(0,))), Search())
-    assert bool(torch.isfinite(found.right.scale).all())
+    found = found_by(Operand(x, Format(4)), Operand(w, Format(4, own_dims=(0,))), Search())
+    wide = found_by(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, own_dims=(0,))), Search())
+    assert bool(torch.isfinite(weight_of(found).scale).all())
     assert abs(found.sqnr - wide.sqnr) < 0.5

@@ -1,0 +1,279 @@
+"""What a search decides: folds leave outputs as they were, chosen codes end up in the file, a start is not lost."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm
+
+from adalog import Calibration, QuantizedModel, Search
+from adalog.artifact import deserialise, serialise
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, UniformQuantizer, uniform_quantize
+from strategies import normal
+
+CHANNELS = 16
+# Sums of about 20 terms of size up to about 100, in float64.
+EXACT = {"rtol": 0, "atol": 1e-11}
+
+
+# --- folds -----------------------------------------------------------------------------------------------------------
+
+
+def channel_quantizers(bits=4, channels=CHANNELS):
+    """(scale, zero_point), each (C,), spread over two orders of magnitude."""
+    scale = normal(channels, seed=1).exp() * 0.1
+    zero_point = (normal(channels, seed=2) * 3 + 2 ** (bits - 1)).round().clamp(0, 2**bits - 1)
+    return scale, zero_point
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_folding_a_norm_and_its_linears_leaves_the_outputs(has_bias):
+    fold = Fold.sharing(*channel_quantizers())
+    gamma, shift = normal(CHANNELS, seed=3), normal(CHANNELS, seed=4)
+    x = normal(30, CHANNELS, seed=5)
+    y = layer_norm(x, (CHANNELS,), gamma, shift)
+    folded = layer_norm(x, (CHANNELS,), *fold.norm(gamma, shift))
+    torch.testing.assert_close(folded, y / fold.ratio - fold.beta, **EXACT)
+    torch.testing.assert_close(folded, fold.activation(y), **EXACT)
+    for seed, outputs in ((6, 3), (7, 40)):
+        weight, bias = normal(outputs, CHANNELS, seed=seed), normal(outputs, seed=seed + 2) if has_bias else None
+        new_weight, new_bias = fold.linear(weight, bias)
+        before = y @ weight.T + (0 if bias is None else bias)
+        torch.testing.assert_close(folded @ new_weight.T + new_bias, before, **EXACT)
+
+
+def test_a_float32_fold_stays_close():
+    wide = Fold.sharing(*channel_quantizers())
+    fold = Fold(wide.ratio.float(), wide.beta.float())
+    weight, bias, y = (normal(*shape, seed=3).float() for shape in ((40, CHANNELS), (40,), (30, CHANNELS)))
+    new_weight, new_bias = fold.linear(weight, bias)
+    assert new_weight.dtype == new_bias.dtype == torch.float32
+    after = (y / fold.ratio - fold.beta) @ new_weight.T + new_bias
+    torch.testing.assert_close(after, y @ weight.T + bias, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
+def test_one_quantizer_codes_the_folded_input_as_each_channels_own(bits):
+    """Exactly, where x is not on a threshold: R(x' / s) + z = R(x / s_c) + z_c."""
+    scale, zero_point = channel_quantizers(bits)
+    fold = Fold.sharing(scale, zero_point)
+    fraction = torch.rand(200, CHANNELS, generator=torch.Generator().manual_seed(0)).double() * 0.98 - 0.49
+    whole = torch.randint(-(2**bits), 2 ** (bits + 1), fraction.shape, generator=torch.Generator().manual_seed(1))
+    x = (whole + fraction) * scale
+    together = uniform_quantize(fold.activation(x), scale.mean(), zero_point.mean().round(), bits)
+    assert torch.equal(together, uniform_quantize(x, scale, zero_point, bits))
+
+
+def test_the_shared_zero_point_is_a_whole_number():
+    """beta is that many steps; with the mean not rounded, folded codes would differ."""
+    scale, zero_point = channel_quantizers()
+    assert zero_point.mean() != zero_point.mean().round()
+    steps = Fold.sharing(scale, zero_point).beta / scale.mean()
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-12)
+
+
+def test_equal_channels_need_no_fold():
+    fold = Fold.sharing(torch.full((5,), 0.3), torch.full((5,), 7.0))
+    torch.testing.assert_close(fold.ratio, torch.ones(5), rtol=1e-6, atol=0)
+    assert not fold.beta.any()
+
+
+def test_a_channel_that_never_moves_keeps_the_fold_finite():
+    scale, zero_point = channel_quantizers()
+    scale[3], zero_point[3] = 1e-30, 0
+    fold = Fold.sharing(scale, zero_point)
+    assert fold.ratio.min() >= 0.99e-4
+    y = normal(30, CHANNELS, seed=5)
+    y[:, 3] = 0
+    weight, bias = normal(6, CHANNELS, seed=6), normal(6, seed=7)
+    new_weight, new_bias = fold.linear(weight, bias)
+    assert new_weight.abs().max() < 1e3
+    torch.testing.assert_close((y / fold.ratio - fold.beta) @ new_weight.T + new_bias, y @ weight.T + bias, **EXACT)
+
+
+def test_folds_do_not_modify_their_inputs():
+    scale, zero_point = channel_quantizers()
+    gamma, weight, bias = normal(CHANNELS), normal(6, CHANNELS), normal(6)
+    inputs = (scale, zero_point, gamma, weight, bias)
+    before = [each.clone() for each in inputs]
+    fold = Fold.sharing(scale, zero_point)
+    fold.norm(gamma, gamma)
+    fold.activation(gamma)
+    fold.linear(weight, bias)
+    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
+
+
+# --- chosen codes ----------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Queries, keys and values by linears of their own, which are searched together, behind a norm that is folded."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(16), nn.Linear(16, 6)
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 12), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.out(torch.cat([self.q(x) * 2, self.k(x)[..., :8].sigmoid() + self.v(x)], dim=-1)[..., :16])
+
+
+class Grouped(nn.Module):
+    """A convolution, and one with groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.grouped = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 12, 3, padding=1, groups=4)
+
+    def forward(self, x):
+        return self.grouped(self.stem(x)).mean((2, 3))
+
+
+def rows_of(group, right, program):
+    """(weight's name, its codes in the weight's shape) of each of a group's sites, from the codes of all rows."""
+    codes, start = right.codes.reshape(-1, right.codes.shape[-1]), 0
+    for site in group.sites:
+        shape = program.tensors[site.right].shape
+        yield site, codes[start : start + shape[0]].reshape(shape)
+        start += shape[0]
+    assert start == len(codes)
+
+
+def with_other_codes(assignment, seed):
+    """The same with one code in five replaced by any other; codes that are not the nearest."""
+    right = assignment.right
+    generator = torch.Generator().manual_seed(seed)
+    shape, top = right.codes.shape, 2**right.bits - 1
+    added = torch.randint(1, top + 1, shape, generator=generator)
+    added = torch.where(torch.rand(shape, generator=generator) < 0.2, added, 0)
+    codes = ((right.codes.long() + added) % (top + 1)).to(torch.uint8)
+    return replace(assignment, right=QuantizedTensor(codes, right.quantizer))
+
+
+def assert_codes_are_stored(calibration, config, images):
+    assigned = calibration.assign(config)
+    changed = [
+        (group, with_other_codes(each, index) if isinstance(each.right, QuantizedTensor) else each)
+        for index, (group, each) in enumerate(assigned)
+    ]
+    nearest, program = (calibration.finished(which, config) for which in (assigned, changed))
+    stored = deserialise(serialise(program))
+    for (group, assignment), (_, before) in zip(changed, assigned, strict=True):
+        if group.first.role in ("qk", "av"):
+            continue
+        assert isinstance(assignment.right, QuantizedTensor)
+        for site, codes in rows_of(group, assignment.right, calibration.program):
+            each = [whole.program.weights[site.right] for whole in (program, stored)]
+            assert all(torch.equal(weight.codes, codes) for weight in each)
+            assert torch.equal(each[0].quantizer.scale, each[1].quantizer.scale)
+            assert torch.equal(each[0].quantizer.zero_point, each[1].quantizer.zero_point)
+            found = nearest.program.weights[site.right]
+            assert not torch.equal(found.codes, codes)
+            assert torch.equal(found.quantizer.scale, each[0].quantizer.scale)
+            weight = each[1].quantizer.dequantize(codes)  # what the model multiplies by
+            assert torch.equal(QuantizedModel(stored).quantized.program.tensors[site.right], weight)
+        assert not torch.equal(assignment.right.codes, before.right.codes)
+    outputs = [QuantizedModel(each)(*images) for each in (program, stored, nearest)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    return assigned
+
+
+def test_chosen_codes_end_up_in_the_file(calibration, fast, images):
+    assert_codes_are_stored(calibration, fast, [images])
+
+
+def test_chosen_codes_of_one_site_leave_the_others(calibration, fast):
+    assigned = calibration.assign(fast)
+    place = next(
+        i for i, (group, each) in enumerate(assigned) if each.fold is not None and group.first.role == "linear"
+    )
+    changed = [*assigned]
+    changed[place] = (assigned[place][0], with_other_codes(assigned[place][1], 0))
+    before, after = (calibration.finished(each, fast).program for each in (assigned, changed))
+    names = {site.right for site in assigned[place][0].sites}
+    assert before.weights.keys() == after.weights.keys()
+    assert {
+        name for name in before.weights if not torch.equal(before.weights[name].codes, after.weights[name].codes)
+    } == (names)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Attention, (40, 16)), (Grouped, (3, 16, 16))])
+def test_chosen_codes_of_other_layers_end_up_in_the_file(kind, shape, fast):
+    torch.manual_seed(0)
+    images = torch.randn(4, *shape)
+    calibration = Calibration(kind().eval(), images)
+    assigned = assert_codes_are_stored(calibration, fast, [images])
+    if kind is Attention:
+        assert [len(group.sites) for group, _ in assigned] == [3, 1]
+        assert assigned[0][1].fold is not None
+
+
+def test_an_assignment_without_codes_stores_the_nearest(calibration, fast):
+    config = replace(fast, search=replace(fast.search, refit=False))
+    assigned = calibration.assign(config)
+    stored = deserialise(serialise(calibration.finished(assigned, config))).program
+    for group, assignment in assigned:
+        if group.first.role not in ("linear", "conv"):
+            continue
+        assert isinstance(assignment.right, UniformQuantizer)
+        weight = torch.cat([calibration.program.tensors[site.right].flatten(1) for site in group.sites])
+        if assignment.fold is not None:
+            weight = assignment.fold.weight(weight)
+        nearest = QuantizedTensor.nearest(weight, assignment.right)
+        for site, codes in rows_of(group, nearest, calibration.program):
+            assert torch.equal(stored.weights[site.right].codes, codes)
+
+
+def test_a_tensor_of_codes_keeps_them_under_other_scales():
+    values = normal(3, 8, dtype=torch.float32)
+    quantizer = UniformQuantizer(torch.full((3, 1), 0.4), torch.full((3, 1), 7.0), 4)
+    stored = QuantizedTensor.nearest(values, quantizer)
+    assert stored.codes.dtype == torch.uint8
+    assert stored.bits == 4
+    assert torch.equal(stored.dequantize(), quantizer.fake_quantize(values))
+    for other in (stored.scaled(1.5), stored.map(lambda value: value.double()), stored.to(torch.device("cpu"))):
+        assert torch.equal(other.codes, stored.codes)
+    torch.testing.assert_close(stored.scaled(1.5).dequantize(), stored.dequantize() * 1.5)
+    assignment = Assignment(None, stored, Fold(torch.ones(8), torch.zeros(8)), 3.0).to(torch.device("cpu"))
+    assert torch.equal(assignment.right.codes, stored.codes)
+    assert (assignment.left, assignment.sqnr) == (None, 3.0)
+
+
+# --- a start ---------------------------------------------------------------------------------------------------------
+
+
+def sqnrs(assigned):
+    return {group.name: assignment.sqnr for group, assignment in assigned}
+
+
+def assert_no_site_is_worse(after, before):
+    after, before = sqnrs(after), sqnrs(before)
+    assert after.keys() == before.keys()
+    assert {name: (before[name], after[name]) for name in before if not after[name] >= before[name]} == {}
+
+
+def test_a_start_is_never_exchanged_for_a_worse_assignment(calibration, fast):
+    start = calibration.assign(fast)
+    for search in (fast.search, Search(rounds=2, steps=2)):
+        assert_no_site_is_worse(calibration.assign(replace(fast, search=search), start=start), start)
+    assert sqnrs(calibration.assign(fast)) == sqnrs(start)  # nothing of a start is left for later searches
+
+
+def test_a_short_search_keeps_what_a_better_one_has_found(calibration, fast):
+    start = calibration.assign(replace(fast, search=Search()))
+    short = replace(fast, search=Search(init=(4, 2), parents=1, steps=1, rounds=1))
+    alone = sqnrs(calibration.assign(short))
+    assert sum(alone[name] < sqnr - 0.1 for name, sqnr in sqnrs(start).items()) > len(alone) / 2  # it would lose much
+    assert_no_site_is_worse(calibration.assign(short, start=start), start)
+
+
+def test_sqnrs_of_what_starts_are_those_of_its_assignments(calibration, fast):
+    """What is kept is judged on the same operands as what is found."""
+    start = calibration.assign(fast)
+    found = {searched.group.name: searched for searched in calibration.search(fast)}
+    for group, assignment in calibration.assign(fast, start=start):
+        product = found[group.name].product
+        assert product.assigned(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
