@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from adalog.choices import ReleasedSearch
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+from adalog.quantizers import Assignment, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
 from adalog.search.operand import Operand
-from adalog.search.product import Found
+from adalog.search.product import Product
 
 POINTS = 128  # candidates per step
 TILE_ELEMENTS = 1 << 19  # elements of an operand and its output together, roughly
@@ -112,8 +112,9 @@ class Direct:
     def __init__(self) -> None:
         self.candidates = self.flops = 0
 
-    def search_product(self, role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
-        """Quantizers of left @ right^T; it can take the place of `released.search_product`."""
+    def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
+        """Quantizers of a product; it can take the place of `released.search_product`."""
+        role, left, right = product.role, product.left, product.right
         half = 2 ** (right.format.bits - 1)
         of_activations = role in ("qk", "av")
         steps = search.steps - 1 if search.progressive else 0
@@ -142,7 +143,7 @@ class Direct:
                 self.candidates, self.flops = self.candidates + losses.evaluated, self.flops + losses.flops
         if isinstance(firsts, Logarithmic) and isinstance(first, LogQuantizer):
             first = firsts.at_its_base(first)
-        return Found.judged(left, right, first, second)
+        return product.assigned(first, second)
 
 
 def best(points: Tensor, losses: Tensor, count: int) -> Tensor:

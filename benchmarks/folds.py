@@ -11,7 +11,6 @@ Prints one JSON object and saves it as benchmarks/results/folds.json.
 
 from benchmarks.publish import RESULTS, publish
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from adalog import Calibration, Config
 from adalog.calibration.calibration import Searched
 from adalog.inputs import demo
 from adalog.quantize import sample_images
+from adalog.search import bounds
 from adalog.search.bounds import search_channels
 from adalog.study.doctor import machine
 
@@ -44,7 +44,7 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
         for name, own in (("own", True), ("shared", False)):
             fresh = Calibration(model, calibration.images[0], seed=seed)
             chosen = partial(search_channels, own_ranges=own)
-            with mock.patch.object(sys.modules["adalog.quantize"], "search_channels", chosen):
+            with mock.patch.object(bounds, "search_channels", chosen):
                 folds[name] = {each.sites[0].name: each for each in fresh.search(replace(config, fold_rows=1), sites)}
         errors = {
             site: {

@@ -72,10 +72,11 @@ from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
 from adalog.quantize import sample_images
+from adalog.quantizers import Assignment
 from adalog.search import released
 from adalog.search.bounds import search_product
 from adalog.search.operand import Operand
-from adalog.search.product import Found
+from adalog.search.product import Product
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
 
@@ -152,28 +153,34 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
     """The costs of both searches of a site's product, and the errors that their quantizers leave."""
     runs: list[tuple[Operand, dict[str, Any]]] = []
 
-    def directly(role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
+    def directly(product: Product, search: ReleasedSearch) -> Assignment:
         direct = Direct()
-        cost, found = measured(lambda: direct.search_product(role, left, right, search))
-        runs.append((left, {**cost, "candidates": direct.candidates, "flops": direct.flops}))
+        cost, found = measured(lambda: direct.search_product(product, search))
+        runs.append((product.left, {**cost, "candidates": direct.candidates, "flops": direct.flops}))
         return found
 
     with mock.patch.object(released, "search_product", directly):
         (reference,) = calibration.search(config, [name])
 
-    def errors(found: Found) -> tuple[float, float]:
-        searched = replace(reference, found=found)
+    def errors(found: Assignment) -> tuple[float, float]:
+        searched = replace(reference, assignment=found)
         return searched.mean_square_error(), held_out.judge(searched, config).mean_square_error()
 
-    theirs = errors(reference.found)
+    theirs = errors(reference.assignment)
     row: dict[str, Any] = {
         "sites": [site.name for site in reference.sites],
-        "direct": next(cost for left, cost in runs if left is reference.left),  # the run with the format that won
-        "irreducible_flops": irreducible_flops(reference.left, reference.right),
+        "direct": next(
+            cost for left, cost in runs if left is reference.product.left
+        ),  # the run with the format that won
+        "irreducible_flops": irreducible_flops(reference.product.left, reference.product.right),
     }
     for kind, search in SEARCHES.items():
-        left, right = replace(reference.left), replace(reference.right)  # copies, whose caches are empty
-        cost, found = measured(partial(search_product, left, right, search))
+        left, right = (
+            replace(reference.product.left),
+            replace(reference.product.right),
+        )  # copies, whose caches are empty
+        product = replace(reference.product, left=left, right=right)
+        cost, found = measured(partial(search_product, product, search))
         pairs = zip(errors(found), theirs, strict=True)
         ratios = [1.0 if ours == other else ours / other for ours, other in pairs]
         candidates = configured_candidates(left, right, search)

@@ -19,10 +19,10 @@ from adalog import Calibration, Config, Search, library
 from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 from adalog.search import released
 from adalog.search.operand import Format, Operand
-from adalog.search.product import Found
+from adalog.search.product import Product
 
 SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
 
@@ -132,7 +132,7 @@ KINDS = ["linear", "post-gelu", "twin", "grouped conv", "qk", "av"]
 def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, monkeypatch):
     monkeypatch.setattr(direct, "TILE_ELEMENTS", tile)
     left, right, first, second = operands(kind)
-    judged = Searched((), left, right, Found(first, second, 0.0), None).mean_square_error()
+    judged = Searched(None, Product("linear", left, right), Assignment(first, second)).mean_square_error()
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
     of_left = direct.Losses(left, right.values, right.quantized(second))
     of_right = direct.Losses(right, left.values, left.quantized(first))

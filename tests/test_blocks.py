@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adalog.calibration.refine import refined
 from torch import nn
 
 import zoo
 from adalog import Calibration, Config
 from adalog.calibration.batches import cut
 from adalog.calibration.blocks import Blocks
+from adalog.calibration.blockwise import refined_blocks
+from adalog.calibration.evolution import evolved
 from adalog.choices import BlockRefinement, Evolution, ScaleSearch
 from adalog.graph.capture import capture
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
-from adalog.graph.rewrite import Placed
 from adalog.graph.sites import find_blocks
 from adalog.graph.tracing import sizes, trace
 from adalog.quantizers import UniformQuantizer
@@ -206,20 +206,20 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
     """Losses differ in rounding only, so all first steps are alike; where two are equal, another may win."""
     calibration = Calibration(zoo.captured("timm_vit")[0], zoo.IMAGES)
     config = replace(Config.preset("w3a4", preset), images=4, **choices)
-    norms = {name: pair.norm for pair in calibration.pairs for name in pair.sites}
-    placed = [
-        Placed(found.sites, found.found, norms.get(found.sites[0].name), found.fold)
-        for found in calibration.search(replace(config, refine=None))
-    ]
+    assigned = calibration.assign(replace(config, refine=None))
     gradients = {block.value_out: torch.ones(()) for block in find_blocks(calibration.program)}
-    every, some = (
-        refined(calibration.program, calibration.images, placed, config.refine, gradients, 0, memory)
-        for memory in (None, 100_000)
-    )
+    given = calibration.program, calibration.images, assigned, config.refine
+
+    def refined(memory):
+        if isinstance(config.refine, Evolution):
+            return evolved(*given, torch.Generator().manual_seed(0), memory)
+        return refined_blocks(*given, gradients, memory)
+
+    every, some = refined(None), refined(100_000)
     alike = 0
-    for one, other, start in zip(every, some, placed, strict=True):
-        pairs = ((one.assignment.left, other.assignment.left), (one.assignment.right, other.assignment.right))
+    for (_, one), (_, other), (_, start) in zip(every, some, assigned, strict=True):
+        pairs = ((one.left, other.left), (one.right, other.right))
         alike += all(a is b is None or torch.equal(a.scale, b.scale) for a, b in pairs)
-        assert start.assignment.sqnr == other.assignment.sqnr
-    assert alike > 0.7 * len(placed)
-    assert any(one.found is not start.found for one, start in zip(some, placed, strict=True))
+        assert start.sqnr == other.sqnr
+    assert alike > 0.7 * len(assigned)
+    assert any(one is not start for (_, one), (_, start) in zip(some, assigned, strict=True))

@@ -29,7 +29,6 @@ from adalog.quantizers import (
 )
 from adalog.search.bounds import minimise
 from adalog.search.objective import ProductError
-from adalog.search.product import fake_quantize
 from adalog.search.strategies import brute_force
 from adalog.study import figures, landscape, levels
 from adalog.study.drawing import rendered
@@ -161,7 +160,7 @@ def errors_of(operand, other, other_hat, view):
     losses = torch.empty(view.losses.numel(), dtype=torch.float64)
     wanted = operand.values.double() @ other.double().T
     for index, point in enumerate(torch.cartesian_prod(*view.lines)):
-        hat = fake_quantize(operand, operand.quantizer(point.reshape(len(point), *[1] * len(operand.format.own_dims))))
+        hat = operand.quantized_at(point.reshape(len(point), *[1] * len(operand.format.own_dims)))
         losses[index] = (hat.double() @ other_hat.double().T - wanted).square().sum()
     return losses.view(view.losses.shape)
 

@@ -36,7 +36,7 @@ from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
-from adalog.search.product import output_power, with_table
+from adalog.search.product import Product, with_table
 from stored import deserialise, serialise
 from strategies import bits, normal, q, seeds
 
@@ -692,21 +692,22 @@ def test_eight_bits_where_they_cost_little(width, kind):
     probabilities = (normal(2, 1, 40, 40, seed=width) * 3).softmax(-1).float()
     left = Operand(probabilities, Format.power_law(kind, width, config, 0.0))
     right = Operand(normal(2, 1, 8, 40, seed=1).float(), Format(width))
-    plain = search_product(left, right, Search(rounds=1, steps=1))
-    chosen = with_table(left, right, plain, "calibrated")
+    product = Product("av", left, right)
+    plain = search_product(product, Search(rounds=1, steps=1))
+    chosen = with_table(product, plain, "calibrated")
     ratios = {}
     for tables, bits_of_table in (("u8", 8), ("u16", 16)):
         if most_headroom(width, bits_of_table, table=plain.left.table) < 0:
             with pytest.raises(ValueError, match="mantissas of 9 bits do not fit: choose 'u16'"):
-                with_table(left, right, plain, tables)
+                with_table(product, plain, tables)
             continue
-        forced = with_table(left, right, plain, tables)
+        forced = with_table(product, plain, tables)
         assert forced.left.width == bits_of_table
-        noise = [output_power(left, right, found.left, found.right)[1] for found in (forced, plain)]
+        noise = [product.output_power(found.left, found.right)[1] for found in (forced, plain)]
         ratios[bits_of_table] = noise[0] / noise[1]
     assert ratios[16] < 1.02
     assert chosen.left.width == (8 if ratios.get(8, math.inf) <= 1.03 else 16)
-    assert with_table(left, right, plain, "float") is plain
+    assert with_table(product, plain, "float") is plain
 
 
 def test_headrooms_leave_accumulators_in_32_bits():
@@ -714,7 +715,8 @@ def test_headrooms_leave_accumulators_in_32_bits():
     form = Format.power_law("log2", width, Config(), 0.0)
     left = Operand(normal(64, terms).abs().float(), form)
     right = Operand(normal(8, terms, seed=1).float(), Format(8, own_dims=(0,)))
-    found = with_table(left, right, search_product(left, right, Search(rounds=1, steps=0)), "u16").left
+    product = Product("linear", left, right)
+    found = with_table(product, search_product(product, Search(rounds=1, steps=0)), "u16").left
     assert terms * 255 * int(found.integers().max()) < 2**31
     assert found.headroom < most_headroom(width, 16, table=False)
 

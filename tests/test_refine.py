@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adalog.calibration.refine import refined
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration.blockwise import largest_errors, refine_block, scaled
-from adalog.calibration.evolution import evolve, info_nce, mutated
+from adalog.calibration.blockwise import largest_errors, refine_block, refined_blocks
+from adalog.calibration.evolution import evolve, evolved, info_nce, mutated
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
-from adalog.graph.rewrite import Placed, built
+from adalog.graph.rewrite import rewritten
 from adalog.quantizers import LogQuantizer, TwinUniformQuantizer, UniformQuantizer
 from strategies import normal
 
@@ -126,11 +125,11 @@ def test_one_scale_after_another_is_multiplied():
 
 def test_scaled_quantizers():
     one = torch.tensor(1.0)
-    assert float(scaled(uniform(2.0), 1.5).scale) == 3
-    assert float(scaled(uniform(2.0), 1.5).zero_point) == 8
-    twin = scaled(TwinUniformQuantizer(one, one / 4, 4), 2.0)
+    assert float(uniform(2.0).scaled(1.5).scale) == 3
+    assert float(uniform(2.0).scaled(1.5).zero_point) == 8
+    twin = TwinUniformQuantizer(one, one / 4, 4).scaled(2.0)
     assert (float(twin.scale), float(twin.negative_scale)) == (2.0, 0.5)
-    assert float(scaled(LogQuantizer(one, 20, 37, 4), 0.5).scale) == 0.5
+    assert float(LogQuantizer(one, 20, 37, 4).scaled(0.5).scale) == 0.5
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
@@ -141,42 +140,40 @@ def calibration():
     return Calibration(zoo.captured("timm_vit")[0], zoo.IMAGES)
 
 
-def placed_of(calibration, config):
-    norms = {name: pair.norm for pair in calibration.pairs for name in pair.sites}
-    return [
-        Placed(found.sites, found.found, norms.get(found.sites[0].name), found.fold)
-        for found in calibration.search(config)
-    ]
+def refined(program, images, assigned, choices, gradients, seed):
+    if isinstance(choices, Evolution):
+        return evolved(program, images, assigned, choices, torch.Generator().manual_seed(seed))
+    return refined_blocks(program, images, assigned, choices, gradients)
 
 
 def test_evolution_lowers_the_model_s_loss(calibration):
     choices = Evolution(passes=2, cycles=3)
     config = replace(Config.preset("w3a4", "fq-vit"), images=4)
-    placed = placed_of(calibration, config)
-    after = refined(calibration.program, calibration.images, placed, choices, {}, 0)
-    again = refined(calibration.program, calibration.images, placed, choices, {}, 0)
+    assigned = calibration.assign(config)
+    after = refined(calibration.program, calibration.images, assigned, choices, {}, 0)
+    again = refined(calibration.program, calibration.images, assigned, choices, {}, 0)
     with torch.no_grad():
         wanted = calibration.program.run(calibration.images)
         losses = [
-            info_nce(built(calibration.program, each).run(calibration.images), wanted, choices.temperature)
-            for each in (placed, after)
+            info_nce(rewritten(calibration.program, each).run(calibration.images), wanted, choices.temperature)
+            for each in (assigned, after)
         ]
     assert losses[1] < losses[0]
     changed = 0
-    for before, now, same in zip(placed, after, again, strict=True):
-        assert now.assignment.left is before.assignment.left
-        assert torch.equal(now.assignment.right.scale, same.assignment.right.scale)
-        assert torch.equal(now.assignment.right.zero_point, before.assignment.right.zero_point)
-        changed += now.assignment.right is not before.assignment.right
-        if before.sites[0].role in ("qk", "av"):
-            assert now.assignment.right is before.assignment.right
+    for (group, before), (_, now), (_, same) in zip(assigned, after, again, strict=True):
+        assert now.left is before.left
+        assert torch.equal(now.right.scale, same.right.scale)
+        assert torch.equal(now.right.zero_point, before.right.zero_point)
+        changed += now.right is not before.right
+        if group.first.role in ("qk", "av"):
+            assert now.right is before.right
         else:
-            assert float((now.assignment.right.scale - before.assignment.right.scale).abs().max()) <= 6 * 1e-3
+            assert float((now.right.scale - before.right.scale).abs().max()) <= 6 * 1e-3
     assert changed > 0
     model = calibration.quantize(replace(config, refine=choices))
-    for row, now in zip(model.ledger, after, strict=True):
+    for row, (_, now) in zip(model.ledger, after, strict=True):
         assert model.program.weights.get(f"{row.site}.weight") is None or torch.equal(
-            model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.assignment.right.scale.flatten()
+            model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.right.scale.flatten()
         )
 
 

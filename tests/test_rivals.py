@@ -16,7 +16,7 @@ from adalog.artifact import deserialise, serialise
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.errors import ArtifactError
 from adalog.graph.capture import capture
-from adalog.graph.sites import find_parts, find_sites
+from adalog.graph.sites import find_sites, find_splits
 from adalog.quantizers import FLOAT_BITS, Fold, SplitUniformQuantizer, TwinUniformQuantizer
 from adalog.search import quantiles, ranges, scales
 from adalog.search.operand import Format, Operand
@@ -429,7 +429,7 @@ def test_a_zero_operand_keeps_finite_scales():
 
 def parts_of(model, images):
     program = capture(model.eval(), (images,))
-    return find_parts(program, find_sites(program), [images])
+    return find_splits(program, find_sites(program), [images])
 
 
 def test_queries_keys_and_values_of_one_linear_are_three_parts():

@@ -27,7 +27,7 @@ from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Pair, find_blocks, find_pairs, find_refused, find_sites, find_splits
+from adalog.graph.sites import Pair, Site, find_blocks, find_pairs, find_refused, find_sites, find_splits
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -53,6 +53,10 @@ class Searched:
     product: Product
     assignment: Assignment
     seconds: float = 0.0
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.group.sites
 
     def mean_square_error(self) -> float:
         """The mean over all elements of the product's output."""
