@@ -21,7 +21,7 @@ from adalog.calibration.operands import choices_of, formats_of, in_shape_of_prod
 from adalog.calibration.ordered import observe_in_order
 from adalog.calibration.partial import Partial, assignment_json
 from adalog.calibration.schedule import Progress, run_searches
-from adalog.choices import BlockRefinement, RangeSearch
+from adalog.choices import BlockRefinement, RangeSearch, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
@@ -206,6 +206,8 @@ class Calibration:
         search, module = config.search, SEARCHES[type(config.search)]
         ordered = self._seen_in_order(whole)
         fold, shared = self._fold(group, whole, ordered)
+        if start is not None and isinstance(search, Search):
+            fold = start.fold  # its quantizers are those of what this fold leaves; other choices may have found another
         tried = []
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
