@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from adalog.choices import ReleasedSearch
-from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+from adalog.quantizers import Assignment, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
 from adalog.search.operand import Operand
-from adalog.search.product import Found
+from adalog.search.product import Product
 
 POINTS = 128  # candidates of a step
 TILE_ELEMENTS = 1 << 19  # of an operand and its output together, more or less
@@ -110,10 +110,10 @@ class Direct:
     def __init__(self) -> None:
         self.candidates = self.flops = 0
 
-    def search_product(self, role: str, left: Operand, right: Operand, search: ReleasedSearch) -> Found:
+    def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
         """Quantizers of left @ right^T, as `released.search_product`, whose place it can take."""
+        role, left, right, of_activations = product.role, product.left, product.right, product.of_activations
         half = 2 ** (right.format.bits - 1)
-        of_activations = role in ("qk", "av")
         steps = search.steps - 1 if search.progressive else 0
         seconds = Uniform(right, min(half, 64 if role == "conv" else 16), steps, LEAST_SCALE if of_activations else 0)
         firsts: Uniform | Logarithmic | Twin
@@ -140,7 +140,7 @@ class Direct:
                 self.candidates, self.flops = self.candidates + losses.evaluated, self.flops + losses.flops
         if isinstance(firsts, Logarithmic) and isinstance(first, LogQuantizer):
             first = firsts.at_its_base(first)
-        return Found.judged(left, right, first, second)
+        return product.assigned(first, second)
 
 
 def best(points: Tensor, losses: Tensor, keep: int) -> Tensor:

@@ -73,7 +73,7 @@ def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[s
 
 def layer_name(searched: Searched) -> str:
     """As the released code calls it."""
-    name, role = searched.sites[0].name, searched.sites[0].role
+    name, role = searched.group.name, searched.group.first.role
     return {"qk": name.removesuffix(".qk") + ".matmul1", "av": name.removesuffix(".av") + ".matmul2"}.get(role, name)
 
 
@@ -113,7 +113,7 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
         name = layer_name(searched)
         ratios[name] = searched.mean_square_error() / content["relative_output_mse"][name]["mse"]
         sides = {"A_quantizer": searched.assignment.left, "B_quantizer": searched.assignment.right}
-        if searched.sites[0].role not in ("qk", "av"):
+        if searched.group.first.role not in ("qk", "av"):
             sides = {"a_quantizer": searched.assignment.left, "w_quantizer": searched.assignment.right}
         for side, ours in sides.items():
             theirs = content["hyperparameters"].get(f"{name}.{side}", {})
