@@ -173,7 +173,7 @@ class Uniform:
     least: float = LEAST_SCALE
 
     def quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.spread(part)[0] for part in point)
+        scale, zero_point = (self.operand.shaped(part)[0] for part in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def grid(self) -> tuple[Tensor, Tensor]:
