@@ -114,9 +114,8 @@ class Direct:
 
     def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
         """Quantizers of a product; it can take the place of `released.search_product`."""
-        role, left, right = product.role, product.left, product.right
+        role, left, right, of_activations = product.role, product.left, product.right, product.of_activations
         half = 2 ** (right.format.bits - 1)
-        of_activations = role in ("qk", "av")
         steps = search.steps - 1 if search.progressive else 0
         seconds = Uniform(right, min(half, 64 if role == "conv" else 16), steps, LEAST_SCALE if of_activations else 0)
         firsts: Uniform | Logarithmic | Twin
@@ -179,7 +178,7 @@ class Uniform:
     least: float = LEAST_SCALE
 
     def quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.spread(each)[0] for each in point)
+        scale, zero_point = (self.operand.shaped(part)[0] for part in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def grid(self) -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
         name = layer_name(searched)
         ratios[name] = searched.mean_square_error() / content["relative_output_mse"][name]["mse"]
         sides = {"A_quantizer": searched.assignment.left, "B_quantizer": searched.assignment.right}
-        if searched.sites[0].role not in ("qk", "av"):
+        if searched.group.first.role not in ("qk", "av"):
             sides = {"a_quantizer": searched.assignment.left, "w_quantizer": searched.assignment.right}
         for side, ours in sides.items():
             theirs = content["hyperparameters"].get(f"{name}.{side}", {})

@@ -183,7 +183,7 @@ def test_same_seed_same_bytes(tiniest, images, fast):
 
 def test_the_format_is_what_it_was(monkeypatch):
     """One linear after a logarithmic quantizer, byte by byte: another hash is another format, and needs its number."""
-    monkeypatch.setattr(adalog, "__version__", "0")
+    monkeypatch.setattr("adalog.version.__version__", "0")
     codes = torch.arange(10, dtype=torch.uint8).reshape(2, 5) % 8
     weight = QuantizedTensor(codes, UniformQuantizer(torch.tensor([[0.5], [0.1]]), torch.tensor([[3.0], [0.0]]), 3))
     left = LogQuantizer(torch.tensor(0.7), 17, 37, 4, offset=0.17, keeps_offset=True, width=8, headroom=3)

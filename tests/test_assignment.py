@@ -277,3 +277,12 @@ def test_sqnrs_of_what_starts_are_those_of_its_assignments(calibration, fast):
     for group, assignment in calibration.assign(fast, start=start):
         product = found[group.name].product
         assert product.assigned(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
+
+
+def test_a_start_of_other_bits_is_no_start(calibration, fast):
+    """It would leave less error, with codes that these choices do not allow."""
+    start = calibration.assign(replace(fast, weight_bits=8, activation_bits=8, softmax_bits=8))
+    plain = calibration.finished(calibration.assign(fast), fast).ledger
+    begun = calibration.finished(calibration.assign(fast, start=start), fast).ledger
+    bits = [[side.split("-")[0] for row in ledger for side in (row.left, row.right)] for ledger in (plain, begun)]
+    assert bits[0] == bits[1]

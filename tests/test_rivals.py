@@ -677,8 +677,8 @@ def test_gradients_are_thinned_as_operands_are():
         whole, part = (each[name] for each in found)
         assert len(part.product.left.values) == -(-8000 // 3)
         for side in ("left", "right"):
-            scales = (getattr(each.assignment, side).scale for each in (part, whole))
-            torch.testing.assert_close(*scales, rtol=0.15, atol=0)
+            both = (getattr(each.assignment, side).scale for each in (part, whole))
+            torch.testing.assert_close(*both, rtol=0.15, atol=0)
         plain = replace(part.product, weights=None, row_splits=None)
         unweighted = scales.search_product(plain, config.search)
         assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)

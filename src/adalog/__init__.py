@@ -1,7 +1,5 @@
 """adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers."""
 
-__version__ = "0.1.0"
-
 from adalog.calibration.calibration import Calibration
 from adalog.choices import Search
 from adalog.config import Config
@@ -11,6 +9,7 @@ from adalog.inputs.images import Preprocessing
 from adalog.methods import METHODS
 from adalog.model import QuantizedModel, load
 from adalog.quantize import quantize
+from adalog.version import __version__ as __version__
 
 __all__ = [
     "METHODS",

@@ -16,7 +16,7 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-import adalog
+from adalog import version
 from adalog.config import Config
 from adalog.errors import ArtifactError, one_line
 from adalog.files import write_whole
@@ -87,7 +87,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
             tensors[f"float/{name}"] = _smallest(value).contiguous()
     header = {
         "format": FORMAT,
-        "version": adalog.__version__,
+        "version": version.__version__,
         "config": json.loads(quantized.config.to_json()),
         "provenance": dict(quantized.provenance),
         "refusals": dict(quantized.refusals),

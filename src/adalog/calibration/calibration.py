@@ -1,11 +1,9 @@
 """A captured model with what its sites see, and all that makes a quantized model of it."""
 
-import difflib
 import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import adalog
 from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.evolution import evolved
-from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
 from adalog.calibration.observe import Observed, Request
-from adalog.calibration.operands import choices_of, formats_of, in_shape_of_product, operands_of, product_elements
-from adalog.calibration.ordered import observe_in_order
-from adalog.calibration.partial import Partial, assignment_json
+from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, product_elements
+from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
-from adalog.choices import BlockRefinement, Evolution, RangeSearch
+from adalog.calibration.shared import Shared
+from adalog.choices import BlockRefinement, Evolution, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Pair, Site, find_blocks, find_pairs, find_refused, find_sites, find_splits
+from adalog.graph.sites import Pair, Site, find_blocks, find_pairs, find_refused, find_sites
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -36,6 +32,7 @@ from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
 from adalog.search import SEARCHES
 from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
+from adalog.version import __version__
 
 MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
 _BYTES_PER_ELEMENT = 16  # temporaries of a search, for each element of a left operand, more or less
@@ -95,11 +92,13 @@ class Calibration:
         self._blocks = find_blocks(self.program)
         self._memory = memory
         self._shapes = trace(self.program, self.images)
-        self._needs = {group.name: self._need(group) for group in self.groups}
-        self._observed = Observed(self.program, self.images, self._shapes, self._needs.values(), memory // 2)
-        self._found: dict[Any, Any] = {}  # what searches share and find, by what it depends on
+        self._requests = {group.name: self._request(group) for group in self.groups}
+        self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
+        self._shared = Shared(
+            self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
+        )
+        self._found: dict[Any, Any] = {}  # folds and assignments, by what they depend on
         self._seconds: dict[Any, float] = {}
-        self._probe: Tensor | None = None
 
     # --- the story ---
 
@@ -131,13 +130,17 @@ class Calibration:
         start: Assigned = (),
     ) -> list[tuple[SiteGroup, Assignment]]:
         """The assignment of every group under these choices, in order of execution. Arguments as of `quantize`."""
-        self._check_pinned(config)
-        self._prepare(config)
+        check_pinned(config, self.sites)
+        self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
+        if given and given.keys() != self._requests.keys():
+            raise ValueError(
+                "start: give the assignments of all sites, as `assign` does, since norms are folded for several"
+            )
         found = run_searches(
             self._splits(),
             lambda group: self._search(group, config, given.get(group.name)).assignment,
-            bytes_of={name: need.scratch for name, need in self._needs.items()},
+            bytes_of={name: request.scratch for name, request in self._requests.items()},
             memory=self._memory // 2,
             device=self.images[0].device,
             jobs=jobs,
@@ -170,11 +173,11 @@ class Calibration:
 
         They hold their operands, whatever the memory of this.
         """
-        self._check_pinned(config)
+        check_pinned(config, self.sites)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
             raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
-        self._prepare(config)
+        self._shared.prepare(config)
         found = {}
         for group in (group for split in self._splits() for group in split):
             if sites is None or any(site.name in sites for site in group.sites):
@@ -192,7 +195,7 @@ class Calibration:
 
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by this gradient of a loss by the model's only output, (N, ...), in place of random ones."""
-        self._probe = gradient
+        self._shared.probe(gradient)
         self._found.clear()
         self._seconds.clear()
 
@@ -207,39 +210,28 @@ class Calibration:
 
     @torch.no_grad()  # a thread's own setting
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
-        begun, seconds = time.thread_time(), 0.0
-        config = choices_of(group, whole)
-        search, module = config.search, SEARCHES[type(config.search)]
-        ordered = self._seen_in_order(whole)
+        begun, seconds, tried = time.thread_time(), 0.0, []
+        config, ordered = choices_of(group, whole), self._shared.ordered(whole)
         fold, shared = self._fold(group, whole, ordered)
-        tried = []
+        if start is not None and isinstance(config.search, Search) and _fits(start, config):
+            fold = start.fold  # its quantizers are those of what this fold leaves
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
-            bits = None if fold is None else config.activation_bits
-            key = (group.name, product.left.format, product.right.format, search, bits, self._order(whole))
-            if key not in self._found or start is not None:
-                wanted = module.needs(search)
-                product = replace(product, shared=shared, start=start)
-                if ordered is not None:
-                    operands = operands_of(self.program, group, ordered, config, fold, activation)
-                    product = replace(product, ordered=operands)
-                if "weights" in wanted:
-                    product = replace(product, weights=self._error_weights(group, config))
-                if "row_splits" in wanted:
-                    product = replace(product, row_splits=self._row_splits(group))
-                found = module.search_product(product, search)
-                if start is None:
-                    self._found[key] = found
-            else:
-                found = self._found[key]
+            formats = product.left.format, product.right.format
+            bits, order = None if fold is None else config.activation_bits, self._shared.order(whole)
+            key: Any = (group.name, *formats, config.search, bits, order)
             tabled = (*key, config.tables)
-            if tabled not in self._found or start is not None:
-                found = with_table(product, found, config.tables)
-                if start is None:
-                    self._found[tabled] = found
-            else:
-                found = self._found[tabled]
-            tried.append(Searched(group, product, found))
+            if start is not None or key not in self._found:
+                operands = ordered and operands_of(self.program, group, ordered, config, fold, activation)
+                given = replace(product, shared=shared, ordered=operands or None, start=start)
+                given = replace(given, **self._shared.wanted(group, self._requests[group.name].names, config))
+                self._found[key] = SEARCHES[type(config.search)].search_product(given, config.search)
+                self._found.pop(tabled, None)
+            if tabled not in self._found:
+                self._found[tabled] = with_table(product, self._found[key], config.tables)
+            tried.append(Searched(group, product, self._found[tabled]))
+            if start is not None:  # what began elsewhere is not what these choices find by themselves
+                del self._found[key], self._found[tabled]
             begun, spent = time.thread_time(), time.thread_time() - begun
             self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # next to nothing where it was known
             seconds += self._seconds[tabled]
@@ -247,7 +239,7 @@ class Calibration:
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
         """The group's product on what the float network gives it."""
-        seen = self._observed.seen(self._needs[group.name].names)
+        seen = self._observed.seen(self._requests[group.name].names)
         left, right = operands_of(self.program, group, seen, config, fold, activation)
         return Product(group.first.role, left, right, fold)
 
@@ -259,9 +251,9 @@ class Calibration:
         if pair is None or self._unfolded(pair, choices_of(group, whole)):
             return None, None
         search, bits = whole.search, whole.at(pair.sites).activation_bits
-        key = ("fold", pair.norm.name, bits, search, self._order(whole))
+        key = ("fold", pair.norm.name, bits, search, self._shared.order(whole))
         if key not in self._found:
-            seen = self._observed.seen(self._needs[group.name].names) if ordered is None else ordered
+            seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
             read = {site.left for site in self.sites if site.name in pair.sites}
             rows = [seen[name].flatten(0, -2) for name in sorted(read)]
             values = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -286,7 +278,7 @@ class Calibration:
 
     # --- all groups ---
 
-    def _need(self, group: SiteGroup) -> Request:
+    def _request(self, group: SiteGroup) -> Request:
         """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
         products = [] if group.pair is None else list(group.pair.sites)
         read = {group.first.left} | {site.left for site in self.sites if site.name in products}
@@ -296,18 +288,28 @@ class Calibration:
         elements = product_elements(self.program, group, self._shapes)
         return Request(group.name, frozenset(read), rows, elements * _BYTES_PER_ELEMENT)
 
+    def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
+        """A digest of everything that decides what the searches find."""
+        strides = [self._observed.stride(request.names) for request in self._requests.values()]
+        begun = [(name, assignment_json(start[name])) for name in sorted(start)]
+        tensors = (*self.program.tensors.items(), *(("image", value) for value in self.images), *self._shared.probes())
+        graph = self.program.inputs, self.program.nodes, self.program.output
+        return fingerprint(
+            (graph, config.to_json(), self.seed, strides, __version__, torch.__version__, begun), tensors
+        )
+
     def _splits(self) -> list[list[SiteGroup]]:
         """The groups by whose operands are held at a time, in order."""
 
         def number(group: SiteGroup) -> int:
-            return self._observed.stage(self._needs[group.name].names)
+            return self._observed.stage(self._requests[group.name].names)
 
         return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
 
     def _refined(self, assigned: Assigned, config: Config) -> list[tuple[SiteGroup, Assignment]]:
         """With other scales, as `Config.refine` has it, and SQNRs to match."""
         if isinstance(config.refine, BlockRefinement):
-            gradients = self._squared_gradients(config.refine.probes)
+            gradients = self._shared.squared_gradients(config.refine.probes)
             changed = refined_blocks(self.program, self.images, assigned, config.refine, gradients)
         else:
             assert isinstance(config.refine, Evolution)
@@ -323,93 +325,10 @@ class Calibration:
             judged.append((group, product.assigned(after.left, after.right)))
         return judged
 
-    def _check_pinned(self, config: Config) -> None:
-        names = [site.name for site in self.sites]
-        for pattern, _ in config.pinned:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
-                raise ValueError(
-                    f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
-                    "(`adalog inspect MODEL` lists all; * stands for anything)"
-                )
 
-    def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
-        """A digest of everything that decides what the searches find."""
-        content = hashlib.sha256(repr((self.program.inputs, self.program.nodes, self.program.output)).encode())
-        for name, value in self.program.tensors.items():
-            content.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            content.update(raw_bytes(value))
-        for value in (*self.images, *(() if self._probe is None else (self._probe,))):
-            content.update(f"{value.dtype} {tuple(value.shape)} {value.device.type}".encode())
-            content.update(raw_bytes(value))
-        strides = [self._observed.stride(need.names) for need in self._needs.values()]
-        versions = adalog.__version__, torch.__version__
-        begun = [(name, assignment_json(start[name])) for name in sorted(start)]
-        content.update(repr((config.to_json(), self.seed, strides, versions, begun)).encode())
-        return content.hexdigest()
-
-    # --- what some searches need beside the operands ---
-
-    def _prepare(self, config: Config) -> None:
-        """What all searches share, before they run side by side."""
-        self._seen_in_order(config)
-        wanted = SEARCHES[type(config.search)].needs(config.search)
-        if "weights" in wanted:
-            self._error_gradients(config)
-        if "row_splits" in wanted:
-            self._all_row_splits()
-
-    def _error_gradients(self, config: Config) -> dict[str, Tensor]:
-        return self._squared_gradients(config.search.probes, noise=config.search.released)  # type: ignore[union-attr]
-
-    def _squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
-        """By what every site, and every block, puts out."""
-        key = ("gradients", probes, noise)
-        if key not in self._found:
-            generator = torch.Generator().manual_seed(self.seed)
-            drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
-            given = drawn if self._probe is None else [given_probe(self._probe)]
-            names = {site.node.name for site in self.sites} | {block.value_out for block in self._blocks}
-            self._found[key] = squared_gradients(self.program, self.images, names, given)
-        found: dict[str, Tensor] = self._found[key]
-        return found
-
-    def _error_weights(self, group: SiteGroup, config: Config) -> Tensor:
-        """In the shape of the group's product."""
-        gradients, names = self._error_gradients(config), self._needs[group.name].names
-        values = [self._observed.alike(group.first.left, names, gradients[member.node.name]) for member in group.sites]
-        return in_shape_of_product(self.program, group, values)
-
-    def _all_row_splits(self) -> dict[str, Tensor]:
-        if "row splits" not in self._found:
-            self._found["row splits"] = find_splits(self.program, self.sites, take(self.images, [0, 1]))
-        found: dict[str, Tensor] = self._found["row splits"]
-        return found
-
-    def _row_splits(self, group: SiteGroup) -> Tensor | None:
-        """Which rows of the group's weight share a scale; None where each has its own."""
-        if group.first.role != "linear":
-            return None
-        splits, count = [], 0
-        for site in group.sites:
-            splits.append(self._all_row_splits()[site.name] + count)
-            count = int(splits[-1].max()) + 1
-        return torch.cat(splits)
-
-    @staticmethod
-    def _order(config: Config) -> Config | None:
-        """Cache key: the config if sites are calibrated in sequence, else None."""
-        return config if isinstance(config.search, RangeSearch) and config.search.in_order else None
-
-    def _seen_in_order(self, config: Config) -> dict[str, Tensor] | None:
-        """What operands are under these choices, all of them at once, where methods look behind what is quantized."""
-        if self._order(config) is None:
-            return None
-        key = ("seen", config)
-        if key not in self._found:
-            self._found[key] = observe_in_order(self.program, self.images, self.groups, config, self._unfolded)
-        found: dict[str, Tensor] = self._found[key]
-        return found
+def _fits(start: Assignment, config: Config) -> bool:
+    """Whether an assignment has quantizers of the bits that are wanted."""
+    return start.left is not None and start.left.bits == config.activation_bits
 
 
 def digest(images: Sequence[Tensor]) -> str:
@@ -420,8 +339,3 @@ def digest(images: Sequence[Tensor]) -> str:
     for value in images:
         content.update(value.detach().cpu().contiguous().to(torch.float32).reshape(-1).numpy().data)
     return content.hexdigest()[:16]
-
-
-def raw_bytes(value: Tensor) -> memoryview:
-    """The bytes of a tensor's values, for a fingerprint."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,8 +1,10 @@
 """What a group's product multiplies: its operands, taken from observed values, and the formats they are searched in."""
 
+import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -15,6 +17,18 @@ from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site
 from adalog.quantizers import Fold
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
+
+
+def check_pinned(config: Config, sites: Sequence[Site]) -> None:
+    """Raise ValueError for a pattern of `pinned` that matches no site."""
+    names = [site.name for site in sites]
+    for pattern, _ in config.pinned:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
+            raise ValueError(
+                f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
+                "(`adalog inspect MODEL` lists all; * stands for anything)"
+            )
 
 
 def choices_of(group: SiteGroup, config: Config) -> Config:

@@ -1,9 +1,11 @@
 """The finished searches of a calibration in a file, one line each, from which a killed calibration goes on."""
 
+import hashlib
 import json
 import math
 import os
 from base64 import b64decode, b64encode
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,20 @@ from adalog.quantizers.codec import check_shape, decode_quantizer, pack, unpack
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
+
+
+def fingerprint(choices: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of choices (by their `repr`) and of named tensors, with their types, shapes and devices."""
+    content = hashlib.sha256(repr(choices).encode())
+    for name, value in tensors:
+        content.update(f"{name} {value.dtype} {tuple(value.shape)} {value.device.type}".encode())
+        content.update(raw_bytes(value))
+    return content.hexdigest()
+
+
+def raw_bytes(value: Tensor) -> memoryview:
+    """The bytes of a tensor's values."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Partial:

@@ -61,6 +61,8 @@ def search_product(product: Product, search: Search) -> Assignment:
     many = search.rough_rows > 0 and rows > max(search.rough_rows, 2 * columns)
     first = None if start is None else point_of(left, start.left)
     second = None if start is None else point_of(right, start.right)
+    if (first is None) != left.is_float or (second is None) != right.is_float:
+        start = None  # it has other bits or other kinds of quantizers than are wanted
     if first is None and not left.is_float:
         first = search_own(left, search)
     left_hat, right_hat = left.quantized_at(first), right.values
@@ -94,7 +96,9 @@ def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tens
     form = operand.format
     quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
     shape = [operand.values.shape[dim] for dim in form.own_dims]
-    if isinstance(quantizer, UniformQuantizer) and form.is_uniform and quantizer.bits == form.bits:
+    if quantizer is None or quantizer.bits != form.bits:
+        return None
+    if isinstance(quantizer, UniformQuantizer) and form.is_uniform:
         low = -quantizer.zero_point * quantizer.scale
         ends = low, low + (2**form.bits - 1) * quantizer.scale
         if low.numel() == math.prod(shape):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import adalog
-from adalog.calibration.calibration import Calibration, raw_bytes
+from adalog.calibration.calibration import Calibration
+from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.files import write_whole

@@ -1,0 +1,121 @@
+"""What some searches need beside the operands, computed once and shared by all sites."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.calibration.observe import Observed
+from adalog.calibration.operands import in_shape_of_product
+from adalog.calibration.ordered import observe_in_order
+from adalog.config import Config
+from adalog.graph.capture import take
+from adalog.graph.program import Program
+from adalog.graph.rewrite import SiteGroup
+from adalog.graph.sites import Block, Pair, find_splits
+from adalog.search import SEARCHES
+
+
+class Shared:
+    """The optional fields of `Product` that a search asks for (`SearchModule.needs`), for any site.
+
+    - "ordered": operands behind what is quantized already, found by one forward under the choices.
+    - "weights": squared gradients of the loss by every site's output, found by backward passes.
+    - "row_splits": which rows of a linear's weight share a scale.
+
+    All of them are held whole, on top of the memory of `Observed`. unfolded: why choices leave a pair's norm as it is.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        images: Sequence[Tensor],
+        groups: Sequence[SiteGroup],
+        blocks: Sequence[Block],
+        observed: Observed,
+        seed: int,
+        unfolded: Callable[[Pair, Config], str],
+    ):
+        self._program, self._images, self._groups, self._blocks = program, images, groups, blocks
+        self._observed, self._seed, self._unfolded = observed, seed, unfolded
+        self._found: dict[Any, Any] = {}
+        self._probe: Tensor | None = None
+
+    def probe(self, gradient: Tensor) -> None:
+        """Weight errors by this gradient of a loss by the model's only output, in place of random ones."""
+        self._probe = gradient
+        self._found.clear()
+
+    def probes(self) -> list[tuple[str, Tensor]]:
+        """The gradient that was given, if one was, for a fingerprint."""
+        return [] if self._probe is None else [("probe", self._probe)]
+
+    def prepare(self, config: Config) -> None:
+        """Compute what all searches of a configuration share, before they run side by side."""
+        self.ordered(config)
+        needs = SEARCHES[type(config.search)].needs(config.search)
+        if "weights" in needs:
+            self._error_gradients(config)
+        if "row_splits" in needs:
+            self._all_row_splits()
+
+    def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
+        """The weights and row splits of a group's product, as far as its search needs them. names: its values'."""
+        needs, found = SEARCHES[type(config.search)].needs(config.search), dict[str, Any]()
+        if "weights" in needs:
+            gradients = self._error_gradients(config)
+            values = [self._observed.alike(group.first.left, names, gradients[site.node.name]) for site in group.sites]
+            found["weights"] = in_shape_of_product(self._program, group, values)
+        if "row_splits" in needs:
+            found["row_splits"] = self._row_splits(group)
+        return found
+
+    def order(self, config: Config) -> Config | None:
+        """Cache key: the config if sites are calibrated in sequence, else None."""
+        return config if "ordered" in SEARCHES[type(config.search)].needs(config.search) else None
+
+    def ordered(self, config: Config) -> Mapping[str, Tensor] | None:
+        """What operands are under these choices, where the method looks behind what is quantized; else None."""
+        if self.order(config) is None:
+            return None
+        key = ("ordered", config)
+        if key not in self._found:
+            self._found[key] = observe_in_order(self._program, self._images, self._groups, config, self._unfolded)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
+        """The squared gradients of the loss by what every site, and every block, puts out, by the name of the value."""
+        key = ("gradients", probes, noise)
+        if key not in self._found:
+            generator = torch.Generator().manual_seed(self._seed)
+            drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
+            given = drawn if self._probe is None else [given_probe(self._probe)]
+            sites = {site.node.name for group in self._groups for site in group.sites}
+            names = sites | {block.value_out for block in self._blocks}
+            self._found[key] = squared_gradients(self._program, self._images, names, given)
+        found: dict[str, Tensor] = self._found[key]
+        return found
+
+    def _error_gradients(self, config: Config) -> dict[str, Tensor]:
+        search: Any = config.search
+        return self.squared_gradients(search.probes, noise=search.released)
+
+    def _all_row_splits(self) -> dict[str, Tensor]:
+        if "row splits" not in self._found:
+            sites = [site for group in self._groups for site in group.sites]
+            self._found["row splits"] = find_splits(self._program, sites, take(self._images, [0, 1]))
+        found: dict[str, Tensor] = self._found["row splits"]
+        return found
+
+    def _row_splits(self, group: SiteGroup) -> Tensor | None:
+        """Which rows of the group's weight share a scale; None where each has its own."""
+        if group.first.role != "linear":
+            return None
+        splits, count = [], 0
+        for site in group.sites:
+            splits.append(self._all_row_splits()[site.name] + count)
+            count = int(splits[-1].max()) + 1
+        return torch.cat(splits)
