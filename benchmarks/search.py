@@ -296,7 +296,7 @@ def block_seconds(images: int, width: int, points: int, seed: int, config: Confi
     torch.manual_seed(seed)
     model = VisionTransformer(embed_dim=width, depth=1, num_heads=width // 64, num_classes=1000).eval()
     calibration = Calibration(model, smooth_noise(images, (224, 224), seed), seed=seed)
-    search = replace(config.search, init=first_points(points), keep=points // 8)
+    search = replace(config.search, init=first_points(points), parents=points // 8)
     return measured(lambda: calibration.search(replace(config, search=search)))[0]["seconds"]
 
 

@@ -304,7 +304,7 @@ def test_an_interrupted_write_leaves_the_old_file(quantized, tmp_path, monkeypat
 FULL = """
 import resource, sys
 from pathlib import Path
-from adalog import artifact
+from adalog import files
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
 try:

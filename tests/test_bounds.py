@@ -156,7 +156,7 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
 def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
     """The winner of each search meets the incumbent on all rows, in full precision."""
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: fast)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40)
     errors = [error_of(found_by(left, right, replace(search, rounds=rounds)), left, right) for rounds in (1, 2)]
@@ -166,7 +166,7 @@ def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled
 
 @every_problem
 def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
-    monkeypatch.setattr(adalog.search.objective, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
     left, right = (replace(side, values=side.values.float()) for side in many_rows(problem))
     search = replace(SMALL, rough_rows=40, rounds=2)
     first, second = (found_by(left, right, search) for _ in range(2))
@@ -196,7 +196,7 @@ def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monke
         return of(error)
 
     monkeypatch.setattr(adalog.search.objective.ProductError, "by_rows", recorded)
-    monkeypatch.setattr(adalog.search.objective, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(adalog.search.objective, "chunk_elements", lambda _: chunk)
     found = found_by(left, right, search)
     assert max(pieces) == {16: 12, 50: 3}[chunk]
     torch.testing.assert_close(weight_of(found).scale, weight_of(whole).scale, rtol=1e-12, atol=0)

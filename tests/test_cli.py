@@ -525,7 +525,7 @@ def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, ar
 
 def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, capsys):
     quantized = copy.copy(quantized)
-    quantized.provenance = {**quantized.provenance, "preprocessing": {"size": [32, 32]}}
+    quantized.note(preprocessing={"size": [32, 32]})
     quantized.save(tmp_path / "out.safetensors")
     code, message = call(monkeypatch, capsys, "evaluate", tmp_path / "out.safetensors")
     assert code == 2

@@ -104,7 +104,7 @@ def test_bits_and_counts_of_every_product(mixed, as_printed):
         if row.role == "qk":
             bits = (4, 4)
         elif entry.source in ("softmax", "gelu"):
-            assert int(left.integers().max()) < 2**left.width
+            assert int(left.table_integers().max()) < 2**left.width
             bits = (left.bits + 1 if as_printed else left.width, 4 if row.role == "av" else 5)
             assert left.bits == (3 if row.role == "av" else 4)
         elif row.role == "conv":
@@ -150,10 +150,10 @@ def test_as_printed_they_are_looked_up_twice_and_shifted(mixed):
 
 def test_tables_in_memory(mixed):
     """As many entries as codes, of one or two bytes."""
-    tables = [each.integers().numpy() for each in logarithmic(mixed).values()]
+    tables = [each.table_integers().numpy() for each in logarithmic(mixed).values()]
     smallest = [table.astype("uint8" if table.max() < 256 else "uint16") for table in tables]
     found = cost(mixed.program, TINY).table_bytes
-    assert found == sum(len(each.integers()) * each.width // 8 for each in logarithmic(mixed).values())
+    assert found == sum(len(each.table_integers()) * each.width // 8 for each in logarithmic(mixed).values())
     assert found >= sum(table.nbytes for table in smallest)
     assert cost(captured_float(mixed), TINY).table_bytes == 0
 

@@ -201,7 +201,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
     for each in drawn:
         path = each.path
         assert [len(points) for points in path.steps] == [128, 128, 128]
-        assert len(path.parents) == Search().keep
+        assert len(path.parents) == Search().parents
         assert torch.equal(path.steps[0].amin(0), each.whole.low)
         assert torch.allclose(path.steps[0].amax(0), each.whole.high)
         for points in (*path.steps, path.parents, path.judged, path.walk):
@@ -245,12 +245,12 @@ def test_a_landscape_of_a_sample_is_the_loss_on_its_rows(calibration, monkeypatc
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     (wide,) = calibration.search(Config(3, 3, 3, images=4, search=Search(steps=1)), ["blocks.0.mlp.fc1"])
     left, _ = landscape.landscapes(wide, Search(steps=1, rough_rows=64), size=3)
-    hat = wide.right.quantized(wide.assignment.right)
-    error = ProductError.of(wide.left.values, wide.right.values.T, hat.T)
+    hat = wide.product.right.quantized(wide.assignment.right)
+    error = ProductError.of(wide.product.left.values, wide.product.right.values.T, hat.T)
     rows = error.sample(64).left
     assert error.gram
-    assert len(rows) < len(wide.left.values)
-    expected = errors_of(replace(wide.left, values=rows), wide.right.values, hat, left.whole)
+    assert len(rows) < len(wide.product.left.values)
+    expected = errors_of(replace(wide.product.left, values=rows), wide.product.right.values, hat, left.whole)
     assert torch.allclose(left.whole.losses.double(), expected, rtol=1e-4)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from adalog import ArtifactError, Calibration, Config, library
-from adalog.artifact import deserialise, serialise
 from adalog.runtime.native import flow, recognise
 from adalog.runtime.native.steps import Rows
+from stored import deserialise, serialise
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")

@@ -18,12 +18,12 @@ from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.runtime import native, reference
 from adalog.runtime.native import abi, products
 from adalog.runtime.native.tables import search_tables, steps_of
-from strategies import bits, normal, quick, seeds
+from strategies import bits, normal, seeds
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
 every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
-few = settings(quick, max_examples=12)  # at each level
+few = settings(max_examples=12)  # at each level
 SOURCES = [Path(native.__file__).with_name("native.cpp"), Path(library.__file__).parent / "search" / "fused.cpp"]
 
 
@@ -178,7 +178,6 @@ def looked_up(x, thresholds, values):
     return torch.tensor(found)
 
 
-@quick
 @given(st.integers(0, 70), seeds)
 def test_searches(count, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -319,7 +319,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
 
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):
     model, images = zoo.make("demo"), torch.cat([IMAGES] * 3)
-    config = replace(CONFIG, images=len(images), keep=(("*", 32),), input_bits=32)
+    config = replace(CONFIG, images=len(images), pinned=(("*", 32),), input_bits=32)
     Calibration(model, images, memory=12_000_000).quantize(config, partial=tmp_path / "partial")
     with pytest.raises(DataError, match="partial"):
         Calibration(model, images).quantize(config, partial=tmp_path / "partial")

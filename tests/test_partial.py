@@ -121,7 +121,7 @@ def line(**changes):
 
 def test_a_line_as_it_is_is_read(tmp_path):
     (tmp_path / "partial").write_bytes(line())
-    assert Partial(tmp_path / "partial", "these").get("a")[0].left.bits == 4
+    assert Partial(tmp_path / "partial", "these").get("a").left.bits == 4
 
 
 @pytest.mark.parametrize(

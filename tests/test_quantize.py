@@ -13,9 +13,10 @@ import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Search
 from adalog.calibration.calibration import digest
 from adalog.choices import ReleasedSearch
+from adalog.quantizers import QuantizedTensor
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
-from adalog.search.product import with_table
+from adalog.search.product import Product, with_table
 from test_capture import Toy
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
@@ -207,8 +208,8 @@ def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, k
     values = calibration.operand(site.left).flatten(0, -2)
     form = Format.power_law("adalog", 4, config, -site.left_source.minimum)
     weight = Operand(model.fc.weight.detach(), Format(4, own_dims=(0,)))
-    operands = Operand(values, form), weight
-    log = with_table(*operands, search_product(*operands, config.search), config.tables)
+    product = Product("linear", Operand(values, form), weight)
+    log = with_table(product, search_product(product, config.search), config.tables)
     assert kind in chosen.left
     assert chosen.sqnr == max(uniform.sqnr, log.sqnr)
     assert (log.sqnr > uniform.sqnr) is (kind == "log")
@@ -224,7 +225,7 @@ def test_gelu_keeps_its_logarithmic_quantizer():
 
 
 def kept(*keep, **changes):
-    return dataclasses.replace(CONFIG, keep=keep, weight_bits=4, activation_bits=4, softmax_bits=4, **changes)
+    return dataclasses.replace(CONFIG, pinned=keep, weight_bits=4, activation_bits=4, softmax_bits=4, **changes)
 
 
 def widths(result):
@@ -357,12 +358,17 @@ def test_the_softmax_has_bits_of_its_own(calibration):
 # --- searches and what they found ------------------------------------------------------------------------------------
 
 
+def values_of(side, values):
+    """What a side of an assignment stands for: stored codes, or the nearest ones."""
+    return side.dequantize().to(values) if isinstance(side, QuantizedTensor) else side.fake_quantize(values)
+
+
 @torch.no_grad()
 def test_the_error_of_what_was_found_is_that_of_the_products(calibration):
     """The mean square of each product of the float model minus the same product of fake-quantized operands."""
     for searched in calibration.search(with_bits("w4a4")):
         left, right = searched.product.left.values.double(), searched.product.right.values.double()
-        hats = searched.assignment.left.fake_quantize(left), searched.assignment.right.fake_quantize(right)
+        hats = searched.assignment.left.fake_quantize(left), values_of(searched.assignment.right, right)
         error = (hats[0] @ hats[1].mT - left @ right.mT).square().mean().item()
         if searched.product.left.mask is None:
             assert searched.mean_square_error() == pytest.approx(error, rel=1e-3)
@@ -385,14 +391,15 @@ def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
             assert site.mean_square_error() == pytest.approx(before, rel=1e-4)
             continue
         assert site.mean_square_error() == pytest.approx(before, rel=0.05)
-        left, right = site.left.values.double(), site.right.values.double()
+        left, right = site.product.left.values.double(), site.product.right.values.double()
         hat = site.assignment.left.fake_quantize(left)
-        hat = hat if site.left.mask is None else torch.where(site.left.mask.bool(), hat, left)
-        error = (hat @ site.assignment.right.fake_quantize(right).mT - left @ right.mT).square().mean().item()
+        mask = site.product.left.mask
+        hat = hat if mask is None else torch.where(mask.bool(), hat, left)
+        error = (hat @ values_of(site.assignment.right, right).mT - left @ right.mT).square().mean().item()
         assert site.mean_square_error() == pytest.approx(error, rel=1e-3)  # of the patches that do
     noise = Calibration(tiny, torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(9)))
     unseen = [noise.judge(site, config) for site in found]
-    assert [site.found for site in unseen] == [site.found for site in found]
+    assert [site.assignment for site in unseen] == [site.assignment for site in found]
     assert all(one.mean_square_error() != site.mean_square_error() for one, site in zip(unseen, found, strict=True))
 
 

@@ -113,7 +113,7 @@ def test_never_worse_than_the_incumbent(search, seed, place):
     low, high = box((-1, 1), (0, 2), groups=(3,))
     incumbent = low + (high - low) * torch.rand(2, 3, generator=torch.Generator().manual_seed(place))
     loss = white(seed % 1000)
-    sizes = {"init": (4, 3), "keep": 2, "steps": 2} if search is fpcs else {"sizes": (6, 5)}
+    sizes = {"init": (4, 3), "parents": 2, "steps": 2} if search is fpcs else {"sizes": (6, 5)}
     best, least = search(loss, low, high, incumbent=incumbent, **sizes)
     held = loss(incumbent[None])[0]
     assert bool((least <= held).all())
@@ -225,7 +225,7 @@ def test_fpcs_evaluates_128_candidates_a_step(init, lines):
 def test_fpcs_keeps_no_more_than_there_are():
     low, high = box((0, 1), (0, 1))
     loss, sizes = counted(rough_sea)
-    fpcs(loss, low, high, init=(2, 2), keep=16, steps=2)
+    fpcs(loss, low, high, init=(2, 2), parents=16, steps=2)
     assert sizes == [4, 32, 128]
 
 
@@ -277,7 +277,7 @@ def test_a_misleading_rough_loss_never_costs_the_incumbent(seed):
     incumbent = torch.tensor([0.1, 0.9], dtype=torch.float64)
     loss = white(seed % 1000)
     _, least = fpcs(
-        loss, low, high, init=(4, 3), keep=2, steps=2, incumbent=incumbent, rough=lambda points: -loss(points)
+        loss, low, high, init=(4, 3), parents=2, steps=2, incumbent=incumbent, rough=lambda points: -loss(points)
     )
     assert least <= loss(incumbent[None])[0]
 
@@ -287,7 +287,7 @@ def test_without_steps_half_of_the_survivors_of_the_grid_are_judged(keep, half):
     low, high = box((-1, 1), (0, 2))
     rough, rough_sizes = counted(rough_sea)
     full, full_sizes = counted(lambda points: -rough_sea(points))
-    best, least = fpcs(full, low, high, steps=0, keep=keep, children=8, rough=rough)
+    best, least = fpcs(full, low, high, steps=0, parents=keep, children=8, rough=rough)
     assert (rough_sizes, full_sizes) == ([128], [half, 1, 8, 8, 8, 8])
     points = grid(low, high, (16, 8))
     survivors = rough_sea(points).sort().indices[:half]

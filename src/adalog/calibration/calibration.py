@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.evolution import evolved
-from adalog.calibration.observe import Observed, Request
-from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, product_elements
+from adalog.calibration.observe import Observed
+from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, request_of
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
@@ -35,7 +35,6 @@ from adalog.search.product import Product, with_table
 from adalog.version import __version__
 
 MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
-_BYTES_PER_ELEMENT = 16  # temporaries of a search, for each element of a left operand, more or less
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ class Calibration:
         self._blocks = find_blocks(self.program)
         self._memory = memory
         self._shapes = trace(self.program, self.images)
-        self._requests = {group.name: self._request(group) for group in self.groups}
+        self._requests = {
+            group.name: request_of(self.program, group, self.sites, self._shapes) for group in self.groups
+        }
         self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
         self._shared = Shared(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
@@ -162,17 +163,14 @@ class Calibration:
         for group in self.groups:
             choices = choices_of(group, config)
             if choices != config and choices.activation_bits == FLOAT_BITS:
-                refusals |= {site.name: f"stays float: pinned to {FLOAT_BITS} bits" for site in group.sites}
+                refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned))
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """Products' assignments under these choices, in order of execution: all, or those of these sites.
-
-        They hold their operands, whatever the memory of this.
-        """
+        """Products' assignments, all or those of these sites, with their operands, whatever the memory of this."""
         check_pinned(config, self.sites)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
@@ -200,10 +198,7 @@ class Calibration:
         self._seconds.clear()
 
     def operand(self, name: str) -> Tensor:
-        """What a site's operand (`Site.left`, `Site.right`) was on the calibration images, in full precision.
-
-        An operand larger than the memory is given by every n-th row or image.
-        """
+        """A site's operand in full precision; one larger than the memory is given by every n-th row or image."""
         return self._observed.seen([name])[name]
 
     # --- one group ---
@@ -277,16 +272,6 @@ class Calibration:
         return ""
 
     # --- all groups ---
-
-    def _request(self, group: SiteGroup) -> Request:
-        """What the search of a group's sites takes: their operands, and whatever else a norm is folded by."""
-        products = [] if group.pair is None else list(group.pair.sites)
-        read = {group.first.left} | {site.left for site in self.sites if site.name in products}
-        if group.first.role in ("qk", "av"):
-            read.add(group.first.right)
-        rows = all(site.role == "linear" for site in self.sites if not read.isdisjoint((site.left, site.right)))
-        elements = product_elements(self.program, group, self._shapes)
-        return Request(group.name, frozenset(read), rows, elements * _BYTES_PER_ELEMENT)
 
     def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
         """A digest of everything that decides what the searches find."""

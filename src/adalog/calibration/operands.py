@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from adalog.calibration.observe import Request
 from adalog.config import Config
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
@@ -17,6 +18,8 @@ from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site
 from adalog.quantizers import Fold
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
+
+_BYTES_PER_ELEMENT = 16  # temporaries of a search, for each element of a left operand, more or less
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
@@ -98,7 +101,21 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]
     return values[0]
 
 
-def product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
+def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes: Mapping[str, Tensor]) -> Request:
+    """What the search of a group's sites takes: their operands, and whatever else a norm is folded by.
+
+    sites: all of the program's. shapes: every value of the program, as of `trace`.
+    """
+    products = [] if group.pair is None else list(group.pair.sites)
+    read = {group.first.left} | {site.left for site in sites if site.name in products}
+    if group.first.role in ("qk", "av"):
+        read.add(group.first.right)
+    by_row = all(site.role == "linear" for site in sites if not read.isdisjoint((site.left, site.right)))
+    scratch = _product_elements(program, group, shapes) * _BYTES_PER_ELEMENT
+    return Request(group.name, frozenset(read), by_row, scratch)
+
+
+def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
     """How many elements the larger of a product's left operand and output has, more or less."""
     site, x = group.first, shapes[group.first.left]
     if site.role == "linear":
