@@ -33,7 +33,7 @@ from adalog.search.strategies import brute_force
 from adalog.study import figures, landscape, levels
 from adalog.study.drawing import rendered
 from adalog.study.figures import Drawn, sqnr_figure
-from adalog.study.levels import Panel, histogram, level_figure, levels_of, thresholds_of
+from adalog.study.levels import Panel, histogram, level_figure, thresholds_of
 
 UNIFORM = UniformQuantizer(torch.tensor(0.25), torch.tensor(3.0), 3)
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
@@ -65,7 +65,7 @@ def ticks(axis, marker):
 )
 def test_levels(quantizer, expected):
     """In the domain of what is quantized, whether or not a bias has absorbed the offset; of all scales together."""
-    assert levels_of(quantizer).tolist() == pytest.approx(expected, abs=1e-6)
+    assert quantizer.levels().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_thresholds():
@@ -91,13 +91,13 @@ def test_levels_over_a_histogram():
     for axis in (bars, lifted, *figure.axes[6:]):
         (drawn,) = axis.patches
         assert drawn.get_data().values.sum() == values.numel()
-    assert [row.tolist() for row in ticks(first, "|")] == [levels_of(UNIFORM).tolist(), levels_of(LOG).tolist()]
+    assert [row.tolist() for row in ticks(first, "|")] == [UNIFORM.levels().tolist(), LOG.levels().tolist()]
     one, two = ticks(second, "|")  # what is not positive is beyond the logarithmic axis, where an arrowhead tells of it
     assert one.tolist() == [pytest.approx(level + 0.17) for level in (0, 0.25, 0.5, 0.75, 1)]
-    assert two.tolist() == pytest.approx((levels_of(LOG)[1:] + 0.17).tolist())
+    assert two.tolist() == pytest.approx((LOG.levels()[1:] + 0.17).tolist())
     assert len(ticks(second, "<")) == 2
     read = (UNIFORM, replace(LOG, keeps_offset=False))  # in the domain of its levels
-    lowest = [each.fake_quantize(values) == levels_of(each)[0] for each in read]
+    lowest = [each.fake_quantize(values) == each.levels()[0] for each in read]
     shares = [float(got.double().mean()) for got in lowest]
     assert [label.get_text() for label in second.get_yticklabels()] == [f"{100 * share:.0f} %" for share in shares]
     assert [label.get_text() for label in first.get_yticklabels()] == ["one", "two"]
@@ -110,7 +110,7 @@ def test_levels_alone_come_with_thresholds():
         thresholds_of(LOG2).tolist(),
         thresholds_of(UNIFORM).tolist(),
     ]
-    assert ticks(logarithmic, "|")[0].tolist() == levels_of(LOG2).tolist()
+    assert ticks(logarithmic, "|")[0].tolist() == LOG2.levels().tolist()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["level", "threshold"]
 
 

@@ -120,9 +120,9 @@ def test_halves_are_rounded_to_even():
 def test_gradients_change_no_value(quantizer, by_hand, low, high, dtype):
     """To the bit, signs of zeros included; thresholds, ends and what lies far beyond them are among the values."""
     quantizer = quantizer.map(lambda value: value.to(dtype))
-    levels = quantizer.levels().reshape(1 + TOP + (len(quantizer.levels()) > 1 + TOP), -1)
-    edges = torch.cat([levels, (levels[1:] + levels[:-1]) / 2]).flatten()
-    x = torch.cat([normal(1000).to(dtype), edges, f64(0.0, -0.0, 1e9, -1e9, 1e-30).to(dtype)]).expand(3, -1)
+    levels = quantizer.levels()
+    edges = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    x = torch.cat([normal(1000).to(dtype), edges.to(dtype), f64(0.0, -0.0, 1e9, -1e9, 1e-30).to(dtype)]).expand(3, -1)
     plain = quantizer.fake_quantize(x)
     made, parameters = trained(quantizer)
     bits = torch.int32 if dtype == torch.float32 else torch.int64

@@ -321,9 +321,15 @@ class LogQuantizer(Quantizer):
         return self.scale
 
     def levels(self) -> Tensor:
-        extra = self.beyond == "zero"  # one more value than codes of these bits
-        code = torch.arange(2**self.bits + extra, dtype=torch.float32, device=self.scale.device)
-        return self.dequantize(code.view(-1, *(1 for _ in self.scale.shape)))
+        return self._levels(2**self.bits + (self.beyond == "zero"))  # which has one value more than codes
+
+    @property
+    def lift(self) -> float:
+        return self.offset
+
+    @property
+    def title(self) -> str:
+        return f"log, base 2^({self.q}/{self.r})"
 
     def absorbed(self) -> "tuple[float, LogQuantizer]":
         return self.offset, replace(self, keeps_offset=True) if self.offset else self
@@ -379,6 +385,23 @@ class LogQuantizer(Quantizer):
         if self.q % self.r == 0:
             return 0
         return self.bits + 1 if self.table else FLOAT_BITS
+
+    @property
+    def look_ups(self) -> int:
+        if not self.multiplied_bits:
+            return 0
+        return 1 if self.width else 2  # a table's integer, or a mantissa and a shift (Eqs. 8-9)
+
+    @property
+    def shifts_products(self) -> bool:
+        return not self.width
+
+    @property
+    def table_bytes(self) -> int:
+        return 2**self.bits * self.width // 8
+
+    def without_table(self) -> "LogQuantizer":
+        return replace(self, width=0, headroom=0)
 
     def fields(self) -> dict[str, Any]:
         return {"kind": self.kind, **self._common_fields(), **{name: getattr(self, name) for name in _FIELDS}}

@@ -97,9 +97,20 @@ class Quantizer(ABC):
         """The scale that counts where x lies, to broadcast against x."""
 
     def levels(self) -> Tensor:
-        """The value of every code, in the order of codes: (codes, *scale.shape)."""
-        code = torch.arange(2**self.bits, dtype=torch.float32, device=self.scale.device)
-        return self.dequantize(code.view(-1, *(1 for _ in self.scale.shape)))
+        """Every value that the quantizer stands for, under all its scales, ascending: float, on the CPU.
+
+        The values are in the domain of what it quantizes: an offset that a bias has absorbed is taken off.
+        """
+        return self._levels(2**self.bits)
+
+    def _levels(self, codes: int) -> Tensor:
+        code = torch.arange(codes, dtype=torch.float32, device=self.scale.device)
+        return self.unabsorbed().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
+
+    @property
+    def lift(self) -> float:
+        """What to add to the values to make them positive, as far as the levels tell."""
+        return max(0.0, -float(self.levels()[0]))
 
     # --- parameters ---
 
@@ -136,6 +147,11 @@ class Quantizer(ABC):
     def describe(self, count: int = 0) -> str:
         """The quantizer in a few words, as "4-bit uniform x 3". count: how many scales; 0: as many as it has."""
 
+    @property
+    def title(self) -> str:
+        """A short name, for a row of a figure."""
+        return type(self).__name__.removesuffix("Quantizer").lower()
+
     # --- integers ---
 
     @property
@@ -158,10 +174,31 @@ class Quantizer(ABC):
     def limits(self) -> list[tuple[int, int]]:
         """(least, most) that the integer of each part can be, whatever the code."""
 
+    # --- cost ---
+
     @property
     def multiplied_bits(self) -> int:
         """The width of what is multiplied in integers: codes, or what a table holds for them."""
         return self.bits
+
+    @property
+    def look_ups(self) -> int:
+        """How many tables are read per code."""
+        return 0
+
+    @property
+    def shifts_products(self) -> bool:
+        """Whether every product is shifted (Eq. 10 as printed)."""
+        return False
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the table of integers."""
+        return 0
+
+    def without_table(self: Same) -> Same:
+        """The quantizer without its table of integers."""
+        return self
 
     # --- files ---
 

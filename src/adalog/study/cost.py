@@ -18,7 +18,7 @@ from adalog.errors import ProgramError
 from adalog.graph.operations import FAKE_QUANTIZE, aten
 from adalog.graph.program import Node, Program
 from adalog.graph.sites import Site, find_refused, find_sites
-from adalog.quantizers import LogQuantizer, Quantizer, SplitUniformQuantizer, TwinUniformQuantizer, UniformQuantizer
+from adalog.quantizers import Quantizer
 
 FLOAT_BITS = 32
 BOPS_PER_FIXOP = 64
@@ -157,7 +157,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
     paper's Table 3 must have done, even if tables run. Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
-        program = replace(program, quantizers={name: _printed(each) for name, each in program.quantizers.items()})
+        program = replace(program, quantizers={name: each.without_table() for name, each in program.quantizers.items()})
     plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
     sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
@@ -173,14 +173,8 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
         elif (count := _multiplications(node, values)) > 0:
             role = node.op.removeprefix("aten.").split(".")[0]
             rows.append(CostRow(node.name, role, count, FLOAT_BITS, FLOAT_BITS))
-    tables = [each for each in program.quantizers.values() if isinstance(each, LogQuantizer) and each.width]
-    table_bytes = sum(2**each.bits * each.width // 8 for each in tables)
+    table_bytes = sum(each.table_bytes for each in program.quantizers.values())
     return Cost(tuple(rows), _size_bytes(program), table_bytes, program.float_operations())
-
-
-def _printed(quantizer: Quantizer) -> Quantizer:
-    """The quantizer without its table of integers."""
-    return replace(quantizer, width=0, headroom=0) if isinstance(quantizer, LogQuantizer) else quantizer
 
 
 def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -213,10 +207,10 @@ def _product_rows(
     """
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
-    left, right = (_bits(quantizer) for quantizer in operands)
+    left, right = (FLOAT_BITS if each is None else each.multiplied_bits for each in operands)
     role = "conv" if site.role.startswith("conv") else site.role
     yield CostRow(site.name, role, count, left, right, weight_bytes)
-    if any(isinstance(quantizer, LogQuantizer) and not quantizer.width for quantizer in operands):
+    if any(quantizer is not None and quantizer.shifts_products for quantizer in operands):
         yield CostRow(site.name, "shift", count)
     if None not in operands:
         yield CostRow(site.name, "dequantize", values[node.name].numel(), FLOAT_BITS, FLOAT_BITS)
@@ -225,8 +219,8 @@ def _product_rows(
 def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
     """One x / scale per element. A logarithmic code looks up its integer, or its mantissa and shift (Eqs. 8-9)."""
     yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
-    if isinstance(quantizer, LogQuantizer) and _bits(quantizer):
-        yield CostRow(name, "look-up", count if quantizer.width else 2 * count)
+    if quantizer.look_ups:
+        yield CostRow(name, "look-up", quantizer.look_ups * count)
 
 
 def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
@@ -244,23 +238,6 @@ def _quantizers(program: Program) -> dict[str, Quantizer]:
     return {**weights, **{node.name: program.quantizers[node.args[1]] for node in fakes}}
 
 
-def _bits(quantizer: Quantizer | None) -> int:
-    """The width of a factor: a code, an integer of a table, a mantissa, or a float.
-
-    Mantissas have bits + 1 bits. If the base is a power of two there is only one mantissa, nothing is multiplied, and
-    the width is 0.
-    """
-    if quantizer is None:
-        return FLOAT_BITS
-    if not isinstance(quantizer, LogQuantizer):
-        return quantizer.bits
-    if quantizer.width:
-        return quantizer.width
-    if quantizer.q % quantizer.r == 0:
-        return 0
-    return quantizer.bits + 1 if quantizer.table else FLOAT_BITS
-
-
 def _multiplications(node: Node, values: Mapping[str, Tensor]) -> int:
     """How many numbers a float operation multiplies."""
     result = values.get(node.name)
@@ -276,14 +253,7 @@ def _size_bytes(program: Program) -> dict[str, int]:
     for name in program.tensors:
         for part, size in _tensor_bytes(program, name).items():
             sizes[part] += size
-    for quantizer in program.quantizers.values():
-        sizes["activation"] += quantizer.scale.nbytes
-        if isinstance(quantizer, UniformQuantizer):
-            sizes["activation"] += quantizer.zero_point.numel()
-        if isinstance(quantizer, TwinUniformQuantizer):
-            sizes["activation"] += quantizer.negative_scale.nbytes
-        if isinstance(quantizer, SplitUniformQuantizer):
-            sizes["activation"] += quantizer.coarse_scale.nbytes
+    sizes["activation"] = sum(quantizer.nbytes for quantizer in program.quantizers.values())
     return sizes
 
 

@@ -1,7 +1,7 @@
 """The levels of quantizers, drawn over the values they quantize (the paper's Figures 1 and 4)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
 from adalog.model import QuantizedModel
-from adalog.quantizers import LogQuantizer, Quantizer, at_least_float32
+from adalog.quantizers import Quantizer, at_least_float32
 from adalog.study.drawing import COLOURS, LARGE, SMALL, TEXT, add_legend, new_figure, title_of
 
 if TYPE_CHECKING:
@@ -25,22 +25,10 @@ _BARS = 160
 _OCTAVES = 16  # that a logarithmic axis spans
 
 
-def _as_read(quantizer: Quantizer) -> Quantizer:
-    """The quantizer in the domain of the values it quantizes: the offset is subtracted even if a bias absorbs it."""
-    return replace(quantizer, keeps_offset=False) if isinstance(quantizer, LogQuantizer) else quantizer
-
-
-def levels_of(quantizer: Quantizer) -> Tensor:
-    """Every value that the quantizer stands for, under all its scales, in ascending order; see `_as_read`."""
-    extra = isinstance(quantizer, LogQuantizer) and quantizer.beyond == "zero"  # it has one code more
-    codes = torch.arange(2**quantizer.bits + extra, dtype=torch.float32, device=quantizer.scale.device)
-    return _as_read(quantizer).map(lambda value: value.reshape(-1, 1)).dequantize(codes).unique().cpu()
-
-
 def thresholds_of(quantizer: Quantizer) -> Tensor:
     """The least value that goes to each level but the lowest, ascending, by bisection. quantizer: of one scale."""
-    read = _as_read(quantizer).map(lambda value: value.reshape(()).cpu())
-    levels = levels_of(quantizer)
+    read = quantizer.unabsorbed().map(lambda value: value.reshape(()).cpu())
+    levels = quantizer.levels()
     low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
     for _ in range(64):  # enough for a float's exponent and mantissa
         middle = (low + high) / 2
@@ -98,13 +86,8 @@ def site_panels(model: QuantizedModel) -> list[Panel]:
     panels = []
     for source, sites in _power_laws(model).items():
         quantizers = {site: model.program.quantizers[name] for site, name in sites.items()}
-        panels.append(Panel(f"after {title_of(source)}", quantizers, max(map(_lift, quantizers.values()))))
+        panels.append(Panel(f"after {title_of(source)}", quantizers, max(each.lift for each in quantizers.values())))
     return panels
-
-
-def _lift(quantizer: Quantizer) -> float:
-    """What to add to a quantizer's values to make them positive, as far as its levels tell."""
-    return quantizer.offset if isinstance(quantizer, LogQuantizer) else max(0.0, -float(levels_of(quantizer)[0]))
 
 
 @torch.no_grad()
@@ -131,15 +114,8 @@ def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
     for name, (source, site) in wanted.items():
         quantizer = model.program.quantizers[name]
         title = f"after {title_of(source)}: {site}"
-        panels.append(Panel(title, {_words(quantizer): quantizer}, _lift(quantizer), torch.cat(seen[name])))
+        panels.append(Panel(title, {quantizer.title: quantizer}, quantizer.lift, torch.cat(seen[name])))
     return panels
-
-
-def _words(quantizer: Quantizer) -> str:
-    """A short name of a quantizer, for the rows of a figure."""
-    if isinstance(quantizer, LogQuantizer):
-        return f"log, base 2^({quantizer.q}/{quantizer.r})"
-    return type(quantizer).__name__.removesuffix("Quantizer").lower()
 
 
 def histogram(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -177,7 +153,7 @@ def _draw_panel(
     panel: Panel, values: np.ndarray | None, upper: "Axes", lower: "Axes | None" = None, *, logarithmic: bool
 ) -> None:
     """Draw one column of a panel: levels above and, if there are values, bars below."""
-    ends = [float(end) for quantizer in panel.quantizers.values() for end in levels_of(quantizer)[[0, -1]]]
+    ends = [float(end) for quantizer in panel.quantizers.values() for end in quantizer.levels()[[0, -1]]]
     if values is not None:
         ends += [float(values.min()), float(values.max())]
     low, high = min(ends, default=0.0), max(ends, default=1.0)
@@ -215,7 +191,7 @@ def _draw_levels(axis: "Axes", panel: Panel, values: np.ndarray | None, logarith
     names, shares = list(panel.quantizers), []
     for number, quantizer in enumerate(panel.quantizers.values()):
         colour = COLOURS[0] if values is None else COLOURS[number % len(COLOURS)]
-        levels, thresholds = levels_of(quantizer).numpy(), thresholds_of(quantizer).numpy()
+        levels, thresholds = quantizer.levels().numpy(), thresholds_of(quantizer).numpy()
         if values is not None:
             shares.append(float((values < thresholds[0]).mean()))
         if logarithmic:
