@@ -151,7 +151,7 @@ class _Scores:
 
 
 def _least(losses: Tensor, count: int) -> Tensor:
-    """The indices (count, *groups) of the least losses (K, *groups) in each group; among equal ones the last is first."""
+    """The indices (count, *groups) of the least losses (K, *groups) in each group; of equal ones the last is first."""
     return len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
 
 
