@@ -15,7 +15,7 @@ LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of their bits i
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, and its path; or None, and why there is no library that this package can use.
+    """The library and a note that names it, or None and the reason why there is none that this package can use.
 
     It lies next to this file, or where the environment variable ADALOG_NATIVE says.
     """
@@ -42,7 +42,7 @@ def _path() -> Path | None:
 
 
 def why() -> str:
-    """Why there are no kernels, or the path of the library that holds them."""
+    """The reason why there are no kernels, or a note that names the library which holds them."""
     return load()[1]
 
 
