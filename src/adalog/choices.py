@@ -236,7 +236,7 @@ def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
     name: of the field, for messages. Raises ValueError for choices that cannot be.
     """
     if not isinstance(fields, dict):
-        raise ValueError(f"{name} = {fields!r} is no JSON object")
+        raise ValueError(f"{name} = {fields!r} is no object")
     fields = renamed(fields, {"keep": "parents"})
     kind = fields.get("kind", next(iter(kinds)))
     if kind not in kinds:

@@ -96,8 +96,7 @@ INLINE void sums(const T* product, const float* base, const T* error, int64_t ou
                 double sum = 0;
                 for (int64_t i = 0; i < inner; i += block) {
                     const int64_t size = inner - i < block ? inner - i : block;
-                    sum += block_sum<T, gram>(product + from + i, base + at + i, gram ? error + from + i : nullptr,
-                    size);
+                    sum += block_sum<T, gram>(product + from + i, base + at + i, gram ? error + from + i : nullptr, size);
                 }
                 out[k * groups + g] = sum + (o ? out[k * groups + g] : 0);
             }
@@ -106,8 +105,7 @@ INLINE void sums(const T* product, const float* base, const T* error, int64_t ou
 }  // namespace
 
 API void adalog_uniform_errors_float(const float* values, int64_t outer, int64_t groups, int64_t inner,
-                                     const float* scale, const float* zero_point, float top, int64_t count, float* out)
-                                     {
+                                     const float* scale, const float* zero_point, float top, int64_t count, float* out) {
     uniform_errors(values, outer, groups, inner, scale, zero_point, top, count, out);
 }
 
