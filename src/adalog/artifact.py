@@ -2,7 +2,7 @@
 
 Layout (docs/format.md). Metadata key "adalog": JSON with the format version, program, quantizers, config, ledger and
 provenance. Tensors: "codes/W" packed b-bit codes, "scale/W" and "zero_point/W" of weights, "float/T" the rest.
-Reading runs no code: the program may name only the operations of `program.OPERATIONS`.
+Reading runs no code: the program may name only the operations of `graph.operations.OPERATIONS`.
 """
 
 import json
@@ -30,9 +30,9 @@ from adalog.quantizers.quantizer import check_parameters, is_whole
 
 FORMAT = 3
 KEY = "adalog"
-# Bytes of JSON. Python objects take some forty times their JSON; the header of a model of 40 blocks takes 1 % of this.
+# The most bytes of JSON. Python objects take about forty times their JSON; a model of 40 blocks takes 1 % of this.
 MAX_HEADER = 2**23
-# What the header holds, in the order of writing.
+# The fields of the header, in the order of writing.
 _FIELDS: dict[str, type] = {
     "format": int,
     "version": str,
@@ -114,7 +114,7 @@ def _dtype_name(value: Tensor) -> str:
 
 
 def _smallest(value: Tensor) -> Tensor:
-    """In float16 where that loses nothing."""
+    """The value in float16 where that loses nothing, else as it is."""
     if value.dtype == torch.float32:
         half = value.half()
         if torch.equal(half.float(), value):
@@ -152,23 +152,23 @@ def read(path: str | Path) -> bytes:
     """A file's bytes."""
     try:
         path = Path(path)
-        # A pipe or a device may never end.
+        # A pipe or a device may have no end.
         odd = path.exists() and not (path.is_file() or path.is_dir())
         _check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
         return path.read_bytes()
-    except (OSError, ValueError, MemoryError) as cause:  # ValueError: a path that no file can have
+    except (OSError, ValueError, MemoryError) as cause:  # ValueError comes from a path that no file can have
         raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
 
 
 def deserialise(content: bytes, name: str = "the artifact") -> QuantizedProgram:
-    """What an artifact's bytes hold, every part of it checked, and the program run once without data.
+    """The program that an artifact's bytes hold, after all of it has been checked and it has run once without data.
 
-    Takes memory of at most some 60 times the bytes. Raises ArtifactError, which calls the bytes by `name`.
+    It takes at most about 60 times the bytes in memory. Raises ArtifactError, which calls the bytes by `name`.
     """
     header = read_header(content, name)
     try:
         return _decode(header, parse_safetensors(content))
-    except Exception as cause:  # whatever contents that no artifact has make the decoding raise
+    except Exception as cause:  # contents that no artifact has make the decoding raise anything
         raise _damaged(name, cause) from cause
 
 
@@ -177,12 +177,12 @@ def _damaged(name: str, cause: Exception) -> ArtifactError:
 
 
 def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
-    """The JSON of an artifact, checked to be of this format."""
+    """The JSON of an artifact of this format. Raises ArtifactError for bytes that are none."""
     try:
         metadata = _table(content)["__metadata__"]
         text = metadata[KEY]
         _check(set(metadata) == {KEY}, "the metadata has other keys too")
-    except Exception as cause:  # whatever bytes that are no artifact make the parsing raise
+    except Exception as cause:  # bytes that are no artifact make the parsing raise anything
         raise ArtifactError(
             f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
             "`adalog quantize`"
@@ -199,7 +199,7 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
 
 
 def _table(content: bytes) -> dict[str, Any]:
-    """The JSON that a safetensors file starts with."""
+    """The JSON at the start of a safetensors file."""
     length = int.from_bytes(content[:8], "little")
     _check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
     _check(length <= MAX_HEADER, f"its JSON takes {length} bytes, more than {MAX_HEADER}")
@@ -208,7 +208,7 @@ def _table(content: bytes) -> dict[str, Any]:
 
 
 def _parse_json(text: str) -> Any:
-    """JSON in which each key is there once and each number finite."""
+    """The value of a JSON text in which no object has a key twice, and all numbers are finite."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -223,7 +223,7 @@ def _parse_json(text: str) -> Any:
 
 
 def sizes(content: bytes) -> dict[str, int]:
-    """Bytes of an artifact by part; they sum to its size."""
+    """The bytes of an artifact by what they hold; they add up to its size."""
     parts = {"header": len(content), "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
     for tensor in tensor_sizes(content).values():
         for part, count in tensor.items():
@@ -233,7 +233,7 @@ def sizes(content: bytes) -> dict[str, int]:
 
 
 def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
-    """Bytes of each tensor by part, in the order of the program's tensors."""
+    """The bytes of each tensor by what they hold, in the order of the program's tensors."""
     entries = _table(content)
     counts: dict[str, dict[str, int]] = {name: {} for name in read_header(content)["dtypes"]}
     for key, entry in entries.items():
@@ -250,7 +250,7 @@ def _check(holds: bool, message: str) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """A terminal obeys control characters, so a name has none."""
+    """Raise ArtifactError for text with control characters, which a terminal would obey."""
     if isinstance(value, str):
         _check(value.isprintable(), f"the text {value!r} does not print")
     elif isinstance(value, dict):
@@ -294,7 +294,7 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
 
 
 def _decode_input(entry: Any) -> tuple[str, Tensor]:
-    """The name of an input, and what it is with no images in it."""
+    """The name of an input, and the input itself without images."""
     _check(isinstance(entry, list) and len(entry) == 3, "an input is no [name, type, shape]")
     name, dtype, shape = entry
     _check(isinstance(name, str), f"an input has the name {name!r}")
@@ -341,7 +341,7 @@ def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> Quant
 def _decode_nodes(
     entries: Sequence[Any], before: Sequence[str], quantizers: Mapping[str, Quantizer]
 ) -> tuple[Node, ...]:
-    """The operations, each of which may read only what was there before it."""
+    """The operations, each of which may read only values that exist before it."""
     known = set(before)
     _check(len(known) == len(before), "an input and a tensor have the same name")
     _check(bool(entries), "the program has no operations")
@@ -400,13 +400,13 @@ def _decode_arg(value: Any) -> Arg:
 
 
 def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:
-    """What a file is, as JSON: bits, bytes by part, ledger, float sites and operations, provenance."""
+    """The contents of a file as JSON: bits, bytes by what they hold, ledger, float sites and operations, provenance."""
     quantized = deserialise(content, name)
     return {"format": FORMAT, **describe(quantized), "bytes": sizes(content), "total_bytes": len(content)}
 
 
 def describe(quantized: QuantizedProgram) -> dict[str, Any]:
-    """The ledger and all around it, as JSON; an SQNR that is not finite is null."""
+    """The ledger and what stays float, as JSON; an SQNR that is not finite is null."""
     return {
         "bits": quantized.config.bits,
         "config": json.loads(quantized.config.to_json()),

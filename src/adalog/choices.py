@@ -1,4 +1,7 @@
-"""How to search and refine: frozen choices, each default with its source."""
+"""The choices of how to search and refine: frozen dataclasses, each default with its source.
+
+They are apart from `Config`, so that `methods` can name them and `config` can read the table of methods.
+"""
 
 import dataclasses
 import math
@@ -55,11 +58,11 @@ class Search:
 
     strategy: Strategy = "fpcs"
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
-    parents: int = 16  # of a step; 16 x 8 children = n evaluations
+    parents: int = 16  # how many points a step refines; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = 1  # weight <-> activation; more gain next to nothing (released: 3)
-    rough_rows: int = 512  # steps score so many tokens or more, and the survivors on all (0: all from the start)
-    refit: bool = True  # once the codes of a weight are found, each row takes the scale that fits them best
+    rounds: int = 1  # how often each operand is searched again; more rounds gain next to nothing (released: 3)
+    rough_rows: int = 512  # steps score this many tokens or more, and survivors are scored on all (0: all, always)
+    refit: bool = True  # each row of a weight takes the scale that fits its codes best, once they are found
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
 
     def __post_init__(self) -> None:
@@ -81,11 +84,11 @@ class Search:
 class ReleasedSearch:
     """The search of the authors' released code, quirk by quirk: see `search.released`.
 
-    progressive: refine the first grid's best scales (their FPCS); without it the grid alone decides.
+    progressive: whether the best scales of the first grid are refined (their FPCS); otherwise the grid alone decides.
     """
 
     progressive: bool = True
-    steps: int = 6  # the first grid counted (the paper: p = 4)
+    steps: int = 6  # including the first grid (the paper: p = 4)
     rounds: int = 3
 
     def __post_init__(self) -> None:
@@ -98,11 +101,12 @@ class ReleasedSearch:
 class RangeSearch:
     """Every operand is quantized by its own values, without a look at the output: see `search.ranges`.
 
-    percentiles: candidate upper percentiles p; the lower end is 1 - p, and the p of the least own error wins.
+    percentiles: candidate upper percentiles p; the lower end is 1 - p, and the p with the least own error wins.
     symmetric_weights: codes reach as far below zero as above. unit_softmax: logarithms after softmax have the scale 1.
-    share: how the channels of a folded norm come to one scale; powers: how many doublings of it a channel may have
+    share: how the channels of a folded norm come to one scale. powers: how often that may be doubled for a channel
     (FQ-ViT's K). round_zero_point: the shared zero point is a whole number (in the released RepQ-ViT it is not, and no
-    artifact stores that). in_order: values are seen behind what is quantized already (the released RepQ-ViT).
+    artifact stores that). in_order: an operand is observed once everything before its site is quantized (the released
+    RepQ-ViT).
     """
 
     percentiles: tuple[float, ...] = (1.0,)
@@ -126,13 +130,14 @@ class RangeSearch:
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Symmetric scales are found in turn by an output's error: see `search.scales`.
+    """Symmetric scales are found in turn by the output's error: see `search.scales`.
 
     metric: "squared" error, 1 - "cosine" of the angle, or squared error weighted by the diagonal of the loss's
-    "hessian", from `probes` random gradients. span: the first multiple and the end of all. row_scales: a linear's rows
-    have scales of their own, rather than its parts (queries, keys, values). released: one probe of rounding noise, the
-    split after softmax found beside unquantized values, and its halves added up, as PTQ4ViT's code does.
-    rough_stride: candidates are scored on every 5th row or image first, and the 16 best of them on all (ours).
+    "hessian", from `probes` random gradients. span: the first multiple, and the end that none reaches. row_scales:
+    whether each row of a linear has a scale of its own; otherwise each of its splits (queries, keys, values) has one.
+    released: as in PTQ4ViT's code, there is one probe of rounding noise, the split after softmax is found with V not
+    quantized, and both halves of its values are added up. rough_stride: candidates are scored on every 5th row or image
+    first, and the 16 best of them on all (ours).
     """
 
     metric: Metric = "hessian"
@@ -155,11 +160,11 @@ class ScaleSearch:
 
 @dataclass(frozen=True)
 class BlockRefinement:
-    """The scales of a block's sites once more, by the error of the block's output: see `calibration.blockwise`.
+    """The scales of a block's sites are searched again by the error of the block's output: see `calibration.blockwise`.
 
-    candidates: multiples of a scale, evenly over `span`. eliminated: the share of the output's weighted errors, the
-    smallest ones, that does not count (the paper's text was not at hand: these three are ours). probes: as in
-    `ScaleSearch`.
+    candidates: how many multiples of a scale are tried, evenly over `span`. eliminated: this share of the output's
+    weighted errors, the smallest ones, does not count. These three are ours, since the paper's text was not at hand.
+    probes: as in `ScaleSearch`.
     """
 
     candidates: int = 16
@@ -178,12 +183,12 @@ class BlockRefinement:
 
 @dataclass(frozen=True)
 class Evolution:
-    """Weights' scales perturbed block by block, by the InfoNCE loss of the model's output: see `calibration.evolution`.
+    """Scales of weights are perturbed block by block by the InfoNCE loss of the output: see `calibration.evolution`.
 
-    passes over all blocks; cycles: mutants of a block in each. population: of scales that are kept; samples: of which
-    so many are drawn, and the best is a parent. radius: how far a mutant's scales are from its parent's; None: 1e-4 at
-    8 bits, 1e-3 below (Evol-Q's code, which also picks the block and pass of the best top-1 on its test images; here no
-    label is seen).
+    passes: how often all blocks are visited. cycles: the mutants of a block per visit. population: how many sets of
+    scales survive. samples: how many of these are drawn for each mutant; the best of them is its parent. radius: how
+    far the scales of a mutant may be from its parent's; None: 1e-4 at 8 bits, 1e-3 below (as in Evol-Q's code, which
+    also picks the block and pass with the best top-1 on its test images; here no label is seen).
     """
 
     passes: int = 10
@@ -204,7 +209,7 @@ class Evolution:
 AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
 Refinement = BlockRefinement | Evolution
 
-# As JSON names them.
+# The kinds by their names in JSON.
 SEARCH_KINDS: dict[str, Any] = {
     "bounds": Search,
     "released": ReleasedSearch,
@@ -215,7 +220,10 @@ REFINEMENT_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evol
 
 
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a search or refinement with the name of its kind; None for none."""
+    """The fields of a search or refinement with the name of its kind; None where there is none.
+
+    Files of format 3 call `parents` "keep".
+    """
     if choices is None:
         return None
     kind = next(name for name, kind in kinds.items() if type(choices) is kind)
@@ -223,7 +231,10 @@ def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
-    """The choices of the kind that JSON names; the first kind where it names none."""
+    """The choices that `kind_to_json` wrote; a kind that is not named is the first one.
+
+    name: of the field, for messages. Raises ValueError for choices that cannot be.
+    """
     if not isinstance(fields, dict):
         raise ValueError(f"{name} = {fields!r} is no object")
     fields = renamed(fields, {"keep": "parents"})
@@ -236,12 +247,12 @@ def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
 
 
 def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Fields with other names: files of format 3 have names for some that Python has given up."""
+    """The fields under other names: files of format 3 keep a few that Python no longer uses."""
     return {names.get(key, key): value for key, value in fields.items()}
 
 
 def check_fields(kind: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError for fields that a dataclass does not have."""
+    """Raise ValueError for fields that the dataclass `kind` does not have."""
     unknown = set(given) - {entry.name for entry in dataclasses.fields(kind)}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no such choice in {kind.__name__}")

@@ -1,4 +1,4 @@
-"""What to quantize to and how: all choices of one quantized model, frozen, each default with its source."""
+"""All choices of one quantized model, frozen, each default with its source."""
 
 import dataclasses
 import json
@@ -37,17 +37,17 @@ from adalog.quantizers import Beyond, Rounding
 class Config:
     """Bits, quantizers and search of one quantized model.
 
-    Each field says what it decides, and where its default comes from. Raises ValueError for choices that cannot be, or
-    that contradict each other.
+    Each field says what it decides, and where its default comes from. Raises ValueError for values that a choice cannot
+    have, and for choices that contradict each other.
     """
 
     # Bits are 2 to 8, or 32 for float. W4A4 is the paper's main setting (Table 1).
     weight_bits: int = 4
     activation_bits: int = 4
-    softmax_bits: int = 4  # of attention weights; the paper's S bits (Table 3)
-    input_bits: int = 8  # of the images at the first convolution: the field's convention (Sec. 4.1)
+    softmax_bits: int = 4  # those of the attention weights; the paper's S bits (Table 3)
+    input_bits: int = 8  # those of the images at the first convolution: the field's convention (Sec. 4.1)
 
-    # The quantizers of what follows a power law; everything else is asymmetric uniform (Sec. 3.1).
+    # The quantizers of activations that follow a power law; all others are asymmetric uniform (Sec. 3.1).
     post_softmax: PostSoftmax = "adalog"
     post_gelu: PowerLaw = "adalog"
 
@@ -57,35 +57,35 @@ class Config:
     q_min: int = 1
     q_max: int = 137
 
-    # How far GELU's negative tail is lifted (Eqs. 11-15; the paper: 0.17). None: minus the minimum of the activation at
-    # hand, found numerically.
+    # The offset that lifts GELU's negative tail (Eqs. 11-15; the paper: 0.17). None: minus the activation's minimum,
+    # found numerically.
     offset: float | None = None
 
-    # What lies beyond the last code, and to which level a value goes: see `log_quantize`. Zero-coded and nearest store
-    # in `bits` bits at the least loss (docs/decisions); the paper saturates and rounds the logarithm.
+    # What becomes of values beyond the last level, and which level a value takes: see `log_quantize`. "zero-coded" and
+    # "nearest" fit in `bits` bits at the least loss (docs/decisions); the paper saturates and rounds the logarithm.
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
 
-    # The width of the integers that stand for logarithmic levels (docs/integer.md): one that is found for each site, or
-    # always this one. With "float" levels, or `beyond` "zero", a model does not run in integers.
+    # The width of the integers that stand for logarithmic levels (docs/integer.md): "calibrated" chooses one per site,
+    # "u8" and "u16" are fixed. With "float" levels, or with `beyond` "zero", a model does not run in integers.
     tables: Tables = "calibrated"
 
     # Whether Q, K and V have a scale per head (the released code) or per tensor (Sec. 4.1 as printed).
     per_head: bool = True
 
-    # A norm is folded where at least this many rows of calibration give its channels their scales. A head that reads
-    # one token per image has 32, and is the worse for folding: benchmarks/results/folds.json.
+    # A norm is folded if at least this many rows of calibration give its channels their scales. A head that reads one
+    # token per image has 32, and folding makes it worse: benchmarks/results/folds.json.
     fold_rows: int = 128
-    fold_head: bool = True  # whether the last norm may be folded (the released code does not)
+    fold_head: bool = True  # whether the norm of the head may be folded (the released code does not fold it)
 
-    images: int = 32  # how many calibrate (Sec. 4.1)
+    images: int = 32  # how many images calibrate (Sec. 4.1)
 
-    # (pattern, bits) for sites whose name matches the pattern, as file names do: both operands get these bits, or 32
-    # for float. Where several match, the last decides; `at` says what happens to sites that are searched together.
+    # (pattern, bits) for sites whose names match the pattern, as file names would: both operands get these bits, 32 for
+    # float. If several patterns match, the last decides; `at` says what happens to sites that are searched together.
     pinned: tuple[tuple[str, int], ...] = ()
 
     search: AnySearch = field(default_factory=Search)  # Algorithm 1, or a rival's search
-    refine: Refinement | None = None  # what is done to scales once all sites have theirs (APQ-ViT, Evol-Q)
+    refine: Refinement | None = None  # how scales are changed once all sites have theirs (APQ-ViT, Evol-Q)
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
@@ -116,7 +116,10 @@ class Config:
 
     @staticmethod
     def preset(bits: str, method: str = "adalog") -> "Config":
-        """The choices of a method at bits like "w4a4" or "w4a4s3" (weights, activations, softmax)."""
+        """The choices of a method at bits such as "w4a4" or "w4a4s3" (weights, activations, softmax).
+
+        Raises ValueError for an unknown method and for bits of another form.
+        """
         match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", bits)
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
@@ -127,12 +130,12 @@ class Config:
 
     @property
     def bits(self) -> str:
-        """The name of its bits, as `preset` reads it."""
+        """The bits in the form that `preset` reads."""
         softmax = "" if self.softmax_bits == self.activation_bits else f"s{self.softmax_bits}"
         return f"w{self.weight_bits}a{self.activation_bits}{softmax}"
 
     def at(self, sites: Iterable[str]) -> "Config":
-        """The choices for sites that are searched together, with the bits that `pinned` has for any of them.
+        """The choices for sites that are searched together, with the bits that are pinned for any of them.
 
         Linears that share an activation (separate q, k and v), or a folded norm, are searched together.
         """
@@ -151,9 +154,9 @@ class Config:
         return {entry.name: getattr(Config(), entry.name) for entry in dataclasses.fields(Config)}
 
     def to_json(self) -> str:
-        """All choices; a search or refinement is an object whose "kind" names its class.
+        """All choices as JSON; a search or refinement is an object whose "kind" names its class.
 
-        Files of format 3 call `pinned` and `Search.parents` "keep", and so does this, so that files stay as they are.
+        `pinned` and `Search.parents` are written as "keep", their name in files of format 3.
         """
         fields = dataclasses.asdict(self)
         fields |= {
@@ -164,7 +167,7 @@ class Config:
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        """The choices that `to_json` wrote; `pinned` may also go by that name."""
+        """The choices that `to_json` wrote. The name "pinned" is read too."""
         fields: dict[str, Any] = renamed(json.loads(text), {"keep": "pinned"})
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
         refine = fields.pop("refine", None)

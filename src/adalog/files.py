@@ -1,4 +1,4 @@
-"""Files and folders are written whole or not at all: a temporary one beside the target, then a rename."""
+"""Files and folders that are written whole or not at all: a temporary one beside the target, then a rename."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: a temporary one beside it, then a rename.
 
-    A link stays one, and what it leads to is written; a file that was there keeps its mode.
+    A link stays a link, and its target is written; a file that was there keeps its mode.
     Raises DataError for a path that cannot be written, and OSError where the disk is full or fails.
     """
     try:
@@ -61,14 +61,14 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise the DataError of `write_folder`, as far as it can be known before there is anything to write."""
+    """Raise the DataError of `write_folder`, if it can be foreseen before there is anything to write."""
     if path.exists() or path.is_symlink():
         raise DataError(f"{path} is there already: name a folder to make, or remove it")
     check_writable(path)
 
 
 def check_writable(path: Path) -> None:
-    """Raise the DataError of `write_whole`, as far as it can be known before there is anything to write."""
+    """Raise the DataError of `write_whole`, if it can be foreseen before there is anything to write."""
     try:
         _check_target(path)
         folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
@@ -81,19 +81,19 @@ def check_writable(path: Path) -> None:
 
 
 def _check_target(path: Path) -> None:
-    """Raise OSError where what is there already is not a file that may be replaced."""
+    """Raise OSError where there is already something that is not a file which may be replaced."""
     if not path.exists():
         return
     if path.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not path.is_file():
         raise OSError(errno.EINVAL, "Not a regular file")
-    if not path.stat().st_mode & 0o222:  # the superuser too is told
+    if not path.stat().st_mode & 0o222:  # said even to the superuser, who could write it
         raise OSError(errno.EACCES, "Write-protected")
 
 
 def write_error(path: Path, cause: OSError) -> Exception:
-    """What to raise where a file cannot be written: an OSError where the disk is full or fails, else a DataError."""
+    """The error to raise where a file cannot be written: an OSError if the disk is full or fails, else a DataError."""
     if cause.errno in _FULL:
         told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
         return OSError(cause.errno, told)

@@ -25,7 +25,7 @@ class LedgerRow:
 
 
 def ledger_of(program: Program, assigned: Assigned) -> list[LedgerRow]:
-    """The rows of a float program's assignments, in order of execution."""
+    """The rows of the ledger of a float program with these assignments, in order of execution."""
     return [row for entry in assigned for row in _rows(program, *entry)]
 
 
@@ -44,7 +44,7 @@ def ledger_json(ledger: Sequence[LedgerRow]) -> list[dict[str, Any]]:
 
 
 def ledger_table(ledger: Sequence[LedgerRow]) -> list[str]:
-    """The rows as text, a header first."""
+    """The rows as text, after a header."""
     header = ("site", "role", "source", "left", "right", "SQNR [dB]")
     rows = [(row.site, row.role, row.source, row.left, row.right, f"{row.sqnr:.1f}") for row in ledger]
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
@@ -52,7 +52,10 @@ def ledger_table(ledger: Sequence[LedgerRow]) -> list[str]:
 
 
 def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> list[str]:
-    """What stays float and why, one line each. refusals: as of a model; operations: how many of each run in float32."""
+    """The lines that say what stays float, and why.
+
+    refusals: the reasons by name, as a model has them. operations: how many of each operation run in float32.
+    """
     told = ((name, *why.partition(": ")) for name, why in refusals.items())
     kept = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
     return [

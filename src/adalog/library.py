@@ -1,4 +1,4 @@
-"""The compiled library: where it is, what it can do here, and why there is none where there is none."""
+"""The compiled library: where it is, what it can do on this machine, and why it is missing where it is."""
 
 import contextlib
 import ctypes
@@ -10,14 +10,14 @@ from typing import Any
 from adalog.errors import AdalogError
 
 ABI = 4  # the version of its interface
-LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of the bits of `adalog_features`
+LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of their bits in `adalog_features`
 
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, if there is one that this package can use, and which it is or why there is none.
+    """The library and a note that names it, or None and the reason why there is none that this package can use.
 
-    It lies next to this file, or where the environment's ADALOG_NATIVE says.
+    It lies next to this file, or where the environment variable ADALOG_NATIVE says.
     """
     path = _path()
     if path is None:
@@ -42,14 +42,14 @@ def _path() -> Path | None:
 
 
 def why() -> str:
-    """Why there are no kernels, or the library they are in."""
+    """The reason why there are no kernels, or a note that names the library which holds them."""
     return load()[1]
 
 
 def levels() -> list[str]:
-    """The kernels that run here, slowest first; none where there is no library.
+    """The levels of kernels that run on this machine, slowest first; none where there is no library.
 
-    The environment's ADALOG_LEVEL holds them to that level, as a processor without faster ones would.
+    The environment variable ADALOG_LEVEL excludes faster levels than the one it names, as an older processor would.
     Raises AdalogError where it names no level.
     """
     library, _ = load()
@@ -59,7 +59,7 @@ def levels() -> list[str]:
 
 
 def held() -> str | None:
-    """The level to which the environment's ADALOG_LEVEL holds the kernels; None where it is not set."""
+    """The fastest level that the environment variable ADALOG_LEVEL allows; None where it is not set."""
     asked = os.environ.get("ADALOG_LEVEL") or None
     if asked is not None and asked not in LEVELS:
         raise AdalogError(f"ADALOG_LEVEL = {asked!r} is none of {', '.join(LEVELS)}: name one of these, or unset it")
@@ -67,11 +67,12 @@ def held() -> str | None:
 
 
 def about() -> dict[str, Any]:
-    """What there is of kernels here, as JSON.
+    """The library and its kernels as JSON.
 
-    library: its file, from the package's folder on if it lies there, or None; interface: the library's, and what this
-    package needs; kernels: whether each level's run; level: what is used unless another is asked for, or None; held:
-    the level that ADALOG_LEVEL holds them to, or None; why: there are none, and what helps, or None.
+    library: its file, relative to the package's folder if it lies there, or None. interface: the version that the
+    library has, and the one that this package needs. kernels: whether each level runs here. level: the one that is used
+    unless another is asked for, or None. held: the level that ADALOG_LEVEL names, or None. why: the reason why there
+    are no kernels, with the way out, or None.
     """
     path, found, interface = _path(), levels(), None
     if path is not None:

@@ -1,4 +1,4 @@
-"""The table of methods: every published system as choices over shared parts, one row per method."""
+"""The table of methods: one row per published system, with its choices in the shared frame."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from adalog.quantizers import FLOAT_BITS
 
 @dataclass(frozen=True)
 class Method:
-    """A published system: paper, venue and year, and the choices that differ from those of `Config`."""
+    """A published system: its paper, venue and year, and the choices that differ from the defaults of `Config`."""
 
     source: str
     choices: dict[str, Any]
 
     def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The choices as JSON, without those that are the defaults (`Config.defaults`).
+        """The choices as JSON, without those that equal the defaults, which `Config.defaults` gives.
 
-        A search or refinement is written as its kind with what differs from that kind's defaults.
+        A search or refinement is written as its kind and the fields that differ from that kind's defaults.
         """
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
         for name, kinds in (("search", SEARCH_KINDS), ("refine", REFINEMENT_KINDS)):
@@ -43,8 +43,8 @@ class Method:
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# Of FQ-ViT and RepQ-ViT. What is beyond the codes is zero, as in the codes that the published figures are from, and not
-# clipped as the texts have it.
+# FQ-ViT and RepQ-ViT share these. Values beyond the codes are zero, as in the released codes that gave the published
+# figures, although the papers clip them.
 _FLOAT_LOG: dict[str, Any] = {
     "post_gelu": "uniform",
     "beyond": "zero",
@@ -55,11 +55,11 @@ _FLOAT_LOG: dict[str, Any] = {
 }
 _FQ_VIT: dict[str, Any] = {
     **_FLOAT_LOG,
-    "post_softmax": "log2",  # of scale 1
+    "post_softmax": "log2",  # with the scale 1
     "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
 }
 
-# One row a method. The first three differ from adalog in the quantizer of each power-law activation alone.
+# There is one row per method. The first three differ from adalog in the quantizers of power-law activations alone.
 METHODS: dict[str, Method] = {
     "uniform": Method(f"{_ADALOG}: its rows of uniform quantizers, in its search", {**_UNIFORM}),
     # Eqs. 1-2
@@ -70,8 +70,8 @@ METHODS: dict[str, Method] = {
     ),
     # Eqs. 5-15, our reading
     "adalog": Method(_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog"}),
-    # The text taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), one pass of
-    # Algorithm 1 on all data for each hyperparameter pair.
+    # The paper taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), and each
+    # pair of hyperparameters takes one pass of Algorithm 1 on all data.
     "adalog-paper": Method(
         f"{_ADALOG}, to the letter",
         {
@@ -83,7 +83,7 @@ METHODS: dict[str, Method] = {
             "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1),
         },
     ),
-    # The released code: 2**bits + 1 values, a float image, the head's norm not folded.
+    # The released code has 2**bits + 1 values, keeps the image in float, and does not fold the norm of the head.
     "adalog-released": Method(
         f"{_ADALOG}, its released code",
         {
@@ -101,7 +101,7 @@ METHODS: dict[str, Method] = {
     "minmax": Method(
         "minimum and maximum (Jacob et al., CVPR 2018)", {**_UNIFORM, "per_head": False, "search": RangeSearch()}
     ),
-    # The share is that of FQ-ViT's comparison.
+    # The percentile is the one in FQ-ViT's comparison.
     "percentile": Method(
         "percentiles (Li et al., Fully Quantized Network for Object Detection, CVPR 2019)",
         {**_UNIFORM, "per_head": False, "search": RangeSearch(percentiles=(0.99999,))},
@@ -116,7 +116,7 @@ METHODS: dict[str, Method] = {
     ),
     "fq-vit": Method("FQ-ViT (Lin et al., IJCAI 2022)", _FQ_VIT),
     "ptq4vit": Method("PTQ4ViT (Yuan et al., ECCV 2022)", {**_PTQ4VIT, "search": ScaleSearch()}),
-    # What it does not change is PTQ4ViT's, on which it builds.
+    # It builds on PTQ4ViT, whose choices stay where APQ-ViT does not change them.
     "apq-vit": Method(
         "APQ-ViT (Ding et al., ACM MM 2022)",
         {**_PTQ4VIT, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},

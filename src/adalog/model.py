@@ -1,4 +1,4 @@
-"""The quantized model: it runs, tells what it is, is saved and loaded."""
+"""The quantized model: calling it, its summary, saving and loading."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ from adalog.runtime import Compiled, Executor
 
 
 class QuantizedModel(nn.Module):
-    """A model whose multiplications have quantized operands. Same inputs and outputs as the original.
+    """A model whose multiplications have quantized operands; its inputs and outputs are those of the original.
 
     It wraps a `QuantizedProgram`, whose fields are its properties. The tensors live in the program: `parameters()` and
-    `state_dict()` are empty, and `.to` and `.double` work. call: how the module was called whose place this one takes;
-    a file does not hold it.
+    `state_dict()` are empty, and `.to` and `.double` work. call: how the module that this one replaces was called; a
+    file does not hold it.
     """
 
     call: Call | None = None
@@ -59,14 +59,14 @@ class QuantizedModel(nn.Module):
         return self.quantized.example
 
     def note(self, **entries: Any) -> None:
-        """Add entries to the provenance, or replace them."""
+        """Add these entries to the provenance, or replace those of the same name."""
         self.quantized = replace(self.quantized, provenance={**self.provenance, **entries})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The original model's positional inputs, (B, ...) each, and its outputs in its structure.
+        """The outputs of the original model, in their structure, for its positional inputs, (B, ...) each.
 
-        In the place of a module (`call`) it takes that module's arguments, and returns its classes.
-        Raises ValueError for inputs of another number, shape or type, and ProgramError where the program cannot run.
+        A model that replaces a module (`call`) takes the arguments of that module, and returns its classes.
+        Raises ValueError for inputs of another number, shape or dtype, and ProgramError where the program cannot run.
         """
         if self.call is not None:
             return self.call.output_of(self.program.run(self.call.tensors(inputs, named)))
@@ -77,7 +77,7 @@ class QuantizedModel(nn.Module):
         return self.program.run(inputs)
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raises as `forward` does for inputs, which may be on the meta device, that the model does not take."""
+        """Raise what `forward` raises for inputs that the model does not take; they may be on the meta device."""
         self.quantized.check_shapes(inputs)
         batches = tuple(len(value) for value in inputs)
         if batches not in self._checked:
@@ -85,13 +85,13 @@ class QuantizedModel(nn.Module):
             self._checked.add(batches)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
-        """What `.to`, `.double` and the like do: to every tensor of the program; codes stay uint8."""
+        """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""
         self.quantized = self.quantized.map_tensors(fn)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def compile(self, executor: str = "torch", **choices: Any) -> Compiled:  # type: ignore[override]
-        """This model run in integers, by the executor "reference", "torch" or "native": see `runtime.Compiled`."""
+        """This model, run in integers by the executor "reference", "torch" or "native": see `runtime.Compiled`."""
         return Compiled(self.quantized, executor, **choices)
 
     def float_sites(self) -> list[str]:
@@ -116,15 +116,18 @@ class QuantizedModel(nn.Module):
 
 
 def load(path: str | Path) -> QuantizedModel:
-    """A saved model: needs this package and the file alone. Raises ArtifactError for a file that is not an artifact."""
+    """A saved model, for which this package and the file are enough.
+
+    Raises ArtifactError for a file that is not an artifact.
+    """
     return QuantizedModel(artifact.deserialise(artifact.read(path), str(path)))
 
 
 def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor | None, int]:
-    """What answers for this model soonest here, its executor, and how many calls to make at once on so many threads.
+    """The fastest way to run this model here: a callable, its executor, and how many calls to make at once.
 
-    That is the executor "native", which has threads of its own; or the model itself, by no executor, where "native"
-    does not take it.
+    That is the executor "native", which uses `threads` threads itself; or the model itself, with no executor and one
+    call per thread, where "native" does not take it.
     """
     if library.levels():
         with contextlib.suppress(ArtifactError):

@@ -14,12 +14,12 @@ from adalog.ledger import LedgerRow, float_lines, ledger_table
 
 @dataclass(frozen=True)
 class QuantizedProgram:
-    """A program whose multiplications have quantized operands, with what is known of it.
+    """A program whose multiplications have quantized operands, with all that belongs to it.
 
     program: the operations, codes and quantizers. config: the choices. ledger: one row per site. refusals: LayerNorms
     that were not folded and multiplications that stay float, and why. provenance: seed, number and digest of the
-    calibration images, and what else a caller notes. example: the inputs with no images in them, (0, ...) each, which
-    tell shapes and types; empty if it is not known.
+    calibration images, and whatever a caller notes. example: the inputs without images, (0, ...) each, whose shapes and
+    dtypes are known; empty if they are not.
     """
 
     program: Program
@@ -30,15 +30,15 @@ class QuantizedProgram:
     example: tuple[Tensor, ...] = ()
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError for inputs of another number, shape or type than `example`; they may be on the meta device.
+        """Raise ValueError for inputs of another number, shape or dtype than `example`.
 
-        Raises ProgramError where the program cannot run on them.
+        Raises ProgramError where the program cannot run on them. The inputs may be on the meta device.
         """
         self.check_shapes(inputs)
         self.program.check(inputs)
 
     def check_shapes(self, inputs: Sequence[Any]) -> None:
-        """The first half of `check`, which takes no time."""
+        """Raise the ValueError of `check` alone, which takes no time."""
         wanted = [f"(B, {', '.join(map(str, value.shape[1:]))}) of {value.dtype}" for value in self.example]
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)
@@ -55,11 +55,11 @@ class QuantizedProgram:
             raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
 
     def one_image(self) -> list[Tensor]:
-        """Inputs of one image, on the meta device."""
+        """Inputs for one image, on the meta device."""
         return [value.new_empty((1, *value.shape[1:]), device="meta") for value in self.example]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
-        """With a function (a move to a device, a cast) applied to every tensor; codes stay uint8."""
+        """The same program with a function (a move to a device, a cast) applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
         return replace(self, program=self.program.map_tensors(function), example=example)
 

@@ -1,4 +1,4 @@
-"""A captured model with what its sites see, and all that makes a quantized model of it."""
+"""A captured model with the operands of its sites, and the steps that make a quantized model of it."""
 
 import hashlib
 import time
@@ -34,15 +34,15 @@ from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
 from adalog.version import __version__
 
-MEMORY = 2 << 30  # bytes: half of them for what the sites saw, half for temporaries of the searches of all jobs
+MEMORY = 2 << 30  # bytes: half of them hold the sites' operands, half the temporaries of the searches of all jobs
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What was found for the sites of one product.
+    """The result of the search of one product.
 
-    product: the operands as they were searched. seconds: CPU time of a thread, when the assignment was found, even if
-    that was for other choices that share this search.
+    product: the operands as they were searched. seconds: the CPU time that the search took in its thread, even if it
+    was made for other choices that share it.
     """
 
     group: SiteGroup
@@ -55,27 +55,30 @@ class Searched:
         return self.group.sites
 
     def mean_square_error(self) -> float:
-        """The mean over all elements of the product's output."""
+        """The mean squared error over all elements of the product's output."""
         left, right = self.product.left, self.product.right
         noise = self.product.output_power(self.assignment.left, self.assignment.right)[1]
         return noise / (left.values[..., 0].numel() * right.values.shape[-2])
 
 
 class Calibration:
-    """A captured model with what its sites see in one forward of the calibration images.
+    """A captured model with the operands that its sites have in one forward of the calibration images.
 
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
     def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0, memory: int = MEMORY):
-        """images: (N, 3, H, W), all of which calibrate; the released algorithm's inputs are the float network's.
+        """Capture the model, and find its sites and the memory that each needs.
 
-        Or several positional inputs, (N, ...) each; what is no tensor is a constant.
-        memory: bytes, half of them for what the sites saw, half for the searches' temporaries; the model, the images
-        and what a caller asks for to keep come on top. If all that the sites saw fits (DeiT-T takes 0.8 GB at 32
-        images), it stays for further configurations; else each configuration needs a forward. Where one operand, or its
-        search, does not fit, every n-th row of the operand serves, of attention's products and convolutions every n-th
-        image or window (`Observed`); ValueError where memory is too little for 1,024 rows.
+        images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each, among which a value
+        that is not a tensor is a constant. The sites' operands are those of the float network, as in the released
+        algorithm. seed: for all that is drawn at random.
+        memory: bytes, half of them for the sites' operands and half for the searches' temporaries; the model, the
+        images and results come on top. If all operands fit (those of DeiT-T take 0.8 GB at 32 images), they stay for
+        further configurations; otherwise each configuration takes a forward. Where one operand, or its search, does not
+        fit, every n-th row is taken; for attention's products and convolutions, every n-th image or window
+        (`Observed`). Raises ValueError where the memory is too little for 1,024 rows, and CalibrationError for a model
+        without sites or images that are not finite.
         """
         inputs = batched(images)
         self.images = tuple(value for value in inputs if isinstance(value, Tensor))
@@ -98,7 +101,7 @@ class Calibration:
         self._shared = Shared(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
         )
-        self._found: dict[Any, Any] = {}  # folds and assignments, by what they depend on
+        self._found: dict[Any, Any] = {}  # folds and assignments, by all that they depend on
         self._seconds: dict[Any, float] = {}
 
     # --- the story ---
@@ -112,10 +115,11 @@ class Calibration:
         partial: Path | None = None,
         start: Assigned = (),
     ) -> QuantizedModel:
-        """The model under these choices. jobs: sites searched at once, in threads; the result does not depend on it.
+        """The model quantized under these choices.
 
-        partial: a file that finished searches are read from and added to; of no more use once the result is saved.
-        start: assignments, as of `assign`, that searches of bounds begin from and never end worse than.
+        jobs: how many sites are searched at once, in threads; the result does not depend on it. partial: a file from
+        which finished searches are read, and to which new ones are added; once the result is saved it can be removed.
+        start: assignments that `assign` gave; searches of bounds begin from them and never end worse.
         """
         assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start)
         return QuantizedModel(self.finished(assigned, config))
@@ -130,13 +134,14 @@ class Calibration:
         partial: Path | None = None,
         start: Assigned = (),
     ) -> list[tuple[SiteGroup, Assignment]]:
-        """The assignment of every group under these choices, in order of execution. Arguments as of `quantize`."""
+        """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
         self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
         if given and given.keys() != self._requests.keys():
             raise ValueError(
-                "start: give the assignments of all sites, as `assign` does, since norms are folded for several"
+                "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
+                "since several sites share a fold"
             )
         found = run_searches(
             self._splits(),
@@ -156,7 +161,7 @@ class Calibration:
         return assigned
 
     def finished(self, assigned: Assigned, config: Config) -> QuantizedProgram:
-        """The quantized program of these assignments. config: the choices they were found under."""
+        """The quantized program that these assignments give. config: the choices under which they were found."""
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
@@ -170,11 +175,14 @@ class Calibration:
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """Products' assignments, all or those of these sites, with their operands, whatever the memory of this."""
+        """The assignments of all products, or of those of these sites, with their operands.
+
+        All these operands are held at once, however little memory was allowed. Raises ValueError for an unknown site.
+        """
         check_pinned(config, self.sites)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
-            raise ValueError(f"{', '.join(sorted(unknown))}: no such site; there are {len(self.sites)}, as in `sites`")
+            raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `sites` lists all {len(self.sites)}")
         self._shared.prepare(config)
         found = {}
         for group in (group for split in self._splits() for group in split):
@@ -184,7 +192,7 @@ class Calibration:
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
-        """The same assignment with what this calibration's images make of the operands: another one's, held out."""
+        """The assignment that another calibration found, on the operands that the images of this one give."""
         group = next(group for group in self.groups if group.name == searched.group.name)
         product = self._product(
             group, choices_of(group, config), searched.assignment.fold, searched.product.left.format
@@ -192,24 +200,27 @@ class Calibration:
         return replace(searched, product=product)
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by this gradient of a loss by the model's only output, (N, ...), in place of random ones."""
+        """Weight errors by this gradient of a loss, (N, ...), in place of random ones.
+
+        gradient: that with respect to the model's only output.
+        """
         self._shared.probe(gradient)
         self._found.clear()
         self._seconds.clear()
 
     def operand(self, name: str) -> Tensor:
-        """A site's operand in full precision; one larger than the memory is given by every n-th row or image."""
+        """The operand of this name in full precision; every n-th row or image of it where it exceeds the memory."""
         return self._observed.seen([name])[name]
 
     # --- one group ---
 
-    @torch.no_grad()  # a thread's own setting
+    @torch.no_grad()  # each thread has this setting for itself
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
         begun, seconds, tried = time.thread_time(), 0.0, []
         config, ordered = choices_of(group, whole), self._shared.ordered(whole)
         fold, shared = self._fold(group, whole, ordered)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
-            fold = start.fold  # its quantizers are those of what this fold leaves
+            fold = start.fold  # its quantizers belong to operands with this fold
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
             formats = product.left.format, product.right.format
@@ -225,15 +236,15 @@ class Calibration:
             if tabled not in self._found:
                 self._found[tabled] = with_table(product, self._found[key], config.tables)
             tried.append(Searched(group, product, self._found[tabled]))
-            if start is not None:  # what began elsewhere is not what these choices find by themselves
+            if start is not None:  # without a start these choices may find other quantizers
                 del self._found[key], self._found[tabled]
             begun, spent = time.thread_time(), time.thread_time() - begun
-            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # next to nothing where it was known
+            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # a known assignment takes no time
             seconds += self._seconds[tabled]
         return replace(max(tried, key=lambda searched: searched.assignment.sqnr), seconds=seconds)
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
-        """The group's product on what the float network gives it."""
+        """The group's product, with its operands in the float network."""
         seen = self._observed.seen(self._requests[group.name].names)
         left, right = operands_of(self.program, group, seen, config, fold, activation)
         return Product(group.first.role, left, right, fold)
@@ -241,7 +252,7 @@ class Calibration:
     def _fold(
         self, group: SiteGroup, whole: Config, ordered: Mapping[str, Tensor] | None
     ) -> tuple[Fold | None, UniformQuantizer | None]:
-        """The fold of a group's norm, and the quantizer that comes with it, if the method has one."""
+        """The fold of the group's norm, and the quantizer that comes with it; None where the method has none."""
         pair = group.pair
         if pair is None or self._unfolded(pair, choices_of(group, whole)):
             return None, None
@@ -259,7 +270,7 @@ class Calibration:
     def _unfolded(self, pair: Pair, config: Config) -> str:
         """Why these choices leave a foldable norm as it is; empty where they fold it."""
         read = (self._shapes[site.left] for site in self.sites if site.name in pair.sites)
-        rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of what the norm puts out
+        rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of the norm's output
         if config.activation_bits == FLOAT_BITS:
             return "its linears take float activations"
         refused = SEARCHES[type(config.search)].refuses_fold(config.search, config)
@@ -284,7 +295,7 @@ class Calibration:
         )
 
     def _splits(self) -> list[list[SiteGroup]]:
-        """The groups by whose operands are held at a time, in order."""
+        """The groups in splits whose operands are held together, in order."""
 
         def number(group: SiteGroup) -> int:
             return self._observed.stage(self._requests[group.name].names)
@@ -292,7 +303,7 @@ class Calibration:
         return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
 
     def _refined(self, assigned: Assigned, config: Config) -> list[tuple[SiteGroup, Assignment]]:
-        """With other scales, as `Config.refine` has it, and SQNRs to match."""
+        """The assignments with their scales refined as `Config.refine` says, and their new SQNRs."""
         if isinstance(config.refine, BlockRefinement):
             gradients = self._shared.squared_gradients(config.refine.probes)
             changed = refined_blocks(self.program, self.images, assigned, config.refine, gradients)
@@ -312,12 +323,12 @@ class Calibration:
 
 
 def _fits(start: Assignment, config: Config) -> bool:
-    """Whether an assignment has quantizers of the bits that are wanted."""
+    """Whether the left quantizer of an assignment has the bits that these choices ask for."""
     return start.left is not None and start.left.bits == config.activation_bits
 
 
 def digest(images: Sequence[Tensor]) -> str:
-    """A short fingerprint of the calibration images, of every input together."""
+    """A short fingerprint of the calibration images, all inputs together."""
     if not images:
         return ""
     content = hashlib.sha256()

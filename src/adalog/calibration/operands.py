@@ -1,4 +1,4 @@
-"""What a group's product multiplies: its operands, taken from observed values, and the formats they are searched in."""
+"""The operands of a group's product, taken from observed values, and the formats in which they are searched."""
 
 import difflib
 import math
@@ -19,7 +19,7 @@ from adalog.quantizers import Fold
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
 
-_BYTES_PER_ELEMENT = 16  # temporaries of a search, for each element of a left operand, more or less
+_BYTES_PER_ELEMENT = 16  # about what the temporaries of a search take per element of the left operand
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
@@ -35,15 +35,15 @@ def check_pinned(config: Config, sites: Sequence[Site]) -> None:
 
 
 def choices_of(group: SiteGroup, config: Config) -> Config:
-    """The choices for a group, with the bits that are pinned for any of its sites or of its norm's."""
+    """The choices for a group, with the bits that are pinned for any of its sites or any site of its norm."""
     return config.at(group.pair.sites if group.pair is not None else [site.name for site in group.sites])
 
 
 def formats_of(site: Site, config: Config) -> list[Format]:
-    """The formats that the left operand of a site is tried in; the first of equally good ones wins.
+    """The formats in which the left operand of a site is searched; among equally good ones the first wins.
 
-    After SiLU and the like it depends on the site whether a logarithmic quantizer is better than a uniform one, and so
-    it does before a grouped convolution, where a uniform one has a scale per group.
+    Whether a logarithmic quantizer is better than a uniform one depends on the site after SiLU and the like, and before
+    a grouped convolution, where a uniform one has a scale per group.
     """
     bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
     kind = site.left_source.kind
@@ -67,7 +67,10 @@ def operands_of(
     fold: Fold | None,
     activation: Format,
 ) -> tuple[Operand, Operand]:
-    """Both operands of the group's product with their formats, the right one transposed."""
+    """Both operands of the group's product with their formats, the right one transposed.
+
+    seen: the observed values by name. activation: the format of the left operand.
+    """
     site = group.first
     x = seen[site.left]
     if site.role in ("qk", "av"):
@@ -102,9 +105,9 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]
 
 
 def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes: Mapping[str, Tensor]) -> Request:
-    """What the search of a group's sites takes: their operands, and whatever else a norm is folded by.
+    """The values that the search of a group's sites needs, including those by which its norm is folded.
 
-    sites: all of the program's. shapes: every value of the program, as of `trace`.
+    sites: all of the program's. shapes: every value of the program without data, from `trace`.
     """
     products = [] if group.pair is None else list(group.pair.sites)
     read = {group.first.left} | {site.left for site in sites if site.name in products}
@@ -116,7 +119,7 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
 
 
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
-    """How many elements the larger of a product's left operand and output has, more or less."""
+    """About how many elements the left operand or the output of a product has, whichever is larger."""
     site, x = group.first, shapes[group.first.left]
     if site.role == "linear":
         columns = sum(len(program.tensors[member.right]) for member in group.sites)
@@ -128,10 +131,11 @@ def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, T
 def _conv_operands(
     site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int
 ) -> tuple[Operand, Operand]:
-    """A convolution as a product of patches and kernels, (groups, T, I) and (groups, O / groups, I) where grouped.
+    """A convolution as a product of patches, (T, I), and kernels, (O, I).
 
-    A grouped convolution's input has one scale per group: each output sees one group alone. Where patches overlap, so
-    that each value is in n of them, every n-th patch serves, as long as 1,024 are left.
+    A grouped convolution has (groups, T, I) and (groups, O / groups, I), and its input one scale per group, since each
+    output reads one group alone. Where patches overlap, so that each value is in n of them, every n-th patch is taken,
+    as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node)
     batch, channels, height, width = x.shape
@@ -154,12 +158,12 @@ def _conv_operands(
 
 
 def _overlap(site: Site, weight: Tensor) -> int:
-    """In how many of a convolution's patches a value is."""
+    """The number of a convolution's patches that hold the same value."""
     return weight.shape[2] * weight.shape[3] // math.prod(conv_geometry(site.node)[0])
 
 
 def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
-    """Every n-th of each image's rows, (groups, L, I), together: (groups, T, I), or (T, I) of one group."""
+    """Every n-th row of all images, (groups, L, I) each: (groups, T, I), or (T, I) if there is one group."""
     found = []
     for index, rows in enumerate(images):
         step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])

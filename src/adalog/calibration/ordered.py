@@ -1,4 +1,4 @@
-"""Operands behind what is quantized already, as RepQ-ViT's released code sees them."""
+"""Operands as they are once everything before their site is quantized, as RepQ-ViT's released code has them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ def observe_in_order(
     config: Config,
     unfolded: Callable[[Pair, Config], str],
 ) -> dict[str, Tensor]:
-    """The operands in one forward in which each site's are quantized as they come, by name.
+    """The operands of all sites by name, from one forward in which each site is quantized before the next one runs.
 
-    Where a norm is to be folded, its channels still have quantizers of their own (RepQ-ViT). unfolded: why choices
-    leave a pair's norm as it is.
+    The channels of a norm that will be folded have quantizers of their own in this forward (RepQ-ViT). unfolded: says
+    why choices leave the norm of a pair as it is, as `Calibration` does.
     """
     seen = dict(program.tensors)
     group_of = {site.node.name: group for group in groups for site in group.sites}
@@ -56,7 +56,7 @@ def observe_in_order(
 def _quantized_outputs(
     program: Program, group: SiteGroup, choices: Config, formats: Sequence[Format], seen: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What the group's sites put out once their operands are quantized, by the names of their nodes."""
+    """The outputs of the group's sites with quantized operands, by the names of their nodes."""
     module, tried = SEARCHES[type(choices.search)], []
     for activation in formats:
         product = Product(group.first.role, *operands_of(program, group, seen, choices, None, activation))

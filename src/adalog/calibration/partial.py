@@ -1,4 +1,4 @@
-"""The finished searches of a calibration in a file, one line each, from which a killed calibration goes on."""
+"""A file of the finished searches of a calibration, one line each, from which a killed calibration goes on."""
 
 import hashlib
 import json
@@ -32,14 +32,15 @@ def fingerprint(choices: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def raw_bytes(value: Tensor) -> memoryview:
-    """The bytes of a tensor's values."""
+    """The bytes of the values of a tensor."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Partial:
-    """What a file holds of the searches that `fingerprint` names; any other file is not touched.
+    """The finished searches in a file, which must be those that `fingerprint` names; any other file is left alone.
 
-    A line that was cut off by a kill is searched again. Numbers are written so that they read back to the bit.
+    A search whose line was cut off by a kill is made again. Numbers are written so that they read back to the bit.
+    Raises DataError for a file of other searches, or one that is damaged.
     """
 
     def __init__(self, path: Path, fingerprint: str):
@@ -51,7 +52,7 @@ class Partial:
             whole = content[: content.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
         except (OSError, ValueError) as cause:
-            raise DataError(f"{path} holds no finished searches ({cause}): remove it, or name another") from cause
+            raise DataError(f"{path} is no file of finished searches ({cause}): remove it, or name another") from cause
         cut_in_header = json.dumps(header).encode().startswith(content)
         if lines[:1] != [header] and not cut_in_header:
             raise DataError(
@@ -67,11 +68,11 @@ class Partial:
             self._append(header)
 
     def get(self, name: str) -> Assignment | None:
-        """What was found for the site of this name."""
+        """The assignment of the group of this name; None where its search is not finished."""
         return self._found.get(name)
 
     def add(self, name: str, assignment: Assignment) -> None:
-        """Write what was found for the site of this name."""
+        """Write the assignment of the group of this name to the file."""
         self._append({"name": name, **assignment_json(assignment)})
 
     def _append(self, line: Any) -> None:
@@ -85,7 +86,7 @@ class Partial:
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:
-    """An assignment as JSON, every number to the bit."""
+    """An assignment as JSON, from which every number reads back to the bit."""
     fold = assignment.fold
     return {
         "left": _fields(assignment.left),

@@ -1,4 +1,4 @@
-"""When searches run: side by side in threads, within a shared memory, and from where an earlier run stopped."""
+"""The order of searches: side by side in threads, within shared memory, and from where an earlier run stopped."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,10 @@ Progress = Callable[[int, int, str], None]
 
 
 class Scratch:
-    """Memory for temporaries that searches share: one waits until there is enough; one larger than all goes alone."""
+    """The memory for temporaries that searches share.
+
+    A search waits until there is enough of it; a search that needs more than all of it runs alone.
+    """
 
     def __init__(self, size: int):
         self._size = self._free = size
@@ -23,7 +26,7 @@ class Scratch:
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
-        """So many bytes, for as long as the context lasts."""
+        """Take `size` bytes for as long as the context lasts."""
         size = min(size, self._size)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
@@ -47,11 +50,11 @@ def run_searches(
     partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Assignment]:
-    """What a search finds for every group, by the group's name; the result does not depend on `jobs`.
+    """The assignment that the search finds for every group, by the group's name; it does not depend on `jobs`.
 
-    splits: groups whose operands are held together; one split begins when the one before it is done. bytes_of: what
-    each search takes of `memory`, in bytes. partial: where finished searches are read from and added to. progress:
-    called with (done, total, the group that is waited for).
+    splits: groups whose operands are held together; a split begins when the one before it is done. bytes_of: the bytes
+    of `memory` that each search takes, by the group's name. partial: a file from which finished searches are read, and
+    to which new ones are added. progress: called with (done, total, the name of the group that is waited for).
     """
     scratch = Scratch(memory)
 

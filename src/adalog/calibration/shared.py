@@ -1,4 +1,4 @@
-"""What some searches need beside the operands, computed once and shared by all sites."""
+"""The data that some searches need besides the operands, computed once and shared by all sites."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -21,11 +21,12 @@ from adalog.search import SEARCHES
 class Shared:
     """The optional fields of `Product` that a search asks for (`SearchModule.needs`), for any site.
 
-    - "ordered": operands behind what is quantized already, found by one forward under the choices.
-    - "weights": squared gradients of the loss by every site's output, found by backward passes.
+    - "ordered": the operands once everything before their site is quantized, found by one forward under the choices.
+    - "weights": squared gradients of the loss with respect to every site's output, found by backward passes.
     - "row_splits": which rows of a linear's weight share a scale.
 
-    All of them are held whole, on top of the memory of `Observed`. unfolded: why choices leave a pair's norm as it is.
+    All of them are held whole, on top of the memory of `Observed`. unfolded: says why choices leave the norm of a pair
+    as it is.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class Shared:
         self._probe: Tensor | None = None
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by this gradient of a loss by the model's only output, in place of random ones."""
+        """Weight errors by this gradient of a loss with respect to the model's only output, in place of random ones."""
         self._probe = gradient
         self._found.clear()
 
     def probes(self) -> list[tuple[str, Tensor]]:
-        """The gradient that was given, if one was, for a fingerprint."""
+        """The gradient that was given to `probe`, for a fingerprint; empty where there is none."""
         return [] if self._probe is None else [("probe", self._probe)]
 
     def prepare(self, config: Config) -> None:
-        """Compute what all searches of a configuration share, before they run side by side."""
+        """Compute all that the searches of a configuration share, before they run side by side."""
         self.ordered(config)
         needs = SEARCHES[type(config.search)].needs(config.search)
         if "weights" in needs:
@@ -62,7 +63,10 @@ class Shared:
             self._all_row_splits()
 
     def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
-        """The weights and row splits of a group's product, as far as its search needs them. names: its values'."""
+        """The fields "weights" and "row_splits" of a group's product, if its search needs them.
+
+        names: of the values that the group's search reads.
+        """
         needs, found = SEARCHES[type(config.search)].needs(config.search), dict[str, Any]()
         if "weights" in needs:
             gradients = self._error_gradients(config)
@@ -77,7 +81,7 @@ class Shared:
         return config if "ordered" in SEARCHES[type(config.search)].needs(config.search) else None
 
     def ordered(self, config: Config) -> Mapping[str, Tensor] | None:
-        """What operands are under these choices, where the method looks behind what is quantized; else None."""
+        """The operands by name if sites are calibrated in sequence under these choices, else None."""
         if self.order(config) is None:
             return None
         key = ("ordered", config)
@@ -87,7 +91,7 @@ class Shared:
         return found
 
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
-        """The squared gradients of the loss by what every site, and every block, puts out, by the name of the value."""
+        """The squared gradients of the loss with respect to the output of every site and block, by output."""
         key = ("gradients", probes, noise)
         if key not in self._found:
             generator = torch.Generator().manual_seed(self._seed)
@@ -111,7 +115,7 @@ class Shared:
         return found
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:
-        """Which rows of the group's weight share a scale; None where each has its own."""
+        """Which rows of the group's weight share a scale, (O,); None where each has its own."""
         if group.first.role != "linear":
             return None
         splits, count = [], 0

@@ -1,4 +1,4 @@
-"""What a search decides of one product: both quantizers, a weight's codes, and how a norm's channels share a scale."""
+"""What a search decides for one product: both quantizers, a weight's codes, and how a norm's channels share a scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adalog.quantizers.uniform import UniformQuantizer
 class QuantizedTensor:
     """A tensor as it is stored: codes (uint8, the tensor's shape) and the quantizer that gives them values.
 
-    Whoever chooses the codes says them: they need not be those that the quantizer would find nearest.
+    The search that chooses the codes states them: they need not be those that the quantizer finds nearest.
     """
 
     codes: Tensor
@@ -25,7 +25,7 @@ class QuantizedTensor:
 
     @staticmethod
     def nearest(values: Tensor, quantizer: UniformQuantizer) -> QuantizedTensor:
-        """The values with the codes that the quantizer finds nearest."""
+        """The values as the codes that the quantizer finds nearest."""
         return QuantizedTensor(quantizer.quantize(values).to(torch.uint8), quantizer)
 
     @property
@@ -36,11 +36,11 @@ class QuantizedTensor:
         return self.quantizer.dequantize(self.codes)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """With a function applied to the quantizer's parameters; the codes stay."""
+        """The same codes, with a function applied to the quantizer's parameters."""
         return replace(self, quantizer=self.quantizer.map(function))
 
     def scaled(self, factor: float) -> QuantizedTensor:
-        """With scales that are so many times as large; the codes stay."""
+        """The same codes, with scales that are `factor` times as large."""
         return replace(self, quantizer=self.quantizer.scaled(factor))
 
     def to(self, device: torch.device) -> QuantizedTensor:
@@ -52,7 +52,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Fold:
-    """A LayerNorm's reparameterisation: it puts out x / ratio - beta in place of x, and its linears take that back.
+    """A LayerNorm's reparameterisation: the norm outputs x / ratio - beta in place of x, and its linears undo that.
 
     ratio, beta: (C,) each (RepQ-ViT, Sec. 3.3; the outputs of the linears do not change).
     """
@@ -62,23 +62,24 @@ class Fold:
 
     @staticmethod
     def sharing(scale: Tensor, zero_point: Tensor, *, rounds: bool = True) -> Fold:
-        """x / ratio - beta quantizes per tensor exactly as x quantizes per channel (from RepQ-ViT).
+        """The fold after which one quantizer gives exactly the codes that one quantizer per channel gave (RepQ-ViT).
 
-        scale, zero_point: (C,), of per-channel quantizers. The shared one has s = mean(scale) and z = mean(zero_point),
-        rounded before it is used (`rounds`; RepQ-ViT does not): x / ratio - beta = s (x / scale + zero_point - z).
+        scale, zero_point: (C,), of the per-channel quantizers. The shared one has s = mean(scale) and
+        z = mean(zero_point): x / ratio - beta = s (x / scale + zero_point - z). rounds: whether z is rounded before it
+        is used, as AdaLog does and RepQ-ViT does not.
         """
         mean = scale.mean()
-        floor = mean * 1e-4  # a channel that never moves would otherwise blow up its weights' column without bound
+        floor = mean * 1e-4  # a constant channel would otherwise have a column of weights without bound
         ratio = scale.clamp(min=floor) / mean
         shared = zero_point.mean()
         return Fold(ratio, mean * ((shared.round() if rounds else shared) - zero_point))
 
     def norm(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight, bias) of the LayerNorm that puts out x / ratio - beta."""
+        """(weight, bias) of the LayerNorm that outputs x / ratio - beta."""
         return weight / self.ratio, bias / self.ratio - self.beta
 
     def activation(self, x: Tensor) -> Tensor:
-        """What the folded norm puts out in place of x: (..., C)."""
+        """The output of the folded norm in place of x: (..., C)."""
         return (x / self.ratio).sub_(self.beta)
 
     def weight(self, weight: Tensor) -> Tensor:
@@ -97,10 +98,10 @@ class Fold:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The quantizers of a product's operands (None: float), its norm's fold, and its output's SQNR [dB] in calibration.
+    """The quantizers of a product's operands, the fold of its norm, and its output's SQNR [dB] in calibration.
 
-    right: transposed, as the search sees it; a `QuantizedTensor` where the search has chosen the codes of a weight, a
-    quantizer where they are to be the nearest.
+    left, right: None for an operand that stays float. right: transposed, as the search sees it; a `QuantizedTensor`
+    where the search has chosen the codes of a weight, a quantizer where each value takes the nearest code.
     """
 
     left: Quantizer | None
@@ -109,7 +110,7 @@ class Assignment:
     sqnr: float = math.nan
 
     def to(self, device: torch.device) -> Assignment:
-        """The same on another device."""
+        """The same assignment on another device."""
         right = self.right
         if isinstance(right, Quantizer):
             right = right.map(lambda value: value.to(device))

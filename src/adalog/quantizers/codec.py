@@ -1,4 +1,4 @@
-"""Codes <-> bits, and quantizers <-> JSON: how a file holds both."""
+"""How a file holds codes, as packed bits, and quantizers, as JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,10 @@ MAX_DIMENSIONS = 8
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8, any shape, each below 2**bits) as a bit stream, least significant bit first: uint8, (bytes,)."""
+    """Codes as a bit stream, least significant bit first: uint8, (bytes,).
+
+    codes: uint8, any shape. Raises ValueError for a code that is not below 2**bits.
+    """
     flat = codes.detach().cpu().numpy().reshape(-1)
     if flat.size and int(flat.max()) >= 2**bits:
         raise ValueError(f"code {int(flat.max())} does not fit in {bits} bits")
@@ -30,7 +33,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` codes of a bit stream: uint8, (count,). The stream must be exactly as long as they need."""
+    """The `count` codes of a bit stream: uint8, (count,).
+
+    Raises ArtifactError for a stream of another length, or with bits other than zero after the last code.
+    """
     if packed.numel() != -(-count * bits // 8):
         raise ArtifactError(
             f"{count} codes of {bits} bits take {-(-count * bits // 8)} bytes, the file has {packed.numel()}"
@@ -43,7 +49,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def check_shape(name: str, shape: Any) -> None:
-    """Raise ArtifactError for what is no shape of a tensor."""
+    """Raise ArtifactError for a value that is not the shape of a tensor."""
     if not (
         isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(is_whole(size, 1, 2**31) for size in shape)
     ):
@@ -51,9 +57,9 @@ def check_shape(name: str, shape: Any) -> None:
 
 
 def decode_quantizer(name: str, given: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Quantizer:
-    """The quantizer whose `fields` are given, with numbers of this type.
+    """The quantizer whose `fields` are given, with parameters of the type `dtype`.
 
-    Raises ArtifactError for one that cannot be.
+    name: the quantizer's, for messages. Raises ArtifactError for fields that no quantizer has.
     """
     bits = given["bits"]
     if not is_whole(bits, MIN_BITS, MAX_BITS):

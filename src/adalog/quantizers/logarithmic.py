@@ -47,17 +47,17 @@ def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
 def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
     """The integer of each code, in units of `integer_unit`: int64, (2**bits,), the folded table of Eq. 10.
 
-    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it 2**headroom times the
-    exact power 2**(-k q / r), to the nearest.
+    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it each integer is
+    2**headroom times the exact power 2**(-k q / r), rounded to the nearest.
     """
     if table:
         shift, mantissa = log_tables(q, r, bits)
-        return (mantissa << headroom) >> shift.clamp(max=62)  # more is undefined
+        return (mantissa << headroom) >> shift.clamp(max=62)  # larger shifts are undefined
     return torch.exp2(headroom - torch.arange(2**bits, dtype=torch.float64) * q / r).round().to(torch.int64)
 
 
 def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
-    """What one is worth in `integer_levels`, at scale 1."""
+    """The value of one unit of `integer_levels` at scale 1."""
     return (table_step(bits) if table else 1.0) * 2.0**-headroom
 
 
@@ -65,11 +65,11 @@ def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
 def log_levels(
     q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True, headroom: int | None = None
 ) -> Tensor:
-    """What each code stands for at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
+    """The value of each code at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
 
     table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
     2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
-    headroom: that of the integer table which stands for either; None where there is none.
+    headroom: the levels are those of the integer table with this headroom (`integer_levels`); None: there is no table.
     """
     if headroom is not None:
         integers = integer_levels(q, r, bits, headroom, table=table)
@@ -96,7 +96,7 @@ def log_thresholds(
     table: bool = True,
     headroom: int | None = None,
 ) -> Tensor:
-    """Where x / scale leaves one code for the next, descending: float64, one fewer than the levels.
+    """The values of x / scale at which one code gives way to the next, descending: float64, one fewer than the levels.
 
     A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
     ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
@@ -124,22 +124,23 @@ def log_steps(
 ) -> tuple[Tensor, Tensor]:
     """The levels and thresholds of every base from q = low to high: (Q, levels) and (Q, thresholds).
 
-    As `log_levels` and `log_thresholds` give them, but ascending; on the device, to which they are copied once.
+    They are those of `log_levels` and `log_thresholds`, but ascending, and are copied to the device once.
     """
     bases = range(low, high + 1)
     levels = [log_levels(q, r, bits, beyond=beyond, table=table) for q in bases]
     cuts = [log_thresholds(q, r, bits, beyond=beyond, rounding=rounding, table=table) for q in bases]
-    with torch.inference_mode(mode=False):  # whoever asks first
+    with torch.inference_mode(mode=False):  # they are cached for later callers, who may need normal tensors
         return torch.stack(levels).flip(1).to(device), torch.stack(cuts).flip(1).to(device)
 
 
 class Bins:
-    """Counts how many of the descending thresholds a value is at most: exactly `torch.bucketize`, several times faster.
+    """A table that counts the thresholds not below a value, exactly as `torch.bucketize` does, several times faster.
 
-    A float's leading bits name a bin. Bins are made so narrow that none holds two different thresholds: `counts` is of
-    those at or above a bin's upper edge, and one comparison with the one that may lie in it, `ends` (0: none), settles
-    the rest. lowest, highest: what values are brought between first; a NaN takes the last count. first: the number of
-    the first bin; drop: the bits that are not leading. More than `_TABLE_BINS` bins are not made: `fit` is false.
+    The leading bits of a float are the number of its bin. Bins are so narrow that none holds two different thresholds.
+    counts: two per bin, for values above the threshold that lies in the bin and for values at most that threshold.
+    ends: that threshold; 0 where there is none. lowest, highest: values are clamped to this interval first; a NaN takes
+    the last count. first: the number of the first bin. drop: how many trailing bits the number leaves out. fit: false
+    where more than `_TABLE_BINS` bins would be needed; the thresholds are then searched directly.
     """
 
     def __init__(self, thresholds: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -152,7 +153,7 @@ class Bins:
         lowest, highest = cuts[-1] / 2, cuts[0] * 2
         self.lowest, self.highest = lowest.item(), highest.item()
         self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
-        self.fit = last - self.first <= _TABLE_BINS  # else close cuts over many octaves, which no search finds
+        self.fit = last - self.first <= _TABLE_BINS  # false for close thresholds over many octaves: no search finds any
         self.ascending = thresholds.to(dtype).clamp(min=tiny).flip(0).to(device)
         if not self.fit:
             return
@@ -160,13 +161,13 @@ class Bins:
         upper_edges = ((numbers + 1) << self.drop).view(dtype)
         distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
         passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
-        counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # above the end, and at most it
+        counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # for values above the end, and at most it
         self.counts = counts.to(device)
-        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct].to(device)  # nothing is below the last interval
+        self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct].to(device)  # the last interval has no lower end
 
 
 def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
-    """How many of the descending thresholds each x is at most: int32."""
+    """How many of the thresholds are not below each x: int32, the shape of x."""
     values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
     if not bins.fit:
         return (len(bins.ascending) - torch.searchsorted(bins.ascending, values, out_int32=True)).view(x.shape)
@@ -178,7 +179,7 @@ def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
 @lru_cache(128)
 def _bins_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Bins:
     """The bins of `log_thresholds`, copied to the device once."""
-    with torch.inference_mode(mode=False):  # whoever asks first
+    with torch.inference_mode(mode=False):  # they are cached for later callers, who may need normal tensors
         return Bins(log_thresholds(q, r, bits, **choices), dtype, device)
 
 
@@ -203,10 +204,10 @@ def log_quantize(
 ) -> Tensor:
     """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
 
-    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) the log-sqrt2 quantizer of Eq. 3, (q, 37) AdaLog. What lies
-    beyond the last code saturates (the paper), becomes the extra code 2**bits that means zero ("zero": the released
-    code, not storable in `bits` bits), or takes the last code, which then means zero ("zero-coded").
-    rounding: "log" as above, or "nearest", to the nearest level.
+    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) the log-sqrt2 quantizer of Eq. 3, (q, 37) AdaLog.
+    beyond: values below the last level saturate ("saturate": the paper), take the extra code 2**bits that means zero
+    ("zero": the released code, not storable in `bits` bits), or take the last code, which then means zero
+    ("zero-coded"). rounding: "log" as above, or "nearest", to the nearest level.
     """
     last = 2**bits if beyond == "zero" else 2**bits - 1
     ratio = at_least_float32(x) / scale
@@ -243,7 +244,7 @@ def log_dequantize(
 
 
 def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
-    """function(values, q) for one integer q, or for each of a leading candidate axis, (K, 1, ...), of q."""
+    """function(values, q) for one integer q, or for each entry of q's leading candidate axis, (K, 1, ...)."""
     if isinstance(q, int) or q.numel() == 1:
         single = function(values, int(q))
         return single if isinstance(q, int) or q.ndim <= single.ndim else single.reshape(q.shape[0], *single.shape)
@@ -259,8 +260,8 @@ class LogQuantizer(Quantizer):
 
     scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
     x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
-    table: mantissas are quantized (Eq. 9). width, headroom: of the table of integers that stands for the levels
-    (`table_integers`), of 8 or 16 bits; 0: there is none, and the levels are floats.
+    table: mantissas are quantized (Eq. 9). width, headroom: those of the table of integers that stands for the levels
+    (`table_integers`). A width of 8 or 16 bits; 0: there is no such table, and the levels are floats.
     """
 
     kind: ClassVar[str] = "log"
@@ -321,7 +322,7 @@ class LogQuantizer(Quantizer):
         return self.scale
 
     def levels(self) -> Tensor:
-        return self._levels(2**self.bits + (self.beyond == "zero"))  # which has one value more than codes
+        return self._levels(2**self.bits + (self.beyond == "zero"))  # one more value than codes of these bits
 
     @property
     def lift(self) -> float:
@@ -352,7 +353,7 @@ class LogQuantizer(Quantizer):
         )
 
     def table_integers(self) -> Tensor:
-        """The table: for each code an integer below 2**width, in units of `unit`. int64, (2**bits,), on the CPU."""
+        """The integer below 2**width of each code, in units of `unit`: int64, (2**bits,), on the CPU."""
         integers = integer_levels(self.q, self.r, self.bits, self.headroom, table=self.table)
         if self.beyond == "zero-coded":
             integers[-1] = 0
@@ -360,7 +361,7 @@ class LogQuantizer(Quantizer):
 
     @property
     def unit(self) -> Tensor:
-        """What one in the table is worth: float64, of the scale's shape."""
+        """The value of one unit of the table: float64, the shape of the scale."""
         return self.scale.double() * integer_unit(self.bits, self.headroom, table=self.table)
 
     def integers(self, code: Tensor) -> list[Tensor]:
@@ -376,9 +377,9 @@ class LogQuantizer(Quantizer):
 
     @property
     def multiplied_bits(self) -> int:
-        """The width of a table's integer, or without one of a mantissa, or of a float.
+        """The width of the table's integers, else of a mantissa, else of a float.
 
-        Mantissas are bits + 1 wide. Where the base is a power of two there is one only, and a shift is all: 0.
+        Mantissas are bits + 1 wide. A base that is a power of two has one mantissa and needs a shift alone: 0.
         """
         if self.width:
             return self.width

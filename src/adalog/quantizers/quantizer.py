@@ -21,7 +21,7 @@ Same = TypeVar("Same", bound="Quantizer")
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x itself in float32 and float64, else in float32."""
+    """x itself if it is float32 or float64, else x in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -48,10 +48,10 @@ def round_ste(x: Tensor) -> Tensor:
 
 
 class Quantizer(ABC):
-    """A quantizer with its parameters: from values to codes of `bits` bits and back.
+    """A quantizer with its parameters, which turns values into codes of `bits` bits and back.
 
-    Its tensor fields are its parameters; all of them broadcast against the values. Quantizers are frozen dataclasses.
-    kind: the name in files.
+    Quantizers are frozen dataclasses. Their tensor fields are their parameters, which broadcast against the values.
+    kind: the quantizer's name in files.
     """
 
     kind: ClassVar[str]
@@ -83,18 +83,18 @@ class Quantizer(ABC):
         clipped, step = self.clip(x), self.step(x)
         error = ((hat - clipped) / step).detach()
         surrogate = clipped + step * error
-        return hat - (surrogate.detach() - surrogate).to(hat.dtype)  # minus zero changes no bit, not even of -0.0
+        return hat - (surrogate.detach() - surrogate).to(hat.dtype)  # subtracting zero changes no bit, not even of -0.0
 
     def _nearest(self, x: Tensor) -> Tensor:
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)
 
     @abstractmethod
     def clip(self, x: Tensor) -> Tensor:
-        """x brought between the least and the largest value that a code stands for; differentiable."""
+        """x clamped between the least and the largest value that a code stands for; differentiable."""
 
     @abstractmethod
     def step(self, x: Tensor) -> Tensor:
-        """The scale that counts where x lies, to broadcast against x."""
+        """The scale that applies where x lies, to broadcast against x."""
 
     def levels(self) -> Tensor:
         """Every value that the quantizer stands for, under all its scales, ascending: float, on the CPU.
@@ -125,27 +125,27 @@ class Quantizer(ABC):
         return replace(self, **changed)  # type: ignore[type-var]
 
     def scaled(self: Same, factor: float) -> Same:
-        """The same quantizer with a scale that is so many times as large."""
+        """The same quantizer with a scale that is `factor` times as large."""
         return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters as an artifact's tensors would hold them."""
+        """The size of the parameters as an artifact's tensors would hold them [bytes]."""
         return sum(value.nbytes for value in self.parameters().values())
 
     def absorbed(self: Same) -> tuple[float, Same]:
-        """The offset that a consumer's bias can absorb (Eq. 15), and this quantizer once it has; 0: there is none."""
+        """The offset that a consumer's bias can absorb (Eq. 15), and the quantizer after that; 0: there is none."""
         return 0.0, self
 
     def unabsorbed(self: Same) -> Same:
-        """The quantizer in the domain of what it quantizes: with the offset taken off, if a bias has absorbed it."""
+        """The quantizer whose values are those of x itself: the offset is taken off even if a bias has absorbed it."""
         return self
 
     # --- words ---
 
     @abstractmethod
     def describe(self, count: int = 0) -> str:
-        """The quantizer in a few words, as "4-bit uniform x 3". count: how many scales; 0: as many as it has."""
+        """The quantizer in a few words, such as "4-bit uniform x 3". count: how many scales; 0: as many as it has."""
 
     @property
     def title(self) -> str:
@@ -156,19 +156,20 @@ class Quantizer(ABC):
 
     @property
     def why_no_integers(self) -> str:
-        """Why its codes stand for no integers, with the way out; empty where they do."""
+        """Why the codes stand for no integers, with the way out; empty where they do."""
         return ""
 
     @abstractmethod
     def integers(self, code: Tensor) -> list[Tensor]:
-        """What codes stand for, one integer per part, each times its unit: int64, of the codes' shape.
+        """The integers that codes stand for, one tensor per part: int64, the shape of the codes.
 
-        A value is the sum of its parts. A constant part (an offset that no bias has absorbed) is all ones.
+        A value is the sum of its parts, and each part is its integer times its unit (`units`). The integers of a
+        constant part (an offset that no bias has absorbed) are all one.
         """
 
     @abstractmethod
     def units(self) -> list[Tensor]:
-        """What one of each part is worth: float64, shaped to broadcast against the codes."""
+        """The unit of each part: float64, to broadcast against the codes."""
 
     @abstractmethod
     def limits(self) -> list[tuple[int, int]]:
@@ -178,7 +179,7 @@ class Quantizer(ABC):
 
     @property
     def multiplied_bits(self) -> int:
-        """The width of what is multiplied in integers: codes, or what a table holds for them."""
+        """The width of the integers that are multiplied: the codes', or that of a table's entries [bits]."""
         return self.bits
 
     @property
@@ -204,14 +205,18 @@ class Quantizer(ABC):
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
-        """The quantizer as JSON, all but its type of number. Raises ArtifactError for parameters that no file takes."""
+        """The quantizer as JSON, without the type of its numbers.
+
+        Raises ArtifactError for parameters that no file takes.
+        """
 
     @classmethod
     @abstractmethod
     def of_fields(cls: type[Same], name: str, given: Mapping[str, Any], scale: Tensor) -> Same:
-        """The quantizer that `fields` wrote; name: for messages; scale: read already, positive and finite.
+        """The quantizer that `fields` wrote.
 
-        Raises ArtifactError for one that cannot be.
+        name: the quantizer's, for messages. scale: already read, positive and finite.
+        Raises ArtifactError for fields that no quantizer of this kind has.
         """
 
     def _common_fields(self) -> dict[str, Any]:
@@ -219,9 +224,9 @@ class Quantizer(ABC):
 
 
 def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """An elementwise function of x over slices of the first dimension, whose temporaries fit in the cache.
+    """An elementwise function of x, computed in slices of the first dimension whose temporaries fit in the cache.
 
-    It runs on everything at once where the scale varies along that dimension.
+    It is computed on all of x at once where the scale varies along that dimension.
     """
     varies = scale is not None and (scale.ndim > x.ndim or (scale.ndim == x.ndim > 0 and len(scale) > 1))
     count = min(-(-x.numel() // _SLICE_ELEMENTS), len(x) if x.ndim else 1)
@@ -234,14 +239,14 @@ def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | N
 
 
 def decimals(values: Tensor) -> list[float]:
-    """Numbers as JSON: the shortest decimals that read back the same."""
-    if values.dtype in (torch.float16, torch.bfloat16):  # a reader has float32, and numpy no bfloat16
+    """Numbers for JSON: the shortest decimals that read back the same."""
+    if values.dtype in (torch.float16, torch.bfloat16):  # readers take float32, and numpy has no bfloat16
         values = values.float()
     return [float(str(value)) for value in values.detach().cpu().reshape(-1).numpy()]
 
 
 def check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -> None:
-    """Raise ArtifactError for a scale that is not positive and finite, or a zero point that is no code."""
+    """Raise ArtifactError for a scale that is not positive and finite, or a zero point that is not a code."""
     if not bool(torch.isfinite(scale).all() and (scale > 0).all()):
         raise ArtifactError(f"{name} has a scale that is not positive and finite")
     if not bool(((zero_point >= 0) & (zero_point < 2**bits) & (zero_point == zero_point.round())).all()):

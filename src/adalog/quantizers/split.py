@@ -16,9 +16,10 @@ from adalog.quantizers.uniform import symmetric_zero_point
 class SplitUniformQuantizer(Quantizer):
     """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
 
-    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the finer one's end, and
+    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the end of the finer one, and
     h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
-    sums: each value is the sum of what both make of x, as in the released code: large values overshoot by the split.
+    sums: each value is the sum of both quantizers' values of x, as in the released code; large values are then too
+    large by the split.
     """
 
     kind: ClassVar[str] = "split"
@@ -32,7 +33,7 @@ class SplitUniformQuantizer(Quantizer):
 
     @property
     def split(self) -> Tensor:
-        """Where the coarser quantizer begins."""
+        """The value at which the coarser quantizer begins."""
         return self.scale * (symmetric_zero_point(self.bits) - 1)
 
     def quantize(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from adalog.quantizers.quantizer import (
 def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
     """code = clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the asymmetric uniform quantizer.
 
-    scale, zero_point: broadcast against x; one value per tensor, channel or head is a matter of their shape.
+    scale, zero_point: broadcast against x; their shape decides between one per tensor, per channel and per head.
     """
     return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
 
@@ -31,7 +31,7 @@ def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tenso
 
 
 def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """The value that x's code stands for; same dtype as x."""
+    """The value that the code of x stands for, in the dtype of x."""
     return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
 
 
@@ -43,7 +43,7 @@ def symmetric_zero_point(bits: int) -> int:
 def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact.
 
-    Differentiable: the zero point is rounded straight through, so that bounds can be trained.
+    It is differentiable, so that bounds can be trained: the zero point is rounded straight through.
     """
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     top = 2**bits - 1
@@ -73,7 +73,7 @@ class UniformQuantizer(Quantizer):
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def _nearest(self, x: Tensor) -> Tensor:
-        def value(some: Tensor) -> Tensor:  # codes of float64 values stay in float64, whatever the scale is in
+        def value(some: Tensor) -> Tensor:  # codes of float64 values stay in float64, whatever the scale's dtype
             return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
 
         return by_slices(value, x, self.scale)

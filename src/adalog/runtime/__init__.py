@@ -1,4 +1,4 @@
-"""Executors: a quantized model run in integers, its products of two quantized operands; all else runs as it did."""
+"""Executors, which run a quantized model's products of two quantized operands in integers, and all else in float."""
 
 import functools
 import threading
@@ -20,15 +20,15 @@ from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
-_PLANS = 4  # batch sizes whose memory `native` keeps
+_PLANS = 4  # `native` holds the memory of this many batch sizes
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one site did with some inputs.
+    """The codes, accumulators and output of one site for some inputs.
 
-    left, right: codes, uint8 (right: of the weight, where it is stored); accumulators: int64, for each pair of parts;
-    bias: what was added, if anything; output: as the model goes on with it.
+    left, right: the codes of the operands, uint8; a stored weight has its own. accumulators: int64, one tensor per pair
+    of parts. bias: what was added; None for nothing. output: the value with which the model goes on.
     """
 
     site: IntegerSite
@@ -40,12 +40,12 @@ class Trace:
 
 
 class Compiled(nn.Module):
-    """A quantized model that runs in integers: its inputs and outputs, moved and cast as it is.
+    """A quantized model that runs in integers, with the inputs and outputs of the model.
 
-    sites: what runs in integers, by name; all other operations run as they do in the model, in float.
-    threads, batch, level: of "native", its threads (all that torch takes, if it is not said), a batch size to prepare
-    for, and the kernels to use ("scalar", "avx2", "avx512vnni", "amx"; if it is not said, the fastest that run here).
-    Raises ArtifactError for a model that has no integers: see `reference.plan`. Raises ValueError for choices that do
+    sites: the sites that run in integers, by name; all other operations run in float, as they do in the model.
+    threads, batch and level are for "native" alone. threads: how many it uses; None: as many as torch. batch: a batch
+    size to prepare for. level: the kernels to use ("scalar", "avx2", "avx512vnni", "amx"); None: the fastest that run
+    here. Raises ArtifactError for a model that has no integers (`reference.plan`), and ValueError for choices that do
     not run here.
     """
 
@@ -79,10 +79,11 @@ class Compiled(nn.Module):
             self.prepare(batch)
 
     def compile(self) -> None:
-        """Make one kernel of what lies between two products, by `torch.compile`: on a CPU with a C++ compiler.
+        """Turn the operations between two products into one kernel each, by `torch.compile`.
 
-        For the executor "torch", at the first inputs of a shape, which takes a minute; elsewhere nothing changes. The
-        codes of the same values stay the same, float operations may differ in the last bit.
+        This serves the executor "torch" on a CPU with a C++ compiler, and changes nothing elsewhere. Compiling happens
+        at the first inputs of each shape and takes a minute. The codes of the same values stay the same; float
+        operations may differ in the last bit.
         """
         self._wanted = True
         self._made()
@@ -92,7 +93,7 @@ class Compiled(nn.Module):
             self._plan()
         except AdalogError:
             raise
-        except Exception as cause:  # whatever a strange program, which runs in float, makes of the search for its sites
+        except Exception as cause:  # a strange program that runs in float may raise anything here
             raise ArtifactError(f"the program has no integers: {one_line(cause)}") from cause
 
     def _plan(self) -> None:
@@ -119,7 +120,10 @@ class Compiled(nn.Module):
             )
 
     def prepare(self, batch: int) -> native.Plan:
-        """What runs inputs of a batch size: by "native", made once for each and kept for the last few."""
+        """The calls by which "native" runs inputs of this batch size, made once and held for the last few sizes.
+
+        Raises ValueError for another executor, and for a batch of no image.
+        """
         if self._context is None or batch < 1:
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
         with self._lock:
@@ -134,7 +138,7 @@ class Compiled(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """What a run reads of the weights of `sites`."""
+        """The bytes that a run reads of the weights of `sites`."""
         return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
 
     def _check(self, inputs: Sequence[Any]) -> None:
@@ -146,7 +150,7 @@ class Compiled(nn.Module):
 
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
-        """The model's positional inputs and outputs, without gradients. Raises as the model does."""
+        """The model's outputs for its positional inputs, without gradients. Raises what the model raises."""
         self._check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
@@ -155,14 +159,14 @@ class Compiled(nn.Module):
             program, steps = self._regions
             try:
                 return program.run(inputs, None, steps)
-            except ProgramError:  # there is no compiler; what else may fail does so again below
+            except ProgramError:  # there is no compiler; any other failure comes again below
                 self._regions = None
         program, steps = self._fused
         return program.run(inputs, None, steps)
 
     @torch.no_grad()
     def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """What every quantizer of a product in integers makes of its operand, by the quantizer's name: uint8."""
+        """The codes of every operand that is multiplied in integers, by its quantizer's name: uint8."""
         self._check(inputs)
         program, steps = self._apart
         found: dict[str, Tensor] = {}
@@ -176,7 +180,7 @@ class Compiled(nn.Module):
 
     @torch.no_grad()
     def trace(self, name: str, *inputs: Tensor) -> Trace:
-        """What the site of this name does with these inputs. Raises ValueError where there is none."""
+        """The trace of the site of this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
             raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
         self._check(inputs)
@@ -210,10 +214,10 @@ def _compiled(
     encoder: Callable[[Quantizer, IntegerSite], Any],
     product: Callable[[IntegerSite], Any],
 ) -> tuple[Program, dict[str, Any]]:
-    """The program with the planned sites in integers, and what their nodes do, by name.
+    """The program with the planned sites in integers, and the functions of their nodes, by name.
 
-    A quantizer of several sites encodes once for all whose key is the same; it stays where something float reads it
-    too. encoder, product: what an executor makes of an operand of a site, and of the site.
+    A quantizer of several sites encodes once for all sites that have the same key. It also stays as it was if a float
+    operation reads it. encoder, product: the classes by which an executor encodes an operand and multiplies at a site.
     """
     sites = {site.node.name: site for site in planned}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}

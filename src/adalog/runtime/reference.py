@@ -1,8 +1,8 @@
-"""What the integers of a quantized model are, site by site, and the executor that computes just that (docs/integer.md).
+"""The integers of a quantized model, site by site, and the executor that computes exactly these (docs/integer.md).
 
 An operand is a sum of parts, each an integer times a unit: a uniform code stands for (code - zero_point) scale, a
-logarithmic one for T[code] unit. A site multiplies and adds the integers of each pair of parts exactly, and makes
-floats of what comes out by one scale an output channel: output = sum of accumulator * scale, plus bias.
+logarithmic one for T[code] unit. A site multiplies the integers of each pair of parts and adds them up exactly. One
+scale per output channel turns these accumulators into floats: output = sum of accumulator * scale, plus bias.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from adalog.graph.sites import find_sites
 from adalog.graph.tracing import trace
 from adalog.quantizers import Quantizer
 
-ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations of compiled programs alone
-INT32 = 2**31  # what accumulators of 32 bits stay below
+ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations that only compiled programs have
+INT32 = 2**31  # accumulators of 32 bits stay below this
 
 
 # --- sites -----------------------------------------------------------------------------------------------------------
@@ -29,11 +29,11 @@ INT32 = 2**31  # what accumulators of 32 bits stay below
 class IntegerSite:
     """A multiplication whose operands are codes.
 
-    left, right: their quantizers; weight: the right one's codes where they are stored, (O, I) or (O, I / groups, kh,
-    kw). terms: how many products an accumulator sums. scales: for each pair of parts, left ones outermost, what an
-    accumulator of one is worth, shaped against the output (a convolution's: against (B, groups, L, O / groups)).
-    bounds: what the accumulators of each pair cannot exceed, whatever the codes: terms times the largest integers of
-    both. geometry: of a convolution.
+    left, right: their quantizers. weight: the codes of a stored right operand, (O, I) or (O, I / groups, kh, kw).
+    terms: how many products an accumulator sums. scales: the value of an accumulator's unit for each pair of parts,
+    left parts outermost, to broadcast against the output (a convolution's: against (B, groups, L, O / groups)). bounds:
+    for each pair, the magnitude that no accumulator exceeds, whatever the codes: terms times the largest integers of
+    both. geometry: stride, padding, dilation and groups of a convolution; None for other products.
     """
 
     name: str
@@ -48,11 +48,11 @@ class IntegerSite:
 
     @property
     def bits(self) -> int:
-        """Of the narrowest two's complement accumulator that no input overflows: 32 or 64."""
+        """The bits of the narrowest two's complement accumulator that no input overflows: 32 or 64."""
         return 32 if max(self.bounds) < INT32 else 64
 
     def check_terms(self, count: int) -> None:
-        """Raise ValueError for more terms than the bounds are for: a strange program may sum over its batch."""
+        """Raise ValueError for a sum of more terms than `terms`: a strange program may sum over its batch."""
         if count > self.terms:
             raise ValueError(f"sums {count:,} products, its accumulators are for {self.terms:,}")
 
@@ -61,7 +61,7 @@ class IntegerSite:
         return 1 if self.geometry is None else self.geometry[3]
 
     def weight_integers(self) -> Tensor:
-        """Of a stored weight, as the right side of a product: int64, (groups, I, O / groups), or (I, O)."""
+        """The integers of a stored weight as the right side of a product: int64, (I, O) or (groups, I, O / groups)."""
         assert self.weight is not None
         (whole,) = self.right.integers(self.weight)
         if self.geometry is None:
@@ -82,7 +82,7 @@ class IntegerSite:
     def image(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """A convolution's output, (B, groups, L, O / groups) -> (B, O, H, W), for an input of this shape.
 
-        Its channels are last in memory, in every executor: float operations may depend on it in their last bit.
+        Its channels are last in memory in every executor, since the last bit of float operations may depend on that.
         """
         return rows.transpose(1, 2).flatten(2).contiguous().transpose(1, 2).unflatten(2, self.sizes(shape))
 
@@ -96,8 +96,8 @@ class IntegerSite:
 def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     """Every product of two quantized operands, in order of execution; all others stay float.
 
-    example: the inputs with no images in them. Raises ArtifactError for a site that has no integers (logarithmic codes
-    without a table, split ones, scales that differ within one sum) or whose sums 64 bits may not hold.
+    example: the inputs without images. Raises ArtifactError for a site that has no integers (logarithmic codes without
+    a table, split codes, scales that differ within one sum), or whose sums may not fit in 64 bits.
     """
     plain, _ = program.unquantized()
     names = {site.node.name: site.name for site in find_sites(plain)}
@@ -150,7 +150,7 @@ def _site(
 
 
 def _checked(name: str, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a site, if its codes stand for integers."""
+    """The quantizer of a site. Raises ArtifactError where its codes stand for no integers."""
     if quantizer.why_no_integers:
         raise ArtifactError(f"site {name} {quantizer.why_no_integers}")
     if quantizer.scale.dtype not in (torch.float32, torch.float64):
@@ -159,12 +159,12 @@ def _checked(name: str, quantizer: Quantizer) -> Quantizer:
 
 
 def _largest(quantizer: Quantizer) -> list[int]:
-    """The largest magnitude of an integer of each part."""
+    """The largest magnitude of the integers of each part."""
     return [max(-least, most) for least, most in quantizer.limits()]
 
 
 def _constant(name: str, unit: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """A unit that does not differ along these dimensions."""
+    """The unit, if it is the same along these dimensions. Raises ArtifactError where it is not."""
     if any(unit.ndim >= -dim and unit.shape[dim] > 1 for dim in dims):
         raise ArtifactError(
             f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it has no integers"
@@ -173,7 +173,10 @@ def _constant(name: str, unit: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
-    """Of an image's channels, a unit for each group of them: (groups, 1, 1), or one for all."""
+    """The unit of each group of an image's channels, (groups, 1, 1), or a single one for all.
+
+    Raises ArtifactError where channels of one group have different units.
+    """
     if unit.numel() == 1:
         return unit.reshape(())
     found = unit.reshape(groups, -1) if unit.numel() == channels and unit.shape[-2:] == (1, 1) else None
@@ -188,14 +191,14 @@ def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
 
 
 class Encoder:
-    """From values to what a product takes: their codes, int64."""
+    """Turns values into the operand that `Product` takes: their codes, int64."""
 
     def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
 
     @staticmethod
     def key(site: IntegerSite) -> str:
-        """Sites of the same key share what is encoded for one of them."""
+        """Sites with the same key share an encoded operand."""
         return "codes"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -206,7 +209,7 @@ class Encoder:
 
 
 class Product:
-    """A site's product of codes, in int64 on the CPU."""
+    """The product of a site's codes, computed in int64 on the CPU."""
 
     def __init__(self, site: IntegerSite):
         self.site = site
@@ -214,7 +217,7 @@ class Product:
         self.nbytes = 0 if self._weight is None else self._weight.nbytes
 
     def accumulate(self, left: Tensor, right: Tensor | None = None) -> list[Tensor]:
-        """Exact sums, int64: for each pair of parts what its scale is shaped against."""
+        """The exact sums, int64, one tensor per pair of parts, in the shape against which its scale broadcasts."""
         site = self.site
         lefts = [part.cpu() for part in site.left.integers(left)]
         if site.geometry is not None:
@@ -232,7 +235,7 @@ class Product:
 
 
 def finish(site: IntegerSite, accumulators: list[Tensor], bias: Tensor | None, shape: torch.Size) -> Tensor:
-    """The site's output: accumulators times scales, plus bias. shape: of the left operand."""
+    """The output of the site: accumulators times scales, plus the bias. shape: that of the left operand."""
     parts = [sums.to(scale.dtype) * scale for sums, scale in zip(accumulators, site.scales, strict=True)]
     result = sum(parts[1:], start=parts[0])
     if site.geometry is None:

@@ -15,13 +15,16 @@ class SearchModule(Protocol):
     """What each kind of search offers, as functions of a module."""
 
     def needs(self, search: Any) -> frozenset[str]:
-        """Which optional fields of `Product` it wants: "ordered", "weights", "row_splits"."""
+        """The optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""
 
     def refuses_fold(self, search: Any, config: Config) -> str:
-        """Why it folds no norm under these choices; empty: it folds."""
+        """Why the search folds no norm under these choices; empty where it folds them."""
 
     def fold_channels(self, values: Tensor, bits: int, search: Any) -> tuple[Fold, UniformQuantizer | None]:
-        """The fold of a norm's channels (values: (T, C)), and the quantizer they then share, if it decides that."""
+        """The fold of a norm's channels, and the quantizer that they then share; None: `search_product` finds that.
+
+        values: (T, C), the output of the norm.
+        """
 
     def search_product(self, product: Product, search: Any) -> Assignment:
         """The quantizers of a product's operands."""

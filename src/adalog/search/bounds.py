@@ -1,6 +1,6 @@
 """The search of uniform bounds, and of logarithmic bases and scales, by Algorithm 1 in rounds (Sec. 3.4).
 
-One of the four kinds of search; `search.SEARCHES` says what each of them offers.
+It is one of the four kinds of search in `search.SEARCHES`.
 """
 
 import math
@@ -29,32 +29,33 @@ from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_
 
 # A round that improves the loss by less than this fraction is the last.
 _LEAST_GAIN = 1e-3
-# The neighbours of a parent in FPCS.
+# Each parent in FPCS has this many neighbours.
 _CHILDREN = 8
 
 
 def needs(search: Search) -> frozenset[str]:
-    """Nothing but the operands."""
+    """This search reads the operands alone."""
     return frozenset()
 
 
 def refuses_fold(search: Search, config: Config) -> str:
-    """Why this search folds no norm; empty: it folds."""
+    """Empty: this search folds norms."""
     return ""
 
 
 def fold_channels(values: Tensor, bits: int, search: Search) -> tuple[Fold, UniformQuantizer | None]:
-    """The fold of a norm's channels. values: (T, C), what the norm puts out."""
+    """The fold of a norm's channels. values: (T, C), the output of the norm."""
     return Fold.sharing(*search_channels(values, bits, search)), None
 
 
 def search_product(product: Product, search: Search) -> Assignment:
-    """Quantizers of both operands, found in turn on the output's error; no quantizer is exchanged for a worse one.
+    """Quantizers of both operands, found in turn by the output's error; none is replaced by a worse one.
 
-    The left one starts from its own error; the right one is found first. What has been found once on the output's error
-    is from then on looked for nearby, where every step looks at a sample and there are twice as many rows as columns:
-    the fewer they are, the farther the best point moves when the other operand does. A round that gains less than 0.1 %
-    is the last. Where the product has a start, both begin there, and the start stays unless the result is better.
+    The left quantizer starts from its operand's own error, and the right one is searched first. From the second search
+    of an operand on, only points near the one it has are tried, if steps look at a sample and there are more than twice
+    as many rows as columns: with few rows the best point moves far when the other operand changes. A round that
+    improves the loss by less than 0.1 % is the last. If the product has a start, both operands begin there, and it
+    stays unless the result is better.
     """
     left, right, start = product.left, product.right, product.start
     rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
@@ -62,7 +63,7 @@ def search_product(product: Product, search: Search) -> Assignment:
     first = None if start is None else point_of(left, start.left)
     second = None if start is None else point_of(right, start.right)
     if (first is None) != left.is_float or (second is None) != right.is_float:
-        start = None  # it has other bits or other kinds of quantizers than are wanted
+        start = None  # its bits or kinds of quantizers are not those that are wanted
     if first is None and not left.is_float:
         first = search_own(left, search)
     left_hat, right_hat = left.quantized_at(first), right.values
@@ -92,7 +93,7 @@ def search_product(product: Product, search: Search) -> Assignment:
 
 
 def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:
-    """The point of an operand's search space that a quantizer stands for; None where it stands for none."""
+    """The point of an operand's search space that gives this quantizer; None where no point does."""
     form = operand.format
     quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
     shape = [operand.values.shape[dim] for dim in form.own_dims]
@@ -121,7 +122,10 @@ def minimise(
     *,
     nearby: bool = False,
 ) -> Tensor:
-    """The best point of an operand's box by the configured strategy. nearby: FPCS looks around the incumbent alone."""
+    """The best point of an operand's box by the configured strategy.
+
+    nearby: only points around the incumbent are tried, if the strategy is FPCS. rough: a cheaper loss, as in `fpcs`.
+    """
     low, high = operand.box(search.reach)
     count = math.prod(search.init)
     if search.strategy == "brute-force":
@@ -146,7 +150,7 @@ def minimise(
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:
-    """The operand's best point by its own error, the output not looked at."""
+    """The operand's best point by its own error, whatever it does to the output."""
     own = OwnError(operand.groups())
     form = operand.format
 
@@ -169,7 +173,7 @@ def _search_operand(
     *,
     nearby: bool = False,
 ) -> tuple[Tensor, float]:
-    """The best point of an operand, and its error, given the other one as it is and as it is quantized."""
+    """The best point of an operand, and its loss, given the other operand, exact (`other`) and quantized."""
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
     error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
     start, found, total = 0, [], 0.0
@@ -186,7 +190,11 @@ def _search_operand(
 def _search_piece(
     error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
 ) -> tuple[Tensor, float]:
-    """The steps look at a sample of the tokens, their survivors at all; the winner meets the incumbent exactly."""
+    """The best point of an operand by this error, and its loss.
+
+    Steps score a sample of the tokens, and the survivors are scored on all; the winner is compared with the incumbent
+    by the exact loss.
+    """
     sample = error.sample(search.rough_rows) if search.rough_rows else error
     rough = sample.fast() if search.rough_rows else error
     loss = (error.fast() if sample is not error else error).loss_by(operand.errors)
@@ -196,9 +204,9 @@ def _search_piece(
 
 
 def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:
-    """In each group the incumbent, unless the best point's exact loss is less; the incumbent itself where none is.
+    """The better of two points in each group by the exact loss, and the exact loss of all groups together.
 
-    With the exact loss of all groups together.
+    Where no group is better the result is the incumbent itself, the same object.
     """
 
     def exact(point: Tensor) -> Tensor:
@@ -216,11 +224,11 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
 def search_channels(
     values: Tensor, bits: int, search: Search, *, own_ranges: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point), each (C,), of a uniform quantizer a channel: where a fold starts. values: (T, C).
+    """(scale, zero_point), each (C,), of one uniform quantizer per channel, from which a fold is made. values: (T, C).
 
-    own_ranges: by each channel's own error, as is done up to 4 bits. The finer the codes, the more does a channel's
-    best range follow its few largest values, and the less does it fit other images: with more bits one range, in
-    standard deviations around a channel's mean, serves all channels (measured in benchmarks/folds.py).
+    own_ranges: whether each channel's range is found by its own error; None: up to 4 bits. With finer codes such a
+    range follows the channel's few largest values and fits other images less well, so one range, in standard deviations
+    around the mean of a channel, serves all channels (measured in benchmarks/folds.py).
     """
     if bits <= 4 if own_ranges is None else own_ranges:
         point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)

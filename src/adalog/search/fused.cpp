@@ -1,7 +1,7 @@
-// What a search does with every element of a candidate, in one pass: `fused.py`, which has the same in PyTorch, calls it.
+// The elementwise work of a search on its candidates, in one pass. `fused.py` calls it, and has the same in PyTorch.
 //
-// Values are (outer, groups, inner), scales and sums have one for each group and candidate. Errors are the same to the bit
-// as PyTorch's: no contraction to fused multiply-adds, halves round to even.
+// Values are (outer, groups, inner). There is one scale and one sum per group and candidate. Errors are the same to the
+// bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
 
 #include <cmath>
 #include <cstdint>
@@ -12,7 +12,7 @@
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
-// Other C libraries, as musl, cannot choose between clones of a function when they load it.
+// Other C libraries, such as musl, cannot choose between clones of a function when they load it.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define DISPATCHED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
@@ -65,8 +65,8 @@ INLINE void table_errors(const float* values, const int32_t* bins, int64_t size,
     for (int64_t i = 0; i < size; i++) put(out + i, table[bins[i]] - values[i]);
 }
 
-// The sum of (product + base)^2 or, of a Gram matrix, of (product + 2 base) error; many partial sums, since one would
-// lose digits and wait for itself.
+// The sum of (product + base)^2, or of (product + 2 base) error for a Gram matrix. It has many partial sums, because a
+// single one would lose digits, and each addition would wait for the one before.
 template <typename T, bool gram>
 INLINE float block_sum(const T* product, const float* base, const T* error, int64_t size) {
     const int lanes = 64;
@@ -125,7 +125,7 @@ API void adalog_table_errors_bfloat16(const float* values, const int32_t* bins, 
     table_errors(values, bins, size, table, out);
 }
 
-// error: none where there is no Gram matrix.
+// error: null where there is no Gram matrix.
 API void adalog_sums_float(const float* product, const float* base, const float* error, int64_t outer, int64_t groups,
                            int64_t inner, int64_t count, double* out) {
     if (error)

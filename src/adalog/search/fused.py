@@ -1,7 +1,8 @@
-"""What a search does with every element of a candidate, in one pass where the compiled library is there (`fused.cpp`).
+"""The elementwise work of a search on its candidates, in one pass where there is a compiled library (`fused.cpp`).
 
-Elsewhere, and for other types and devices, PyTorch does it in several. Errors are the same to the bit; the sums are in
-another order. The library reads and writes by size alone, so that shapes which do not fit are left to PyTorch too.
+Without the library, and for other dtypes and devices, PyTorch takes several passes. Errors are the same to the bit;
+sums are added up in another order. The library trusts the sizes it is given, so shapes that do not fit are left to
+PyTorch.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ _ARGUMENTS = {
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., None]]:
-    """The library's, by name and type; none without a library."""
+    """The library's functions by name and dtype; empty without a library."""
     found, _ = library.load()
     functions = {}
     for name, arguments in _ARGUMENTS.items() if found else ():
@@ -38,13 +39,13 @@ def _functions() -> dict[str, Callable[..., None]]:
 
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
-    """The one for these values, if the library takes them."""
+    """The library's function for these values; None where it does not take them."""
     able = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
     return _functions().get(f"{name}_{_KINDS.get(dtype)}") if able else None
 
 
 def _sizes(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
-    """What comes before, in and after these dimensions; None where they are not next to each other."""
+    """The number of elements before, in and after these dimensions; None where they are not next to each other."""
     first, end = (own_dims[0], own_dims[-1] + 1) if own_dims else (0, 0)
     if tuple(own_dims) != tuple(range(first, end)):
         return None
@@ -52,16 +53,16 @@ def _sizes(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int
 
 
 def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
-    """(k, *groups) -> (k, ...), to broadcast against k candidates of values of this shape."""
+    """Parameters (k, *groups) in the shape (k, ...) that broadcasts against k candidates of values of this shape."""
     return parameters.reshape(-1, *(size if dim in own_dims else 1 for dim, size in enumerate(shape)))
 
 
 def uniform_errors(
     values: Tensor, scale: Tensor, zero_point: Tensor, bits: int, own_dims: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """What k uniform quantizers add to the values: (k, *values.shape), rounded to the type.
+    """The errors that k uniform quantizers add to the values: (k, *values.shape), rounded to `dtype`.
 
-    scale, zero_point: (k, *groups), the groups being the sizes of the values' dimensions `own_dims`.
+    scale, zero_point: (k, *groups), where groups are the sizes of the dimensions `own_dims` of the values.
     """
     function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
@@ -76,7 +77,7 @@ def uniform_errors(
 
 
 def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtype) -> Tensor:
-    """table[bins] - values for each row of the tables (k, n): (k, *values.shape), rounded to the type.
+    """table[bins] - values for each row of the tables (k, n): (k, *values.shape), rounded to `dtype`.
 
     bins: int32, one per value.
     """
@@ -93,9 +94,10 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
 
 
 def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence[int]) -> Tensor:
-    """The sums of (product + base)**2 or, of a Gram matrix, of (product + 2 base) error: (k, *groups), of base's type.
+    """The sums of (product + base)**2, or of (product + 2 base) error for a Gram matrix: (k, *groups), base's dtype.
 
-    product, error: (k, ...). base: one for all k. own_dims: dimensions of the base that are not summed over.
+    product, error: (k, ...); error is None without a Gram matrix. base: one for all k. own_dims: the dimensions of the
+    base that are not summed over.
     """
     function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)

@@ -1,11 +1,11 @@
-"""What a candidate costs: the error of a product's output when one operand is quantized, or an operand's own error.
+"""The losses of candidates: the error of a product's output when one operand is quantized, or an operand's own error.
 
 Every site is a product left @ right: a linear's activation and weight, a convolution's patches and kernel, attention's
 Q K^T and A V. With the other operand already quantized, and D = Q(left) - left,
 
     ||Q(left) right_hat - left right||^2 = ||D right_hat + left (right_hat - right)||^2        (the error form)
 
-so nothing large cancels, and biases and offsets drop out. Swapping and transposing the operands gives the other search.
+so nothing large cancels, and biases and offsets cancel. Swapping and transposing the operands gives the other search.
 """
 
 import math
@@ -20,22 +20,23 @@ from adalog.quantizers import at_least_float32
 from adalog.search.fused import sums
 from adalog.search.quantiles import coprime, thinned
 
-# A rough loss looks at so many elements of each group, if those are rows enough.
+# A rough loss looks at this many elements of each group, or at as many rows as the caller asks for if that is more.
 _ROUGH_ELEMENTS = 3 << 15
-# A product with fewer columns takes less time than rounding its operand to bfloat16.
+# A product with fewer columns than this takes less time than rounding its operand to bfloat16.
 _NARROW = 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
-Errors = Callable[[Tensor, torch.dtype], Tensor]  # likewise, and a type -> what quantizing adds to it, in this type
+Errors = Callable[[Tensor, torch.dtype], Tensor]  # the same points, a dtype -> quantized minus exact, in that dtype
 
 
 @dataclass(frozen=True)
 class ProductError:
     """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
 
-    left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is cheaper (`gram`).
-    factor: right_hat (*batch, I, O), or right_hat right_hat^T (*batch, I, I). own_dims: the dimensions of `left`
-    that have losses of their own (rows of a weight, heads); the error is summed over all others.
+    left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is used (`gram`).
+    factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I). constant:
+    ||left (right_hat - right)||^2, which no candidate changes. own_dims: the dimensions of `left` that have losses of
+    their own (rows of a weight, heads); the error is summed over all others. mask, alike: as in `of`.
     """
 
     left: Tensor
@@ -57,9 +58,12 @@ class ProductError:
         alike: bool = True,
         gram: bool | None = None,
     ) -> "ProductError":
-        """mask: 1 where an element of `left` is quantized, 0 where it is a convolution's padding; as `left`. alike:
-        whether its rows are tokens, of which some can stand for all. gram: whether by the Gram matrix, as it is
-        where that is cheaper (None); the losses of a sample are then all too large by one constant."""
+        """The error of left @ right, given that the right operand is quantized to right_hat.
+
+        mask: the shape of `left`, 1 where an element is quantized and 0 where it is a convolution's padding. alike:
+        whether the rows of `left` are tokens, so that a sample can stand for all. gram: whether to use the Gram matrix;
+        None: where that is cheaper. The losses of a sample (`sample`) are then all too large by one constant.
+        """
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
@@ -72,17 +76,20 @@ class ProductError:
         return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
-        """With products in bfloat16 where the device has them: each rounds by 2**-9 at most, which sums even out."""
+        """The same error with products in bfloat16, where the device has them and they take less time.
+
+        Each factor is rounded by 2**-9 at most, and sums average that out.
+        """
         able = self.factor.dtype == torch.float32 and multiplies_bfloat16(self.factor.device)
         if self.factor.shape[-1] < _NARROW or not able:
             return self
         return replace(self, factor=self.factor.bfloat16())
 
     def sample(self, rows: int) -> "ProductError":
-        """Of about `rows` tokens a loss, or as many as make `_ROUGH_ELEMENTS`, evenly spread; itself where all are few.
+        """The error on about `rows` tokens per loss, evenly spread, or on as many as make `_ROUGH_ELEMENTS` elements.
 
-        Tokens are the rows of the operand, or the columns of the product where the rows are channels, which are not
-        alike: what the largest of them do decides.
+        It is the whole error where there are few tokens. Tokens are the rows of the operand; where those are channels,
+        which are not alike because the largest decide, tokens are the columns of the product.
         """
         *_, length, width = self.left.shape
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
@@ -94,25 +101,27 @@ class ProductError:
         stride = self.left[..., 0].numel() // groups // max(rows, _ROUGH_ELEMENTS // width)
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
-        sparse = coprime(max(1, min(stride, length // 16)), length)  # where rows are short some windows are left out
+        sparse = coprime(max(1, min(stride, length // 16)), length)  # matrices of few rows are left out whole instead
         some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
         return some._rows(sparse)
 
     def _columns(self, stride: int) -> "ProductError":
-        """Of every `stride`-th column of the product."""
+        """The error on every `stride`-th column of the product."""
         factor, base = (value[..., ::stride].contiguous() for value in (self.factor, self.base))
         return replace(self, factor=factor, base=base)
 
     def _every(self, dim: int, stride: int) -> "ProductError":
-        """Of every `stride`-th index, or so, of a dimension that the operands share."""
+        """The error on about every `stride`-th index of a dimension that the operands share."""
         stride = coprime(stride, self.left.shape[dim])
         take = (slice(None),) * dim + (slice(None, None, stride),)
         mask = None if self.mask is None else self.mask[take]
         return replace(self, left=self.left[take], factor=self.factor[take], base=self.base[take], mask=mask)
 
     def _rows(self, stride: int) -> "ProductError":
-        """Of every `stride`-th row, the same count from each matrix; counted through all of them, so that the first
-        row is another one each time."""
+        """The error on every `stride`-th row, with the same number of rows from each matrix.
+
+        The count goes on from matrix to matrix, so that the first row differs from one to the next.
+        """
         *lead, length, _ = self.left.shape
         start = (torch.arange(math.prod(lead), device=self.left.device) * -length) % stride
         row = start[:, None] + stride * torch.arange(length // stride, device=self.left.device)
@@ -125,13 +134,13 @@ class ProductError:
         return replace(self, left=take(self.left), base=take(self.base), mask=mask)
 
     def splits(self) -> "list[ProductError]":
-        """The same error as a sum over slices of the first dimension that is summed over, where it is large."""
+        """The errors of slices of the first dimension that is summed over, if the operand is large; they add up."""
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
         count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
         if count == 1 or not summed:
             return [self]
         dim = summed[0]
-        shared = dim >= self.factor.ndim - 2  # the rows of a matrix product, which the factor knows nothing of
+        shared = dim >= self.factor.ndim - 2  # slices of a product's rows share the factor
         size = -(-self.left.shape[dim] // count)
         lefts, bases = self.left.split(size, dim), self.base.split(size, dim)
         factors = [self.factor] * len(lefts) if shared else self.factor.split(size, dim)
@@ -143,7 +152,7 @@ class ProductError:
         ]
 
     def by_rows(self) -> "list[ProductError]":
-        """The errors of slices of the rows, where each of many rows has its own loss, as in a weight."""
+        """The errors of slices of the rows, if each row has its own loss, as in a weight, and the operand is large."""
         if self.own_dims != (0,) or self.left.ndim != 2 or self.mask is not None:
             return [self]
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
@@ -152,16 +161,16 @@ class ProductError:
         return [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
-        """points (K, P, *groups) -> squared output error (K, *groups)."""
+        """The squared output error (K, *groups) of the points (K, P, *groups)."""
         return self.loss_of(lambda part, dtype: candidates(part).sub_(self.left).to(dtype), points)
 
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
-        """As `loss`, of candidates that are known by their errors."""
+        """The same as `loss`, for candidates given by their errors."""
         chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
         return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
-        """As `loss`, of candidates that are known by what they add to given values, slice by slice (`splits`)."""
+        """The same as `loss`, slice by slice (`splits`), for candidates given by their errors on any values."""
         splits = [(split, errors(split.left)) for split in self.splits()]
 
         def loss(points: Tensor) -> Tensor:
@@ -178,12 +187,12 @@ class ProductError:
 
 
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
-    """left @ (right_hat - right): what the quantized right operand alone adds to the product, in the error form."""
+    """left @ (right_hat - right): the product's error that the right operand alone causes, in the error form."""
     return left @ (right_hat - right)
 
 
 def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
-    """The sum over all dimensions but these."""
+    """The sum over all dimensions except these."""
     dims = [dim for dim in range(values.ndim) if dim not in own_dims]
     return values.sum(dims) if dims else values
 
@@ -191,7 +200,7 @@ def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row per group, of which `thinned` leaves some.
+    sample: (G, T), one row per group. A large one is thinned (`thinned`).
     """
 
     def __init__(self, sample: Tensor):
@@ -202,14 +211,14 @@ class OwnError:
         self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
 
     def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-        """scale, zero_point (K, *groups), of uniform quantizers -> (K, *groups)."""
+        """The errors of uniform quantizers. scale, zero_point: (K, *groups), like the result."""
         shape = scale.shape
         scale, zero_point = (value.double().reshape(shape[0], -1, 1) for value in (scale, zero_point))
         code = torch.arange(2**bits, dtype=torch.float64, device=scale.device)
         return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point)).view(shape)
 
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
-        """levels (K, G, L) ascending, thresholds (K, G, L - 1) ascending -> (K, G)."""
+        """The errors (K, G) of quantizers with these levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""
         count, groups, size = levels.shape
         chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:

@@ -26,8 +26,8 @@ from adalog.search.fused import shaped_against, table_errors, uniform_errors
 from adalog.search.objective import Errors
 from adalog.search.quantiles import thinned, thinned_quantiles
 
-# The table that codes search candidates spans this many octaves below the largest value, and its bins leave this many
-# mantissa bits out.
+# The table that gives candidates their codes spans this many octaves below the largest value, and its bins ignore this
+# many of the mantissa's bits.
 _OCTAVES, _DROPPED_BITS = 20, 13
 
 
@@ -37,8 +37,8 @@ class Format:
 
     own_dims: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
     log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
-    twin: the negative values, down to -offset, have half of the codes to themselves. unit: which of the rivals' formats
-    for values in [0, 1] this is, if any.
+    twin: half of the codes are for the negative values, down to -offset. unit: the rivals' format for values in [0, 1],
+    if it is one.
     """
 
     bits: int
@@ -59,7 +59,10 @@ class Format:
 
     @staticmethod
     def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
-        """log2 and log-sqrt2 keep exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9."""
+        """The format of a kind of quantizer for power laws, such as "log2".
+
+        log2 and log-sqrt2 have exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9.
+        """
         if kind in ("split", "max-kept"):
             return Format(bits, unit=kind)
         if kind in ("uniform", "twin") or bits == FLOAT_BITS:
@@ -79,10 +82,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product, rows last but one: activations (T, I), weights (O, I), heads (B, H, N, D).
+    """One side of a product, with its rows in the last dimension but one.
 
-    mask: 1 where a value is quantized, 0 where it is a convolution's zero padding. alike: whether the rows are tokens,
-    a sample of which can stand for all, rather than channels.
+    values: activations (T, I), weights (O, I), heads (B, H, N, D). mask: 1 where a value is quantized, 0 where it is a
+    convolution's zero padding. alike: whether the rows are tokens, a sample of which can stand for all, and not
+    channels.
     """
 
     values: Tensor
@@ -98,12 +102,12 @@ class Operand:
         return self.values.permute(*own_dims, *rest).reshape(size, -1)
 
     def shaped(self, parameters: Tensor) -> Tensor:
-        """(k, *groups) -> (k, ...), to broadcast against k candidates of the values."""
+        """Parameters (k, *groups) in the shape (k, ...) that broadcasts against k candidates of the values."""
         return shaped_against(parameters, self.values.shape, self.format.own_dims)
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether each row has parameters of its own, as those of a weight do."""
+        """Whether each row has parameters of its own, as each row of a weight does."""
         return self.values.ndim - 2 in self.format.own_dims
 
     @property
@@ -124,11 +128,11 @@ class Operand:
         return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
 
     def errors(self, values: Tensor) -> Errors:
-        """What quantizing under k points at once adds to the values, or to some of their rows: (k, *values.shape).
+        """A function from k points to what quantizing adds to these values: (k, *values.shape).
 
-        Logarithmic codes come from a table over the leading bits of the values, so that a candidate costs one look-up a
-        value. A value within 0.1 % of a threshold may land on its other side; `search_product` exchanges a point for
-        another only by the exact loss.
+        values: the operand's, or some of their rows. Logarithmic codes come from a table over the leading bits of the
+        values, so that a candidate costs one look-up per value. A value within 0.1 % of a threshold may land on its
+        other side; `search_product` therefore replaces a point only by the exact loss.
         """
         form = self.format
         if form.twin:
@@ -142,7 +146,7 @@ class Operand:
             return uniform
 
         lifted = (values + form.offset).float()
-        # Both ends of the table are normal numbers, so that it has as many bins whatever the values are.
+        # Both ends of the table are normal numbers, so the number of bins does not depend on the values.
         top = lifted.max().clamp(min=torch.finfo(torch.float32).tiny * 2.0**_OCTAVES)
         least = top * 2.0**-_OCTAVES
         first = least.view(torch.int32) >> _DROPPED_BITS
@@ -165,7 +169,7 @@ class Operand:
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """The levels (K, L) of K logarithmic or twin points (K, P), and the thresholds (K, L - 1) between them.
 
-        Ascending, in float64, on the points' device.
+        Both are ascending, in float64, on the points' device.
         """
         form = self.format
         if form.twin:
@@ -193,7 +197,7 @@ class Operand:
         return levels, cuts
 
     def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
-        """upper: (k, ), the largest value of each of k quantizers; the negative scale spans the offset."""
+        """k twin quantizers with these largest values, (k,); their negative scale spans the offset."""
         half = symmetric_zero_point(self.format.bits)
         scale = self.shaped((upper / (half - 1)).clamp(min=1e-12))
         return TwinUniformQuantizer(scale, torch.full_like(scale, self.format.offset / half), self.format.bits)
@@ -205,11 +209,11 @@ class Operand:
         return self.format.log2_base[1]
 
     def box(self, reach: float) -> tuple[Tensor, Tensor]:
-        """(low, high), each (P, *groups).
+        """The corners (low, high) of the search space, each (P, *groups).
 
-        Uniform: (lower, upper) bounds between the percentiles 0 and reach, 1 - reach and 1 (Algorithm 1, lines 1-2).
-        Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1 of the lifted
-        values. Twin: the largest positive value, likewise.
+        Uniform: the lower bound between the percentiles 0 and reach, the upper one between 1 - reach and 1 (Algorithm
+        1, lines 1-2). Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1
+        of the values plus the offset. Twin: the largest positive value, between the percentiles 0.9 and 1.
         """
         form = self.format
         shape = [self.values.shape[dim] for dim in form.own_dims]

@@ -1,4 +1,4 @@
-"""A product of two operands: what a search is given of it, what its output loses, and the finish of any search."""
+"""A product of two operands: what a search reads, the error of its output, and the last steps of every search."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from adalog.quantizers import (
 from adalog.search.objective import ProductError, error_base
 from adalog.search.operand import Operand
 
-# Outputs of a product are judged this many at a time.
+# This many outputs of a product are judged at a time.
 _OUTPUTS = 1 << 20
 # An integer table of 8 bits may raise the output's error by this factor over levels in float.
 _RISE = 1.03
 # Bases and scales are tried at these multiples of the float table's.
 _FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 
-Side = Quantizer | QuantizedTensor | None  # what becomes of an operand; None: it stays float
+Side = Quantizer | QuantizedTensor | None  # how an operand is quantized; None: it stays float
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Product:
     """left @ right^T of one site, or of several linears that share an activation, on the calibration images.
 
     role: as in `Site.role`. right: transposed, (*batch, O, I), so that both operands have the summed dimension last.
-    fold: that of the norm before it, which the operands have behind them already. The rest is there where the search
-    needs it: shared, the quantizer that the fold's channels share; ordered, the operands as they are behind what is
-    quantized before them; weights, those of the output's squared errors, in its shape (*batch, T, O); row_splits, (O,),
-    which rows of a linear's weight share a scale; start, an assignment to begin from.
+    fold: that of the norm before the product, already applied to the operands. The other fields are optional. shared:
+    the quantizer that the fold's channels share. ordered: the operands as they are once everything before the site is
+    quantized. weights: those of the output's squared errors, in the shape of the output, (*batch, T, O). row_splits:
+    (O,), which rows of a linear's weight share a scale. start: an assignment to begin from.
     """
 
     role: str
@@ -58,7 +58,7 @@ class Product:
         return self.role in ("qk", "av")
 
     def assigned(self, first: Side, second: Side) -> Assignment:
-        """These quantizers with the signal-to-noise ratio that they leave of the output."""
+        """The assignment of these quantizers, with the SQNR that the output has under them [dB]."""
         signal, noise = self.output_power(first, second)
         decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
         if isinstance(first, QuantizedTensor):
@@ -66,7 +66,7 @@ class Product:
         return Assignment(first, second, self.fold, decibels)
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
-        """The sums of squares of the output and of its error under these quantizers."""
+        """The sums of squares of the output, and of its error under these quantizers."""
         signal = noise = 0.0
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
@@ -75,9 +75,9 @@ class Product:
         return signal, noise
 
     def refitted(self, first: Side, second: UniformQuantizer) -> QuantizedTensor:
-        """The weight's codes with the scale per row that fits them best: the output's error is quadratic in it.
+        """The weight's codes, with the scale per row that leaves the least error of the output.
 
-        Scales are refitted after rounding; the codes stay.
+        Scales are refitted after rounding; the codes stay. The error is quadratic in the scale of a row.
         """
         onto: list[Tensor] = []
         power: list[Tensor] = []
@@ -87,15 +87,15 @@ class Product:
             error = output_error(x, x_hat, w, w_hat)
             onto.append((output * error).sum(-2, dtype=torch.float64))
             power.append(output.square().sum(-2, dtype=torch.float64))
-        grouped = self.right.values.ndim > 2  # then each slice has rows of its own; otherwise it has other tokens
+        grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
         excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
         factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
         return replace(stored, quantizer=replace(second, scale=second.scale * factor.to(second.scale.dtype)))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Both operands as they are and quantized, (x, x_hat, w, w_hat), over slices of the first dimension.
+        """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.
 
-        In float32 at least: squares of float16 overflow.
+        They are in float32 at least, since squares of float16 overflow.
         """
         left, right = self.left, self.right
         x_hat, w_hat = left.quantized(first), right.quantized(second)
@@ -109,7 +109,7 @@ class Product:
 
 
 def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
-    """x_hat w_hat^T - x w^T, without the cancellation of two large outputs."""
+    """x_hat w_hat^T - x w^T, computed without the cancellation of two large outputs."""
     return (x_hat - x) @ w_hat.transpose(-1, -2) + error_base(x, w.transpose(-1, -2), w_hat.transpose(-1, -2))
 
 
@@ -117,10 +117,10 @@ def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
 
 
 def with_table(product: Product, found: Assignment, tables: Tables) -> Assignment:
-    """The assignment with the table of integers that its logarithmic codes run through, if it has such codes.
+    """The assignment with a table of integers for its logarithmic codes, if it has any.
 
-    The table is 8 bits wide where the output's error rises at most 3 % over that of the levels in float, else 16; base,
-    scale and headroom are searched with either table. A quantizer of 2**bits + 1 values stays as it is.
+    The table is 8 bits wide where the output's error is at most 3 % above that of levels in float, else 16 bits. Base,
+    scale and headroom are searched for the table. A quantizer of 2**bits + 1 values stays as it is.
     Raises ValueError where mantissas do not fit in the width that `tables` asks for.
     """
     quantizer, left, right = found.left, product.left, product.right
@@ -132,7 +132,7 @@ def with_table(product: Product, found: Assignment, tables: Tables) -> Assignmen
 
     transposed = right.values.transpose(-1, -2), right.quantized(found.right).transpose(-1, -2)
     sample = ProductError.of(left.values, *transposed, mask=left.mask).sample(1)
-    only = sample.left.new_zeros(1)  # the point in place of which a quantizer is given
+    only = sample.left.new_zeros(1)  # a placeholder: the quantizer is given in place of a point
 
     def rough(first: LogQuantizer) -> float:
         return float(sample.loss(lambda _: first.fake_quantize(sample.left)[None], only))
@@ -156,10 +156,11 @@ def _tabled(
     rough: Callable[[LogQuantizer], float],
     error: Callable[[LogQuantizer], float],
 ) -> LogQuantizer:
-    """The quantizer with a table of this width: headroom, base and scale one after the other, by the rough error.
+    """The quantizer with a table of this width.
 
-    error: the exact one, by which the base and scale that the quantizer has stay unless others are better. The
-    headroom leaves accumulators in 32 bits, where any does.
+    Headroom, base and scale are searched one after the other by the rough error. error: the exact one; the quantizer
+    keeps its base and scale unless others have less of it. The headroom is one whose accumulators fit in 32 bits, if
+    there is any.
     """
     most = most_headroom(quantizer.bits, width, table=quantizer.table)
     other = 1 if second is None else 2**second.bits - 1

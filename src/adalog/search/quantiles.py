@@ -8,11 +8,11 @@ from torch import Tensor
 
 # About this many values of a sample are sorted, evenly spread over it, but at least this many per row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
-_QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
+_QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more elements
 
 
 def coprime(stride: int, size: int) -> int:
-    """The least stride from this one on that shares no factor with the size, and so meets every column of a grid."""
+    """The least stride from this one on that shares no factor with `size`, and so meets every column of a grid."""
     while math.gcd(stride, size) > 1:
         stride += 1
     return stride
@@ -28,7 +28,7 @@ def thinned(sample: Tensor) -> Tensor:
 def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
-    The least and the largest value are exact; in a large sample the others are those of what `thinned` leaves.
+    The least and the largest value are exact. The other quantiles are those of the thinned sample (`thinned`).
     """
     inner = iter(_of_sorted(thinned(sample).sort(dim=1).values, [each for each in fractions if 0 < each < 1]))
     return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
@@ -37,8 +37,8 @@ def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor
 def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
-    The rank is computed in the values' own type, as torch.quantile does, except for rows that are too long for it:
-    earlier sites' codes follow such small differences, and so does everything behind them.
+    Ranks are computed in the dtype of the values, as torch.quantile does, except for rows that are too long for it:
+    differences as small as this change the codes of early sites, and so all sites behind them.
     """
     if set(fractions) <= {0.0, 1.0}:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
@@ -51,7 +51,7 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
 
 
 def _of_sorted(ordered: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """The same of rows that are sorted already, their ranks computed in float64."""
+    """The quantiles of rows that are already sorted; ranks are computed in float64."""
     last, found = ordered.shape[1] - 1, []
     for fraction in fractions:
         rank = fraction * last

@@ -1,17 +1,19 @@
-"""The search of the authors' released code, with its quirks, so that its numbers can be had in this frame.
+"""The search of the authors' released code, with its quirks, so that its numbers can be reproduced in this frame.
 
 It differs from Algorithm 1 as the paper prints it, which `strategies` and `bounds` follow:
 
 - Uniform quantizers are searched as (scale, zero point): the scale between (Q_0.9 - Q_0.1) / L and (Q_1 - Q_0) / L with
-  L = 2**bits - 1 and Q_p a quantile, the zero point among whole numbers around 2**(bits - 1) that no data moves.
+  L = 2**bits - 1 and Q_p a quantile, the zero point among whole numbers around 2**(bits - 1), whatever the data.
 - Only scales are refined; q and zero points stay as the first grid found them. Parents are not candidates again, and
-  the spacing is divided by m - 1/2 where the children's true spacing is divided by m - 1.
-- Linears start from each operand's own error, products of activations from an arbitrary point of the grid; then three
-  rounds, each from the first grid again, and the last round stands even if an earlier one was better.
+  the spacing is divided by m - 1/2, although that of the m children is divided by m - 1.
+- The search of a linear starts from each operand's own error, that of a product of activations from an arbitrary point
+  of the grid. Three rounds follow, each from the first grid again, and the last round stands even if an earlier one was
+  better.
 - After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
 
-Of large operands the steps' survivors are found on some of the tokens, by bfloat16 products and codes from a table, the
-last step's best on all and exactly. Of small ones, the golden outputs' among them, every loss is exact.
+If an operand is large, the survivors of each step are found on a sample of the tokens, by bfloat16 products and codes
+from a table; the candidates of the last step are scored on all tokens, and the best of them exactly. If it is small, as
+in the golden outputs, every loss is exact.
 """
 
 import math
@@ -42,29 +44,29 @@ from adalog.search.product import Product
 from adalog.search.quantiles import quantiles
 from adalog.search.strategies import Loss
 
-POINTS = 128  # n, of every step
-_RADIX = 37  # of the AdaLog quantizer whose scale fixed bases take
-_LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # of an activation, and of a weight's row, which may be all zero
-# From so many values of an operand on, what bfloat16 rounds evens out, and so many tokens can stand for all.
+POINTS = 128  # n, the candidates of every step
+_RADIX = 37  # r of the AdaLog quantizer whose scale fixed bases take
+_LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # the least scale of an activation, and of a weight's row, which may be all zero
+# An operand of this many values or more averages out the rounding of bfloat16, and this many tokens can stand for all.
 _MANY, _ROWS = 1 << 19, 4096
-_FINALISTS = 16  # candidates that a rough loss leaves to the exact one
+_FINALISTS = 16  # this many candidates are left after a rough loss
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
 def needs(search: ReleasedSearch) -> frozenset[str]:
-    """Nothing but the operands."""
+    """This search reads the operands alone."""
     return frozenset()
 
 
 def refuses_fold(search: ReleasedSearch, config: Config) -> str:
-    """Why this search folds no norm under these choices; empty: it folds."""
+    """Why this search folds no norm under these choices; empty where it folds them."""
     if config.weight_bits != config.activation_bits:
         return "the released code does not where weights and activations have unequal bits"
     return ""
 
 
 def fold_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Fold, UniformQuantizer | None]:
-    """The fold of a norm's channels, each by its own error. values: (T, C), what the norm puts out."""
+    """The fold of a norm's channels, each quantized by its own error. values: (T, C), the output of the norm."""
     operand = Operand(values, Format(bits, own_dims=(1,)))
     quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
     return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
@@ -100,16 +102,17 @@ def search_product(product: Product, search: ReleasedSearch) -> Assignment:
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
-    """The product's error as a function of one operand, the other one as its quantizer leaves it."""
+    """The product's error as a function of one operand, the other one quantized."""
     exact, hat = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
     return ProductError.of(operand.values, exact, hat, operand.format.own_dims, operand.mask, operand.alike)
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What candidates cost in each group: points (K, P, *groups) -> (K, *groups).
+    """The losses of candidates, functions from points (K, P, *groups) to losses (K, *groups).
 
-    Of large operands there are quicker losses too: `rough`, a little off, and `sampled`, that of some tokens.
+    A large operand also has quicker losses: `rough`, which is a little off, and `sampled`, which is that of a sample of
+    the tokens.
     """
 
     exact: Loss
@@ -120,7 +123,11 @@ class _Scores:
     def of(
         error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
     ) -> "_Scores":
-        """Of a product: rough is it in bfloat16. rough: errors that may be a little off, and come sooner."""
+        """The losses of a product; the quicker ones are in bfloat16.
+
+        errors: a function from values to what quantizing adds to them under any points. rough: a quicker one of the
+        same kind, which may be a little off.
+        """
         exact = error.loss_by(errors)
         if error.left.numel() < _MANY:
             return _Scores(exact)
@@ -128,23 +135,23 @@ class _Scores:
         return _Scores(exact, error.fast().loss_by(rough), error.sample(_ROWS).fast().loss_by(rough))
 
     def survivors(self, points: Tensor, count: int) -> Tensor:
-        """The `count` points of least loss in each group, by the quickest loss."""
+        """The `count` points with the least loss in each group, by the quickest loss."""
         return _gathered(points, _least((self.sampled or self.rough or self.exact)(points), count))
 
     def best(self, points: Tensor) -> Tensor:
-        """The point of least loss in each group, (P, *groups), after the rough loss has left out all but a few.
+        """The point with the least loss in each group, (P, *groups), among those that the rough loss leaves.
 
-        Where nothing is clipped all zero points cost the same. The released code leaves the choice to `torch.topk`;
-        here the last of equal ones wins, which came closest to it.
+        Where nothing is clipped, all zero points have the same loss. The released code leaves the choice among them to
+        `torch.topk`; here the last one wins, which came closest to it.
         """
         if self.rough is not None and len(points) > _FINALISTS:
             few = _least(self.rough(points), _FINALISTS)
-            points = _gathered(points, few.sort(dim=0).values)  # in their order, for the last of equal ones
+            points = _gathered(points, few.sort(dim=0).values)  # in their old order, so that the last one wins
         return _gathered(points, _least(self.exact(points), 1))[0]
 
 
 def _least(losses: Tensor, count: int) -> Tensor:
-    """Where in each group the `count` least of (K, *groups) are, the last of equal ones first: (count, *groups)."""
+    """The indices (count, *groups) of the least losses (K, *groups) in each group; of equal ones the last is first."""
     return len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
 
 
@@ -153,7 +160,10 @@ def _gathered(points: Tensor, order: Tensor) -> Tensor:
 
 
 def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
-    """The released FPCS: the first of the hyperparameters of `points` (K, P, *groups), the scale, is refined."""
+    """The best point of the released FPCS, which refines the scale, the first hyperparameter of points (K, P, *groups).
+
+    spacing: that of the scales of `points`, (*groups). least: no scale is smaller.
+    """
     fan = POINTS // parents
     part = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
@@ -167,7 +177,10 @@ def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, pa
 
 @dataclass(frozen=True)
 class _UniformSpace:
-    """Points (scale, zero point): `zero_points` whole numbers around the middle, POINTS / zero_points scales."""
+    """Uniform quantizers as points (scale, zero point).
+
+    The grid has `zero_points` whole numbers around the middle, and POINTS / zero_points scales of at least `least`.
+    """
 
     operand: Operand
     zero_points: int
@@ -176,7 +189,7 @@ class _UniformSpace:
 
     @cached_property
     def _grid(self) -> tuple[Tensor, Tensor]:
-        """The POINTS points, scales running fastest, (POINTS, 2, *groups), and the spacing of scales (*groups)."""
+        """The grid, (POINTS, 2, *groups), in which scales run fastest, and the spacing of its scales, (*groups)."""
         values, form = self.operand.values, self.operand.format
         shape = [values.shape[dim] for dim in form.own_dims]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
@@ -201,20 +214,20 @@ class _UniformSpace:
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
-        """By the operand's own error, or the last zero point with the last scale but one."""
+        """The quantizer with the least own error, or that of the last zero point and the last scale but one."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
         values, own_dims = self.operand.values.double(), self.operand.format.own_dims
         summed = [dim + 1 for dim in range(values.ndim) if dim not in own_dims]
         chunk = max(1, chunk_elements(values.device) // values.numel())
 
-        def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates cost the same
+        def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates tie
             errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
         if values.numel() < _MANY:
             return self._found(_Scores(exact))
-        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums of rows are quick ones
+        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are quick
         zeros = torch.zeros_like(rows)
 
         def rough(points: Tensor) -> Tensor:
@@ -225,7 +238,7 @@ class _UniformSpace:
         return self._found(_Scores(exact, rough))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
-        """By the product's error. current: not looked at."""
+        """The best quantizer by the product's error. current: not used."""
         form = self.operand.format
 
         def errors(values: Tensor) -> Errors:
@@ -242,7 +255,7 @@ class _UniformSpace:
 
 @dataclass(frozen=True)
 class _LogSpace:
-    """Points (scale, q) of an AdaLog quantizer, whatever its format's base: `final` puts that in."""
+    """AdaLog quantizers as points (scale, q), whatever the format's base is; `final` sets a fixed one."""
 
     operand: Operand
     search_choices: ReleasedSearch
@@ -261,7 +274,7 @@ class _LogSpace:
         )
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
-        """With the base of the format, where it is a fixed one."""
+        """The quantizer with the base of the format, if that is fixed."""
         form = self.operand.format
         assert form.log2_base is not None
         q, r = form.log2_base
@@ -269,7 +282,7 @@ class _LogSpace:
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
-        """The 0.9 quantile and the largest of the positive values, lifted."""
+        """The 0.9 quantile and the largest of the positive values, plus the offset."""
         values = self.operand.values
         positive = values[values > 0].sort().values
         if not len(positive):
@@ -278,14 +291,17 @@ class _LogSpace:
         return low + self.operand.format.offset, high + self.operand.format.offset
 
     def start(self, *, own_error: bool) -> LogQuantizer:
-        """q = 37 and the last scale but one of POINTS. own_error: not looked at."""
+        """The quantizer with q = 37 and the last of POINTS scales but one. own_error: not used."""
         if self.scale_is_one:
             return self._quantizer(self.operand.values.new_ones(()), _RADIX)
         low, high = self._span
         return self._quantizer(low + (high - low) * (POINTS - 2) / (POINTS - 1), _RADIX)
 
     def search(self, error: ProductError, current: Quantizer) -> LogQuantizer:
-        """All q at the current scale, then scales for the 8 best (or, without refinement, for the best)."""
+        """The best quantizer by the product's error.
+
+        All q are tried at the current scale, then scales for the 8 best q (without refinement, for the best one).
+        """
         assert isinstance(current, LogQuantizer)
         form = self.operand.format
         if self.scale_is_one and form.log2_base is not None and form.log2_base[0]:
@@ -321,7 +337,7 @@ class _LogSpace:
 
 @dataclass(frozen=True)
 class _TwinSpace:
-    """The positive scale is the negative one, which spans the offset, times a power of two."""
+    """Twin quantizers whose positive scale is a power of two times the negative one, which spans the offset."""
 
     operand: Operand
 
@@ -331,12 +347,12 @@ class _TwinSpace:
         return TwinUniformQuantizer(scale, negative, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> TwinUniformQuantizer:
-        """The largest magnitude over half of the codes. own_error: not looked at."""
+        """The quantizer whose positive half spans the largest magnitude. own_error: not used."""
         half = symmetric_zero_point(self.operand.format.bits)
         return self._quantizer(self.operand.values.abs().max() / (half - 0.5))
 
     def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
-        """29 powers of two. current: not looked at."""
+        """The best of 29 powers of two by the product's error. current: not used."""
         negative = self.operand.format.offset / symmetric_zero_point(self.operand.format.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 
@@ -348,7 +364,7 @@ class _TwinSpace:
 
 
 def _quantiles(groups: Tensor) -> list[Tensor]:
-    """Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T); long rows in 2, 4, ... pieces whose quantiles are averaged."""
+    """Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T); long rows are cut into pieces, whose quantiles are averaged."""
     count = 1
     while groups.numel() // count > _QUANTILE_LIMIT and groups.shape[1] % (2 * count) == 0:
         count *= 2

@@ -1,17 +1,19 @@
 """The search of symmetric scales by an output's error: EasyQuant, PTQ4ViT, APQ-ViT.
 
-One of the four kinds of search; `search.SEARCHES` says what each of them offers. Which method takes which choices is a
-row of `methods.METHODS`.
+It is one of the four kinds of search in `search.SEARCHES`. The rows of `methods.METHODS` say which method makes which
+choices.
 
 With b bits, L = 2**b - 1 and h = 2**(b - 1):
 
 - The scales of symmetric quantizers are s0 m_i, where s0 = max|x| / (h - 1/2) and m_i = low + i (high - low) / n for
-  i < n: those of the right operand with the left one at its own, then the left one's, and again (EasyQuant; PTQ4ViT).
-- Metrics of an output O and its error e = O_hat - O: squared, sum e^2; cosine, 1 - <O, O + e> / (|O| |O + e|)
-  (EasyQuant); Hessian, sum H e^2 with H the mean squared gradient of the loss by O (PTQ4ViT).
-- After GELU, twin: s+ = m_i max(x) / (h - 1/2), s- spans the minimum. After softmax, split (PTQ4ViT): steps of
-  sigma / (h - 1) below sigma, of 1 / (h - 1) from there on, sigma in 2^-i, i = 0 ... 19; or max-kept (APQ-ViT): steps
-  of max(x) / L from zero on, so that the largest weights of attention stay as they are.
+  i < n. The operands are searched in turn, each with the other one quantized, in rounds: the right one first, but for
+  products of activations the left one (EasyQuant, PTQ4ViT).
+- The loss of an output O with the error e = O_hat - O is sum e^2 (squared), 1 - <O, O + e> / (|O| |O + e|) (cosine,
+  EasyQuant), or sum H e^2, with H the mean squared gradient of the model's loss with respect to O (Hessian, PTQ4ViT).
+- A twin quantizer, after GELU, has s+ = m_i max(x) / (h - 1/2), and its s- spans the minimum.
+- A split quantizer, after softmax (PTQ4ViT), has steps of sigma / (h - 1) below sigma and of 1 / (h - 1) from there
+  on, with sigma in 2^-i, i = 0 ... 19. A max-kept one (APQ-ViT) has steps of max(x) / L from zero on, so that the
+  largest weights of attention stay as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,13 +46,13 @@ from adalog.search.strategies import first_least
 
 _SPLITS = 20  # powers of two
 _TINY = 2.0**-94
-_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # a sample is taken only from this many
-_FINALISTS = 16  # candidates that a sample leaves
-_SLICE = 1 << 18  # elements of a product that are scored at once: they stay in a core's own cache, with their weights
+_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # fewer than these are not sampled
+_FINALISTS = 16  # this many candidates are left after the sample
+_SLICE = 1 << 18  # elements of a product that are scored at once; with their weights they stay in a core's own cache
 
 
 def needs(search: ScaleSearch) -> frozenset[str]:
-    """Weights of the output's errors where a Hessian gives them; the rows of a weight that share a scale."""
+    """Weights of the output's errors, for the Hessian's metric, and which rows of a weight share a scale."""
     hessian = {"weights"} if search.metric == "hessian" else set[str]()
     return frozenset(hessian if search.row_scales else hessian | {"row_splits"})
 
@@ -61,12 +63,12 @@ def refuses_fold(search: ScaleSearch, config: Config) -> str:
 
 
 def fold_channels(values: Tensor, bits: int, search: ScaleSearch) -> tuple[Fold, UniformQuantizer | None]:
-    """There is no fold: `refuses_fold` has said so."""
+    """Raise ValueError: `refuses_fold` says why there is no fold."""
     raise ValueError(refuses_fold(search, Config()))
 
 
 def search_product(product: Product, search: ScaleSearch) -> Assignment:
-    """Quantizers of both operands by the output's error. The last round stands."""
+    """Quantizers of both operands, found in turn by the output's error. The result of the last round stands."""
     left, right, left_first = product.left, product.right, product.of_activations
     firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, product.row_splits)
     first, second = firsts.start(), seconds.start()
@@ -86,7 +88,7 @@ def search_product(product: Product, search: ScaleSearch) -> Assignment:
 
 
 def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
-    """The product of every n-th image (attention) or row, to tell hopeless candidates; none if it is small."""
+    """The product of every n-th image (attention) or row, which rules out most candidates; none if it is small."""
     of_activations, left, right, weights = product.of_activations, product.left, product.right, product.weights
     dim = 0 if of_activations else left.values.ndim - 2
     size = left.values.shape[dim]
@@ -105,10 +107,10 @@ def _turned(weights: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _OutputError:
-    """What a product's output loses by an operand's candidates, in the error form (see `objective`).
+    """The error of a product's output as a function of one operand's candidates, in the error form (see `objective`).
 
-    factor: the other operand as it is quantized, transposed; base: left @ (factor - exact); output: the exact one, for
-    the cosine alone.
+    factor: the other operand, quantized and transposed. base: left @ (factor - exact). output: the exact output, for
+    the cosine alone. weights: those of the squared errors, in the shape of the output; None: all are one.
     """
 
     operand: Operand
@@ -126,16 +128,19 @@ class _OutputError:
         return _OutputError(operand, factor, error_base(operand.values, exact, factor), output, weights)
 
     def losses(self, errors: Errors, points: Tensor) -> Tensor:
-        """points (K, *groups) -> float64 (K, *groups), or (K, 2, *groups) of what the cosine is made of.
+        """The losses of points (K, *groups): float64, (K, *groups), or (K, 2, *groups) of the sums that a cosine needs.
 
-        errors: points -> what quantizing adds to the operand, (K, *operand).
+        errors: a function from points to what quantizing adds to the operand, (K, *operand).
         """
         chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
         return torch.cat([self._score(errors(part, self.base.dtype)) for part in points.split(chunk)])
 
     def splits(self) -> "list[_OutputError]":
-        """The same as a sum: of slices of the product's columns where its rows have losses of their own, else of the
-        first dimension that is summed over: beyond the cache, what surrounds a product takes a multiple of its time."""
+        """The errors of slices of the product, which add up to this one.
+
+        The slices are of the first dimension that is summed over, or of the columns where every row has a loss of its
+        own. They fit in the cache: beyond it, the work around a product takes a multiple of the product's time.
+        """
         values, own_dims = self.operand.values, self.operand.format.own_dims
         count = -(-max(values.numel(), self.base.numel()) // _SLICE)
         dim = next((dim for dim in range(values.ndim - 1) if dim not in own_dims), values.ndim - 1)
@@ -163,22 +168,22 @@ class _OutputError:
         return self._total(error if self.weights is None else error.mul_(self.weights))
 
     def power(self) -> Tensor:
-        """The sum of squares of each group's exact output."""
+        """The sum of squares of the exact output of each group."""
         assert self.output is not None
         return self._total(self.output.square()[None])[0]
 
     def _total(self, values: Tensor) -> Tensor:
         kept = (0, *(dim + 1 for dim in self.operand.format.own_dims))
         dims = [dim for dim in range(values.ndim - 1) if dim not in kept]
-        rows = values.sum(-1).double()  # which is several times as fast as to add up all in float64
+        rows = values.sum(-1).double()  # several times as fast as adding all up in float64
         return rows.sum(dims) if dims else rows
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """An operand's quantizers with scales that are multiples of where its values end; a point is the scales (*groups).
+    """The quantizers of an operand whose scales are multiples of its first scale s0; a point is the scales (*groups).
 
-    row_splits: which of the groups share a scale; None: each has its own.
+    row_splits: which of the groups share a scale; None: each group has its own.
     """
 
     operand: Operand
@@ -190,7 +195,7 @@ class _Scaled:
         return not self.operand.is_float and self.operand.format.unit != "max-kept"
 
     def start(self) -> Tensor:
-        """s0; after softmax, where it is split, the whole interval."""
+        """The first scale s0; for a split quantizer, the whole interval."""
         form, groups = self.operand.format, self.operand.groups()
         shape = [self.operand.values.shape[dim] for dim in form.own_dims]
         if form.unit == "split":
@@ -206,7 +211,7 @@ class _Scaled:
         return self._merged(scale, torch.amax).reshape(shape)
 
     def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        """(..., groups) where groups that share a scale are joined by a sum or maximum, and each gets the result."""
+        """The values (..., groups), in which all groups that share a scale get their sum or maximum."""
         if self.row_splits is None:
             return values
         merged = values.clone()
@@ -216,9 +221,9 @@ class _Scaled:
         return merged
 
     def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
-        """The candidate of the least loss in each group; of equal ones the first.
+        """The candidate with the least loss in each group; among equal ones the first wins.
 
-        rough: the error of a sample, which leaves the candidates that are scored by the whole one.
+        rough: the error of a sample, which chooses the candidates that are scored by the whole error.
         """
         start = self.start()
         if self.operand.format.unit == "split":
@@ -234,7 +239,7 @@ class _Scaled:
         return points.gather(0, first_least(self._losses(error, points))[None])[0]
 
     def _losses(self, error: _OutputError, points: Tensor) -> Tensor:
-        """points (K, *groups) -> (K, *groups), groups that share a scale together."""
+        """The losses of points (K, *groups): (K, *groups), those of groups that share a scale added up."""
         each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
         losses = self._merged(torch.stack(each).sum(0), torch.sum)
         if error.output is None:
@@ -253,7 +258,7 @@ class _Scaled:
         return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None]).sub_(values).to(dtype)
 
     def quantizer(self, point: Tensor | None) -> Quantizer | None:
-        """Of one point; None for none, or where the operand stays float."""
+        """The quantizer of one point; None for no point, or where the operand stays float."""
         form = self.operand.format
         if point is None or self.operand.is_float:
             return None

@@ -6,8 +6,8 @@ All three minimise a loss over a box of P hyperparameters, independently for eac
     low, high: (P, *groups), the corners of the box
     returns: the best point (P, *groups) and its loss (*groups)
 
-An `incumbent` (P, *groups) is a point already in hand: the result is never worse than it. The first of equal losses
-wins, so every search is deterministic. Refined points may leave the box by part of a grid spacing (as in the paper).
+An `incumbent` (P, *groups) is a point that is already known: the result is never worse. Among equal losses the first
+wins, so every search is deterministic. Refined points may leave the box by less than a grid spacing (as in the paper).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ def fpcs(
     incumbent: Tensor | None = None,
     rough: Loss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fast Progressive Combining Search (Algorithm 1): coarse to fine, refining the `parents` best points of a step.
+    """Fast Progressive Combining Search (Algorithm 1): each step refines the `parents` best points of the step before.
 
-    The first step scores a uniform grid of init[0] x init[1] x ... points. In each of `steps` further ones the spacing
-    of every hyperparameter shrinks by 2 z, and each of the parents gets its neighbours -z ... z in every
+    The first step scores a uniform grid of init[0] x init[1] x ... points. In each of the `steps` further ones the
+    spacing of every hyperparameter shrinks by 2 z, and each parent gets its neighbours -z ... z in every
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
-    loss is reused, so it is never lost to a worse child: parents * children evaluations per step (128).
-    rough: a cheaper loss for every step; the best half of the parents it leaves are then scored by `loss`, and the
-    best of them takes a `walk`.
+    loss is reused, so it is never lost to a worse child. A step takes parents * children evaluations (128). rough: a
+    cheaper loss for all steps; the best half of the last parents are then scored by `loss`, and the best of these takes
+    a `walk`.
     """
     z, offsets = _neighbourhood(low, children)
     points = grid(low, high, init)
@@ -51,16 +51,16 @@ def fpcs(
         born = (best + offsets * spacing).flatten(0, 1)
         points, losses = torch.cat([best, born]), torch.cat([losses, score(born)])
     if rough is not None:
-        points, _ = best_points(points, losses, max(1, parents // 2))  # they lie close together
+        points, _ = best_points(points, losses, max(1, parents // 2))  # the other half lies close to these
         best, _ = best_points(points, loss(points), 1)
         points, losses = (value[None] for value in walk(loss, best[0], spacing, children=children, moves=max(4, steps)))
     return _winner(loss, points, losses, incumbent)
 
 
 def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
-    """The best point met on a walk from this one: moves to the best neighbour, ..., 8, 4, 2 and 1 spacings away.
+    """The last point of a walk from this one, whose moves go to the best neighbour ..., 8, 4, 2 and 1 spacings away.
 
-    spacing: (P, *groups). A point that nothing near is better than stays.
+    spacing: (P, *groups). A point that has no better neighbour stays where it is, so the result is never worse.
     """
     _, offsets = _neighbourhood(point, children)
     points, losses = point[None], loss(point[None])
@@ -71,11 +71,11 @@ def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves
 
 
 def rescaled(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | None = None) -> tuple[Tensor, Tensor]:
-    """The best of this point and 32 others: some hyperparameters times one factor, within 4 %, then within 0.4 %.
+    """The best of this point and 32 others, whose scale is multiplied by factors within 4 %, then within 0.4 %.
 
-    which: of the P hyperparameters, those that are multiplied. Both bounds of a uniform quantizer together keep its
-    zero point, so this is a line of scales, along which the loss is jagged. rough: a cheaper loss, by which four of the
-    others are chosen.
+    which: whether each of the P hyperparameters is multiplied. A uniform quantizer whose two bounds are both multiplied
+    keeps its zero point, so the points lie on a line of scales, along which the loss is jagged. rough: a cheaper loss,
+    which leaves four points to `loss`.
     """
     moved = torch.tensor(which, dtype=point.dtype, device=point.device).view(-1, *(1 for _ in point.shape[1:]))
     score = loss if rough is None else rough
@@ -90,7 +90,10 @@ def rescaled(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | 
 
 
 def _neighbourhood(point: Tensor, children: int) -> tuple[int, Tensor]:
-    """z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...)."""
+    """z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...).
+
+    Raises ValueError where no z gives this many children.
+    """
     count = len(point)
     z = (round((children + 1) ** (1 / count)) - 1) // 2
     if z < 1 or (2 * z + 1) ** count - 1 != children:
@@ -100,14 +103,14 @@ def _neighbourhood(point: Tensor, children: int) -> tuple[int, Tensor]:
 
 
 def grid_spacing(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
-    """(P, *groups), between neighbours of `grid`."""
+    """The distance between neighbours of `grid`: (P, *groups)."""
     return torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(sizes)])
 
 
 def brute_force(
     loss: Loss, low: Tensor, high: Tensor, *, sizes: Sequence[int] = (128, 128), incumbent: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Every point of the uniform grid sizes[0] x sizes[1] x ...: O(n**P) evaluations (the paper's comparison)."""
+    """The best point of the uniform grid sizes[0] x sizes[1] x ...: O(n**P) evaluations (the paper's comparison)."""
     points = grid(low, high, sizes)
     losses = torch.cat([loss(chunk) for chunk in points.split(128)])
     return _winner(loss, points, losses, incumbent)
@@ -122,9 +125,10 @@ def alternating(
     rounds: int = 1,
     incumbent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One hyperparameter at a time over its uniform grid, the others fixed: O(n) evaluations (the paper's comparison).
+    """A search of one hyperparameter at a time over its uniform grid, the others fixed: O(n) evaluations.
 
-    Starts from the incumbent, or from the box's outer corner (the widest range).
+    It is one of the paper's comparisons. It starts from the incumbent, or from the box's outer corner (the widest
+    range).
     """
     best = torch.stack([low[0], *high[1:]]) if incumbent is None else incumbent
     best_loss = loss(best[None])[0]
