@@ -245,6 +245,12 @@ def test_a_tensor_of_codes_keeps_them_under_other_scales():
 # --- a start ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def small(tiniest, images):
+    """One block, where a start is what matters and not the model."""
+    return Calibration(tiniest, images)
+
+
 def sqnrs(assigned):
     return {group.name: assignment.sqnr for group, assignment in assigned}
 
@@ -255,13 +261,14 @@ def assert_no_site_is_worse(after, before):
     assert {name: (before[name], after[name]) for name in before if not after[name] >= before[name]} == {}
 
 
-def test_a_start_is_never_exchanged_for_a_worse_assignment(calibration, fast):
-    start = calibration.assign(fast)
+def test_a_start_is_never_exchanged_for_a_worse_assignment(small, fast):
+    start = small.assign(fast)
     for search in (fast.search, Search(rounds=2, steps=2)):
-        assert_no_site_is_worse(calibration.assign(replace(fast, search=search), start=start), start)
-    assert sqnrs(calibration.assign(fast)) == sqnrs(start)  # nothing of a start is left for later searches
+        assert_no_site_is_worse(small.assign(replace(fast, search=search), start=start), start)
+    assert sqnrs(small.assign(fast)) == sqnrs(start)  # nothing of a start is left for later searches
 
 
+@pytest.mark.slow
 def test_a_short_search_keeps_what_a_better_one_has_found(calibration, fast):
     start = calibration.assign(replace(fast, search=Search()))
     short = replace(fast, search=Search(init=(4, 2), parents=1, steps=1, rounds=1))
@@ -270,19 +277,19 @@ def test_a_short_search_keeps_what_a_better_one_has_found(calibration, fast):
     assert_no_site_is_worse(calibration.assign(short, start=start), start)
 
 
-def test_sqnrs_of_what_starts_are_those_of_its_assignments(calibration, fast):
+def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
     """What is kept is judged on the same operands as what is found."""
-    start = calibration.assign(fast)
-    found = {searched.group.name: searched for searched in calibration.search(fast)}
-    for group, assignment in calibration.assign(fast, start=start):
+    start = small.assign(fast)
+    found = {searched.group.name: searched for searched in small.search(fast)}
+    for group, assignment in small.assign(fast, start=start):
         product = found[group.name].product
         assert product.assigned(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
 
 
-def test_a_start_of_other_bits_is_no_start(calibration, fast):
+def test_a_start_of_other_bits_is_no_start(small, fast):
     """It would leave less error, with codes that these choices do not allow."""
-    start = calibration.assign(replace(fast, weight_bits=8, activation_bits=8, softmax_bits=8))
-    plain = calibration.finished(calibration.assign(fast), fast).ledger
-    begun = calibration.finished(calibration.assign(fast, start=start), fast).ledger
+    start = small.assign(replace(fast, weight_bits=8, activation_bits=8, softmax_bits=8))
+    plain = small.finished(small.assign(fast), fast).ledger
+    begun = small.finished(small.assign(fast, start=start), fast).ledger
     bits = [[side.split("-")[0] for row in ledger for side in (row.left, row.right)] for ledger in (plain, begun)]
     assert bits[0] == bits[1]

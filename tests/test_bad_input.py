@@ -1,6 +1,6 @@
 """What is not right: each time one line that says what, which, and the way out; or it works all the same.
 
-The command runs as a user runs it, in a process of its own.
+The slow tests run the command as a user runs it, in a process of its own.
 """
 
 import json
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import adalog
 from adalog import Calibration, CalibrationError
+from adalog.cli import main
 
 MODELS = """
 import time
@@ -130,67 +131,78 @@ def quantize(model, *more, images=3, data="images"):
     return ["quantize", model, "--data", data, "--images", images, "-o", "out.safetensors", "--threads", 1, *more]
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 SMALL = "own.py:small"
 CASES = [
     # models
     (quantize("resnet50"), "model 'resnet50' is none of timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py"),
-    slow(quantize("own.py:nothing"), "own.py has no function 'nothing': it has small, bare, Branching and"),
-    slow(quantize("none.py:model"), "none.py cannot be read: No such file or directory"),
+    (quantize("own.py:nothing"), "own.py has no function 'nothing': it has small, bare, Branching and"),
+    (quantize("none.py:model"), "none.py cannot be read: No such file or directory"),
     (
         quantize("own.py:branching"),
         "Branching could not be exported: Could not guard on data-dependent ... Capture the part that can be",
     ),
-    slow(
+    (
         quantize("own.py:bare"),
         "own.py:bare does not say how its images are prepared: return (module, adalog.Preprocessing",
     ),
     # weights
     (quantize(SMALL, "--checkpoint", "nan.safetensors"), "nan.safetensors: tensor 3.weight holds NaN: use other"),
-    slow(quantize(SMALL, "--checkpoint", "images/alpha.png"), "images/alpha.png is damaged, or holds other things"),
-    slow(quantize(SMALL, "--checkpoint", "none"), "none cannot be read: No such file or directory"),
+    (quantize(SMALL, "--checkpoint", "images/alpha.png"), "images/alpha.png is damaged, or holds other things"),
+    (quantize(SMALL, "--checkpoint", "none"), "none cannot be read: No such file or directory"),
     # images
     (quantize(SMALL, data="damaged", images=1), "damaged/half.png cannot be read as an image"),
     (quantize(SMALL, images=8), "images has 7 images, --images 8 are wanted: give --images 7, or more"),
-    slow(quantize(SMALL, data="empty"), "empty has no images: give a folder of images"),
-    slow(quantize(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
-    slow(quantize(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
-    slow(["quantize", SMALL], "own.py:small brings no images: give --data FOLDER, with 32 or more"),
-    slow(["quantize", "demo", "--images", 65], "demo has 64 images, --images 65 are wanted: give --images 64, or more"),
+    (quantize(SMALL, data="empty"), "empty has no images: give a folder of images"),
+    (quantize(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
+    (quantize(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
+    (["quantize", SMALL], "own.py:small brings no images: give --data FOLDER, with 32 or more"),
+    (["quantize", "demo", "--images", 65], "demo has 64 images, --images 65 are wanted: give --images 64, or more"),
     # choices
-    slow(quantize(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
-    slow(quantize(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
-    slow(quantize(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
-    slow(quantize(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
-    slow(quantize(SMALL, "--method", "magic"), "method = 'magic' is none of uniform, log2, log-sqrt2, adalog"),
-    slow(quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=bits"),
-    slow(quantize(SMALL, "--keep", "head=9"), "keep of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
-    slow(quantize(SMALL, "--keep", "hat=8"), "keep: no site's name matches 'hat'; the closest are"),
-    slow(quantize(SMALL, "--device", "abacus"), "device = 'abacus' is not one of this machine: it has cpu"),
-    slow(quantize(SMALL, "--device", "cuda:99"), "device = 'cuda:99' is not one of this machine: it has cpu"),
+    (quantize(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
+    (quantize(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
+    (quantize(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
+    (quantize(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
+    (quantize(SMALL, "--method", "magic"), "method = 'magic' is none of uniform, log2, log-sqrt2, adalog"),
+    (quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=bits"),
+    (quantize(SMALL, "--keep", "head=9"), "keep of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
+    (quantize(SMALL, "--keep", "hat=8"), "keep: no site's name matches 'hat'; the closest are"),
+    (quantize(SMALL, "--device", "abacus"), "device = 'abacus' is not one of this machine: it has cpu"),
+    (quantize(SMALL, "--device", "cuda:99"), "device = 'cuda:99' is not one of this machine: it has cpu"),
     # outputs
     (quantize(SMALL, "-o", "directory"), "directory cannot be written: Is a directory; choose a file in a folder"),
-    slow(quantize(SMALL, "-o", "own.py/out"), "own.py/out cannot be written: Not a directory"),
-    slow(quantize(SMALL, "--json", "directory"), "directory cannot be written: Is a directory"),
-    slow(["evaluate", "out.safetensors", "--data", "images"], "images has no labels to judge by"),
-    slow(["evaluate", "out.safetensors"], "out.safetensors is not an adalog artifact"),
-    slow(["cost", "own.py:branching"], "Branching could not be exported"),
-    slow(["demo", "--out", "own.py"], "own.py/levels.png cannot be written: Not a directory"),
+    (quantize(SMALL, "-o", "own.py/out"), "own.py/out cannot be written: Not a directory"),
+    (quantize(SMALL, "--json", "directory"), "directory cannot be written: Is a directory"),
+    (["evaluate", "out.safetensors", "--data", "images"], "images has no labels to judge by"),
+    (["evaluate", "out.safetensors"], "out.safetensors is not an adalog artifact"),
+    (["cost", "own.py:branching"], "Branching could not be exported"),
+    (["demo", "--out", "own.py"], "own.py/levels.png cannot be written: Not a directory"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "told"), CASES)
-def test_one_line_and_code_2(place, arguments, told):
+def test_one_line_and_code_2(place, arguments, told, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
     before = files(place)
-    code, out, err = run(place, *arguments)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert_refused(stopped.value.code, *capsys.readouterr(), told)
+    assert files(place) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "told"), CASES)
+def test_one_line_and_code_2_of_a_process(place, arguments, told):
+    before = files(place)
+    assert_refused(*run(place, *arguments), told)
+    assert files(place) == before
+
+
+def assert_refused(code, out, err, told):
     assert (code, out) == (2, ""), err
     assert err.startswith("error: ")
     assert all(part in err for part in told.split(" ... "))
     assert err.count("\n") == 1
-    assert files(place) == before
 
 
 @pytest.mark.slow
@@ -277,6 +289,7 @@ def test_a_full_disk(place):
     (place / "out.safetensors.partial").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c(place, tmp_path):
     command = [
         sys.executable,

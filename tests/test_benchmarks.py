@@ -41,6 +41,7 @@ SCRIPTS = Path(benchmark.__file__).parent
 # --- the package -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_script_run_by_its_path_hides_no_other_package(tmp_path):
     """It finds its siblings in the package, and their names are no top-level modules."""
     script = (

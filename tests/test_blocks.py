@@ -24,7 +24,8 @@ from test_capture import Toy
 from test_observe import Held, at_once
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(5))
-NAMES = ["demo", "timm_swin", "hf_vit", "timm_pvt"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("timm_swin", "hf_vit")]
+NAMES = ["demo", "timm_pvt", *SLOW]
 
 
 def close(actual, expected):
@@ -60,7 +61,7 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
                 assert alone.run(list(given.values())).equal(seen[block.value_out])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["demo", pytest.param("timm_pvt", marks=pytest.mark.slow), *SLOW])
 @pytest.mark.parametrize("share", [0.2, 0.6, 3])
 def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
     """In any order, and whether the input of a block is held or not."""
@@ -87,7 +88,7 @@ def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
         assert count == len(IMAGES)
 
 
-@pytest.mark.parametrize(("name", "share"), [("demo", 0.7), ("timm_swin", 0.9)])
+@pytest.mark.parametrize(("name", "share"), [("demo", 0.7), pytest.param("timm_swin", 0.9, marks=pytest.mark.slow)])
 def test_blocks_in_order_cost_one_forward_and_no_more_memory_than_given(name, share, monkeypatch):
     _, program = zoo.captured(name)
     images = torch.cat([IMAGES] * 3)
@@ -193,12 +194,13 @@ def test_gradients_go_through_a_block():
     ("preset", "choices"),
     [
         ("fq-vit", {"refine": Evolution(passes=1, cycles=2)}),
-        (
+        pytest.param(
             "apq-vit",
             {
                 "refine": BlockRefinement(candidates=3, probes=2, eliminated=0.5),
                 "search": ScaleSearch(candidates=4, rounds=1, probes=2),
             },
+            marks=pytest.mark.slow,
         ),
     ],
 )

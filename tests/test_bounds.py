@@ -177,9 +177,9 @@ def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
     assert torch.equal(weight_of(first).zero_point, weight_of(second).zero_point)
 
 
-@pytest.mark.parametrize("rough_rows", [0, 10])
+@pytest.mark.parametrize("rough_rows", [0, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("problem", [linear, after_gelu])
-@pytest.mark.parametrize("chunk", [16, 50])
+@pytest.mark.parametrize("chunk", [pytest.param(16, marks=pytest.mark.slow), 50])
 def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monkeypatch):
     """Its rows are searched independently; in the second round they meet their own incumbents.
 

@@ -43,16 +43,20 @@ def call(monkeypatch, capsys, *arguments):
     return stopped.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        [sys.executable, "-m", "adalog"],
-        pytest.param([Path(sys.executable).with_name("adalog")], marks=pytest.mark.slow),
-    ],
-)
-def test_help(start):
+COMMANDS = ("demo", "quantize", "evaluate", "inspect", "cost", "bench", "doctor")
+
+
+def test_help(monkeypatch, capsys):
+    text = say(monkeypatch, capsys, "--help")
+    for word in ("Usage: ", *COMMANDS):
+        assert word in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [[sys.executable, "-m", "adalog"], [Path(sys.executable).with_name("adalog")]])
+def test_help_in_a_process_of_its_own(start):
     result = subprocess.run([*start, "--help"], capture_output=True, text=True, check=True)
-    for word in ("Usage: ", "demo", "quantize", "evaluate", "inspect", "cost", "bench", "doctor"):
+    for word in ("Usage: ", *COMMANDS):
         assert word in result.stdout
 
 
@@ -81,6 +85,7 @@ def test_a_refusal_in_a_process_of_its_own(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_importing_loads_no_optional_package():
     names = ("timm", "torchvision", "transformers", "typer", "rich", "matplotlib")
     script = f"import sys, adalog; print([name for name in {names} if name in sys.modules])"
@@ -88,15 +93,25 @@ def test_importing_loads_no_optional_package():
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("out", "why"),
-    [
-        ("/dev/full", "No space left on device"),
-        pytest.param(None, "it is closed", marks=pytest.mark.slow),
-        pytest.param("pipe", "Broken pipe", marks=pytest.mark.slow),
-    ],
-)
-def test_standard_output_that_takes_nothing(quantized, tmp_path, out, why):
+TAKES_NOTHING = [("/dev/full", "No space left on device"), (None, "it is closed"), ("pipe", "Broken pipe")]
+
+
+@pytest.mark.parametrize(("out", "why"), TAKES_NOTHING)
+def test_standard_output_that_takes_nothing(quantized, tmp_path, monkeypatch, capsys, out, why):
+    quantized.save(tmp_path / "file")
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with os.fdopen(pipe if out == "pipe" else os.open("/dev/full", os.O_WRONLY), "w") as target:
+        monkeypatch.setattr(sys, "stdout", None if out is None else target)
+        assert call(monkeypatch, capsys, "inspect", tmp_path / "file") == (
+            1,
+            f"failed: standard output cannot be written: {why}\n",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("out", "why"), TAKES_NOTHING)
+def test_standard_output_of_a_process_that_takes_nothing(quantized, tmp_path, out, why):
     quantized.save(tmp_path / "file")
     reader, pipe = os.pipe()
     os.close(reader)
@@ -183,6 +198,14 @@ def test_an_error_that_nobody_foresaw(monkeypatch, capsys, debug):
     assert code == 1
     assert message.endswith("failed: KeyError: 'gone [wrong]'\n")
     assert ("Traceback" in message) == debug
+
+
+def test_ctrl_c(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adalog.cli.doctor.examine", interrupt)
+    assert call(monkeypatch, capsys, "doctor") == (1, "interrupted\n")
 
 
 def test_nothing_stays_silenced(monkeypatch, capsys, tmp_path):
@@ -647,6 +670,7 @@ def test_what_is_no_size_of_memory(monkeypatch, capsys, tmp_path, text):
     assert (code, message) == (2, f"error: --memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB\n")
 
 
+@pytest.mark.slow
 def test_too_little_memory(monkeypatch, capsys, tmp_path):
     code, message = call(monkeypatch, capsys, "quantize", "demo", "--memory", "1MB", "--out", tmp_path / "out")
     assert code == 2

@@ -198,7 +198,7 @@ FAMILIES = {
 # logarithmic quantizer, which is finest at the minimum, tells few of them apart; MobileViT v2 multiplies by a context
 # that puts most of a projection's input near zero.
 LEAST = {"tiny vit": -3, "mobilevit v2": 10}
-QUICK = ("eva02", "beit")
+QUICK = ("beit",)
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 

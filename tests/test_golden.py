@@ -22,7 +22,7 @@ from adalog.search import released
 FOLDER = Path(__file__).parent / "golden"
 SETTINGS = json.loads((FOLDER / "released.json").read_text())["settings"]
 RIVALS = json.loads((FOLDER / "rivals.json").read_text())["settings"]
-SLOW = [name for name in SETTINGS if name not in ("w4a4_nofpcs", "w4a4_gelu_ptq4vit")]
+SLOW = [name for name in SETTINGS if name != "w4a4_nofpcs"]
 every_setting = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SETTINGS]
 )

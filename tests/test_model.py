@@ -45,7 +45,9 @@ def four_bits(name):
     return model, quantize(model, zoo.IMAGES, BITS4)
 
 
-@pytest.mark.parametrize("name", ["demo", "timm_vit", "hf_vit"])
+@pytest.mark.parametrize(
+    "name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "timm_vit"))]
+)
 def test_quantizes_to_four_bits(name):
     model, result = four_bits(name)
     assert result.float_sites() == []
@@ -188,6 +190,7 @@ def test_refuses_images_that_are_not_finite(tiny, images, value):
         quantize(tiny, images, BITS4)
 
 
+@pytest.mark.slow
 def test_a_single_image_calibrates(tiniest, images):
     result = quantize(tiniest, images[:1], dataclasses.replace(BITS4, images=1))
     assert result.provenance["images"] == 1

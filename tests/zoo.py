@@ -117,9 +117,9 @@ MODELS = {
         *(torchvision_vit, torchvision_swin, torchvision_swin_v2),
     )
 }
-SLOW = {"timm_vit_extras", "timm_swin_v2", "hf_swin", "hf_beit", "torchvision_swin_v2"}
+QUICK = {"demo", "timm_vit", "timm_swin", "hf_vit"}
 # For parametrize.
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
