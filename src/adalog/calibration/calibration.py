@@ -1,5 +1,6 @@
 """A captured model with the operands of its sites, and the steps that make a quantized model of it."""
 
+import functools
 import hashlib
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.evolution import evolved
 from adalog.calibration.observe import Observed
-from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, request_of
+from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, request_of, why_unfolded
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
@@ -23,7 +24,7 @@ from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Pair, Site, find_blocks, find_pairs, find_refused, find_sites
+from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -98,6 +99,8 @@ class Calibration:
             group.name: request_of(self.program, group, self.sites, self._shapes) for group in self.groups
         }
         self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
+        head = frozenset(self._blocks[-1].nodes)
+        self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
         self._shared = Shared(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
         )
@@ -267,21 +270,6 @@ class Calibration:
         found: tuple[Fold, UniformQuantizer | None] = self._found[key]
         return found
 
-    def _unfolded(self, pair: Pair, config: Config) -> str:
-        """Why these choices leave a foldable norm as it is; empty where they fold it."""
-        read = (self._shapes[site.left] for site in self.sites if site.name in pair.sites)
-        rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of the norm's output
-        if config.activation_bits == FLOAT_BITS:
-            return "its linears take float activations"
-        refused = SEARCHES[type(config.search)].refuses_fold(config.search, config)
-        if refused:
-            return refused
-        if not config.fold_head and pair.norm.name in self._blocks[-1].nodes:
-            return "it is the head's"
-        if rows < config.fold_rows:
-            return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
-        return ""
-
     # --- all groups ---
 
     def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
@@ -311,15 +299,16 @@ class Calibration:
             assert isinstance(config.refine, Evolution)
             generator = torch.Generator().manual_seed(self.seed)
             changed = evolved(self.program, self.images, assigned, config.refine, generator)
-        judged = []
-        for (group, before), (_, after) in zip(assigned, changed, strict=True):
-            if after is before:
-                judged.append((group, before))
-                continue
-            choices = choices_of(group, config)
-            product = self._product(group, choices, after.fold, formats_of(group.first, choices)[0])
-            judged.append((group, product.assigned(after.left, after.right)))
-        return judged
+        return [
+            (group, before if after is before else self._judged(group, after, config))
+            for (group, before), (_, after) in zip(assigned, changed, strict=True)
+        ]
+
+    def _judged(self, group: SiteGroup, assignment: Assignment, config: Config) -> Assignment:
+        """The assignment with the SQNR that it has."""
+        choices = choices_of(group, config)
+        product = self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
+        return product.assigned(assignment.left, assignment.right)
 
 
 def _fits(start: Assignment, config: Config) -> bool:

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -14,8 +14,9 @@ from adalog.config import Config
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
-from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Site
-from adalog.quantizers import Fold
+from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS, Pair, Site
+from adalog.quantizers import FLOAT_BITS, Fold
+from adalog.search import SEARCHES
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
 
@@ -102,6 +103,24 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]
         rows = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in values[0])
         return _conv_rows(rows, len(values[0]), _overlap(site, program.tensors[site.right]))
     return values[0]
+
+
+def why_unfolded(
+    pair: Pair, config: Config, sites: Sequence[Site], shapes: Mapping[str, Tensor], head: Collection[str]
+) -> str:
+    """Why these choices leave a foldable norm as it is; empty where they fold it. head: the nodes of the last block."""
+    read = (shapes[site.left] for site in sites if site.name in pair.sites)
+    rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of the norm's output
+    if config.activation_bits == FLOAT_BITS:
+        return "its linears take float activations"
+    refused = SEARCHES[type(config.search)].refuses_fold(config.search, config)
+    if refused:
+        return refused
+    if not config.fold_head and pair.norm.name in head:
+        return "it is the head's"
+    if rows < config.fold_rows:
+        return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
+    return ""
 
 
 def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes: Mapping[str, Tensor]) -> Request:
