@@ -1,4 +1,4 @@
-"""What can go wrong, by name. Each message says what, which value, and what to do."""
+"""The errors that the package raises. Each message says what is wrong, which value it was, and what to do."""
 
 
 class AdalogError(Exception):
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def one_line(cause: Exception) -> str:
-    """What an exception says, on one line of at most 300 printable characters; with its kind if it is not ours."""
+    """An exception's message on one line of at most 300 printable characters, with its class if that is not ours."""
     first = (str(cause).strip().splitlines() or [""])[0]
     text = printable(first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": "))
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -69,17 +69,14 @@ class Calibration:
     """
 
     def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0, memory: int = MEMORY):
-        """Capture the model, and find its sites and the memory that each needs.
+        """images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each.
 
-        images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each, among which a value
-        that is not a tensor is a constant. The sites' operands are those of the float network, as in the released
-        algorithm. seed: for all that is drawn at random.
-        memory: bytes, half of them for the sites' operands and half for the searches' temporaries; the model, the
+        An input that is not a tensor is a constant. Operands are those of the float network, as in the released
+        algorithm. memory: bytes, half of them for operands and half for the searches' temporaries; the model, the
         images and results come on top. If all operands fit (those of DeiT-T take 0.8 GB at 32 images), they stay for
         further configurations; otherwise each configuration takes a forward. Where one operand, or its search, does not
-        fit, every n-th row is taken; for attention's products and convolutions, every n-th image or window
-        (`Observed`). Raises ValueError where the memory is too little for 1,024 rows, and CalibrationError for a model
-        without sites or images that are not finite.
+        fit, every n-th row is taken, or for attention and convolutions every n-th image or window (`Observed`).
+        Raises ValueError for a memory too small for 1,024 rows, CalibrationError without sites or for infinite images.
         """
         inputs = batched(images)
         self.images = tuple(value for value in inputs if isinstance(value, Tensor))
@@ -178,10 +175,7 @@ class Calibration:
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """The assignments of all products, or of those of these sites, with their operands.
-
-        All these operands are held at once, however little memory was allowed. Raises ValueError for an unknown site.
-        """
+        """The assignments of all products, or of those of these sites, with all their operands, whatever the memory."""
         check_pinned(config, self.sites)
         unknown = set(sites or ()) - {site.name for site in self.sites}
         if unknown:
@@ -203,10 +197,7 @@ class Calibration:
         return replace(searched, product=product)
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by this gradient of a loss, (N, ...), in place of random ones.
-
-        gradient: that with respect to the model's only output.
-        """
+        """Weight errors by this gradient of a loss with respect to the only output, (N, ...), not by random ones."""
         self._shared.probe(gradient)
         self._found.clear()
         self._seconds.clear()

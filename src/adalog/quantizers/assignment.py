@@ -1,4 +1,4 @@
-"""What a search decides for one product: both quantizers, a weight's codes, and how a norm's channels share a scale."""
+"""The result of a search for one product: both quantizers, a weight's codes, and the fold of the norm before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a file holds codes, as packed bits, and quantizers, as JSON."""
+"""The form that codes and quantizers have in a file: packed bits, and JSON."""
 
 from collections.abc import Mapping
 from typing import Any

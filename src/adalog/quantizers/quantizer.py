@@ -1,4 +1,4 @@
-"""What every quantizer can do, and what all of them share: limits, straight-through gradients, slicing."""
+"""The abilities of every quantizer, and what all of them share: limits, straight-through gradients, slicing."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from adalog.search.product import Product
 
 
 class SearchModule(Protocol):
-    """What each kind of search offers, as functions of a module."""
+    """The functions that the module of each kind of search has."""
 
     def needs(self, search: Any) -> frozenset[str]:
         """The optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""

@@ -67,7 +67,7 @@ def uniform_errors(
     function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     if function is None or sizes is None or not fit:
-        scale, zero_point = (shaped_against(part, values.shape, own_dims) for part in (scale, zero_point))
+        scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
     result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)

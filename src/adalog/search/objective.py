@@ -86,9 +86,10 @@ class ProductError:
         return replace(self, factor=self.factor.bfloat16())
 
     def sample(self, rows: int) -> "ProductError":
-        """The error on about `rows` tokens per loss, evenly spread, or on as many as make `_ROUGH_ELEMENTS` elements.
+        """The error on a sample of about `rows` tokens per loss, at even distances.
 
-        It is the whole error where there are few tokens. Tokens are the rows of the operand; where those are channels,
+        There are more of them where these have fewer than `_ROUGH_ELEMENTS` elements, and it is the whole error where
+        there are few tokens. Tokens are the rows of the operand; where those are channels,
         which are not alike because the largest decide, tokens are the columns of the product.
         """
         *_, length, width = self.left.shape
@@ -162,12 +163,12 @@ class ProductError:
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """The squared output error (K, *groups) of the points (K, P, *groups)."""
-        return self.loss_of(lambda part, dtype: candidates(part).sub_(self.left).to(dtype), points)
+        return self.loss_of(lambda some, dtype: candidates(some).sub_(self.left).to(dtype), points)
 
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
         """The same as `loss`, for candidates given by their errors."""
         chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
-        return torch.cat([self._score(errors(part, self.factor.dtype)) for part in points.split(chunk)])
+        return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
         """The same as `loss`, slice by slice (`splits`), for candidates given by their errors on any values."""
@@ -222,8 +223,8 @@ class OwnError:
         count, groups, size = levels.shape
         chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:
-            parts = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
-            return torch.cat([self.loss(*part) for part in parts])
+            chunks = zip(levels.split(chunk), thresholds.split(chunk), strict=True)
+            return torch.cat([self.loss(*some) for some in chunks])
         cuts = thresholds.permute(1, 0, 2).reshape(groups, -1).contiguous()
         inner = torch.searchsorted(self.sorted, cuts).view(groups, count, size - 1)
         ends = torch.cat(

@@ -164,8 +164,9 @@ def _tabled(
     """
     most = most_headroom(quantizer.bits, width, table=quantizer.table)
     other = 1 if second is None else 2**second.bits - 1
-    narrow = [room for room in range(most + 1) if left.values.shape[-1] * other << (width - most + room) <= 2**31]
-    tried = [replace(quantizer, width=width, headroom=room) for room in narrow or [0]]
+    largest = left.values.shape[-1] * other
+    narrow = [headroom for headroom in range(most + 1) if largest << (width - most + headroom) <= 2**31]
+    tried = [replace(quantizer, width=width, headroom=headroom) for headroom in narrow or [0]]
     start = best = min(tried, key=rough)
     form = left.format
     if form.log2_base is not None and not form.log2_base[0]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# About this many values of a sample are sorted, evenly spread over it, but at least this many per row.
+# About this many values of a sample are sorted, at even distances, but at least this many per row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more elements
 
@@ -19,7 +19,7 @@ def coprime(stride: int, size: int) -> int:
 
 
 def thinned(sample: Tensor) -> Tensor:
-    """About SORTED_ELEMENTS values of a sample (G, T), evenly spread over each row; a smaller sample stays whole."""
+    """About SORTED_ELEMENTS values of a sample (G, T), at even distances in each row; a smaller sample stays whole."""
     size = sample.shape[1]
     wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
     return sample[:, :: coprime(max(1, size // wanted), size)]

@@ -165,11 +165,11 @@ def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, pa
     spacing: that of the scales of `points`, (*groups). least: no scale is smaller.
     """
     fan = POINTS // parents
-    part = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
+    shares = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
     for _ in range(steps):
         best = scores.survivors(points, parents)
         points = best.repeat_interleave(fan, dim=0)
-        offsets = part.repeat(len(best)).view(-1, *(1 for _ in spacing.shape)) * spacing
+        offsets = shares.repeat(len(best)).view(-1, *(1 for _ in spacing.shape)) * spacing
         points[:, 0] = (points[:, 0] + offsets).clamp(min=least)
         spacing = spacing / (fan - 0.5)
     return scores.best(points)
@@ -193,10 +193,10 @@ class _UniformSpace:
         values, form = self.operand.values, self.operand.format
         shape = [values.shape[dim] for dim in form.own_dims]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
-        lowest, low, high, highest = (part.reshape(shape) for part in _quantiles(self.operand.groups()))
+        lowest, low, high, highest = (each.reshape(shape) for each in _quantiles(self.operand.groups()))
         start, stop = high - low, highest - lowest
-        part = torch.arange(count, device=values.device).view(-1, *(1 for _ in shape))
-        scales = ((start + part / (count - 1) * (stop - start)) / top).clamp(min=self.least)
+        number = torch.arange(count, device=values.device).view(-1, *(1 for _ in shape))
+        scales = ((start + number / (count - 1) * (stop - start)) / top).clamp(min=self.least)
         first = symmetric_zero_point(form.bits) - self.zero_points // 2
         zero_point = torch.arange(first, first + self.zero_points, device=values.device).to(values)
         zero_point = zero_point.repeat_interleave(count).view(-1, *(1 for _ in shape)).expand(POINTS, *shape)
@@ -210,7 +210,7 @@ class _UniformSpace:
         return self._quantizer(_refined(scores, grid, spacing, steps, parents=16, least=self.least))
 
     def _quantizer(self, point: Tensor) -> UniformQuantizer:
-        scale, zero_point = (self.operand.shaped(part)[0] for part in point)
+        scale, zero_point = (self.operand.shaped(each)[0] for each in point)
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
@@ -222,7 +222,7 @@ class _UniformSpace:
         chunk = max(1, chunk_elements(values.device) // values.numel())
 
         def exact(points: Tensor) -> Tensor:  # in float64, so that only equal candidates tie
-            errors = ((self._hat(values, part.double()) - values).square_() for part in points.split(chunk))
+            errors = ((self._hat(values, some.double()) - values).square_() for some in points.split(chunk))
             return torch.cat([error.sum(summed) if summed else error for error in errors])
 
         if values.numel() < _MANY:
@@ -231,8 +231,8 @@ class _UniformSpace:
         zeros = torch.zeros_like(rows)
 
         def rough(points: Tensor) -> Tensor:
-            parts = points.reshape(len(points), 2, -1).split(chunk)
-            errors = (uniform_errors(rows, part[:, 0], part[:, 1], bits, (0,), torch.float32) for part in parts)
+            chunks = points.reshape(len(points), 2, -1).split(chunk)
+            errors = (uniform_errors(rows, some[:, 0], some[:, 1], bits, (0,), torch.float32) for some in chunks)
             return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
 
         return self._found(_Scores(exact, rough))
@@ -249,7 +249,7 @@ class _UniformSpace:
         return self._found(_Scores.of(error, errors))
 
     def _hat(self, values: Tensor, points: Tensor) -> Tensor:
-        scale, zero_point = (self.operand.shaped(part) for part in points.unbind(1))
+        scale, zero_point = (self.operand.shaped(each) for each in points.unbind(1))
         return uniform_fake_quantize(values, scale, zero_point, self.operand.format.bits)
 
 
@@ -356,8 +356,8 @@ class _TwinSpace:
         negative = self.operand.format.offset / symmetric_zero_point(self.operand.format.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 
-        def candidates(part: Tensor) -> Tensor:
-            return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in part[:, 0]])
+        def candidates(some: Tensor) -> Tensor:
+            return torch.stack([self._quantizer(scale).fake_quantize(error.left) for scale in some[:, 0]])
 
         scores = _Scores(partial(error.loss, candidates))
         return self._quantizer(scores.best(points)[0])

@@ -133,7 +133,7 @@ class _OutputError:
         errors: a function from points to what quantizing adds to the operand, (K, *operand).
         """
         chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
-        return torch.cat([self._score(errors(part, self.base.dtype)) for part in points.split(chunk)])
+        return torch.cat([self._score(errors(some, self.base.dtype)) for some in points.split(chunk)])
 
     def splits(self) -> "list[_OutputError]":
         """The errors of slices of the product, which add up to this one.

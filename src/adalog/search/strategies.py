@@ -1,4 +1,4 @@
-"""How hyperparameters are found: Algorithm 1 (FPCS), and the two searches it is compared with.
+"""The strategies that find hyperparameters: Algorithm 1 (FPCS), and the two searches it is compared with.
 
 All three minimise a loss over a box of P hyperparameters, independently for each group (output channel, head, ...):
 
@@ -148,8 +148,8 @@ def grid(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
-    part = torch.linspace(0, 1, size, dtype=low.dtype, device=low.device).view(size, *(1 for _ in low.shape))
-    return low + (high - low) * part
+    share = torch.linspace(0, 1, size, dtype=low.dtype, device=low.device).view(size, *(1 for _ in low.shape))
+    return low + (high - low) * share
 
 
 def best_points(points: Tensor, losses: Tensor, count: int) -> tuple[Tensor, Tensor]:
