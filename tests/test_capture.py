@@ -366,7 +366,7 @@ CORNER = torch.ones(32, 32, dtype=torch.bool).tril(4)
     ],
     ids=["none", "boolean", "bias per head", "minus infinity"],
 )
-@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_attention_is_unfolded(mask, extra, scale):
     program = check(Attention(mask, scale))
     start = ops(program).index("matmul")

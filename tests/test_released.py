@@ -339,7 +339,7 @@ def test_linear(bits, search):
     assert_points(found.right, rows)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 6])
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_linear_in_full(bits):
     left, right = linear(bits)
     found = search_product(Product("linear", left, right), SEARCH)
@@ -462,7 +462,7 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
 
 
 @searches
-@pytest.mark.parametrize("bits", [3, 4, 6])
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_fc2(bits, search):
     left, right = after_gelu(bits)
     found = search_product(Product("linear", left, right), search)

@@ -202,6 +202,7 @@ def test_fixops_are_counted_as_the_papers_are(bench):
     assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
+@pytest.mark.slow
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
     assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
     assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
