@@ -543,6 +543,7 @@ def test_published_readings_keep_float_tables(calibration, images, name):
         model.compile("torch")
 
 
+@pytest.mark.slow
 def test_other_codes_that_have_no_integers(calibration):
     split = replace(Config.preset("w4a4", "ptq4vit"), images=4, search=ScaleSearch(candidates=4, rounds=1))
     published = replace(Config.preset("w4a4", "repq-vit"), images=4)
@@ -576,6 +577,7 @@ def test_a_loaded_model_compiles_the_same(quantized, images):
     assert torch.equal(deserialise(serialise(quantized)).compile()(images), quantized.compile()(images))
 
 
+@pytest.mark.slow
 def test_models_of_other_types(quantized, images):
     double = deserialise(serialise(quantized)).double()
     fake = double(images.double())
