@@ -340,6 +340,7 @@ def test_float_activations_leave_the_weights_alone_in_codes(calibration, tiny, i
     torch.testing.assert_close(result(images), twin(images), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_float_weights_are_those_of_the_model(calibration, tiny, images):
     result = calibration.quantize(with_bits("w32a4"))

@@ -314,6 +314,7 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "published" not in markdown(tables.run(["1"], [unpublished]))
 
 
+@pytest.mark.slow
 def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
     from benchmarks import tables as generator
 
