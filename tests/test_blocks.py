@@ -62,7 +62,7 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("share", [0.2, 0.6, 3])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.6, marks=pytest.mark.slow), 3])
 def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
     """In any order, and whether the input of a block is held or not."""
     _, program = zoo.captured(name)
