@@ -104,6 +104,12 @@ def test_folds_do_not_modify_their_inputs():
     assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
+@pytest.fixture(scope="module")
+def small(tiniest, images):
+    """One block; what is tested does not depend on the model."""
+    return Calibration(tiniest, images)
+
+
 # --- chosen codes ----------------------------------------------------------------------------------------------------
 
 
@@ -211,19 +217,19 @@ def test_chosen_codes_of_other_layers_end_up_in_the_file(kind, shape, fast):
         assert assigned[0][1].fold is not None
 
 
-def test_an_assignment_without_codes_stores_the_nearest(calibration, fast):
+def test_an_assignment_without_codes_stores_the_nearest(small, fast):
     config = replace(fast, search=replace(fast.search, refit=False))
-    assigned = calibration.assign(config)
-    stored = deserialise(serialise(calibration.finished(assigned, config))).program
+    assigned = small.assign(config)
+    stored = deserialise(serialise(small.finished(assigned, config))).program
     for group, assignment in assigned:
         if group.first.role not in ("linear", "conv"):
             continue
         assert isinstance(assignment.right, UniformQuantizer)
-        weight = torch.cat([calibration.program.tensors[site.right].flatten(1) for site in group.sites])
+        weight = torch.cat([small.program.tensors[site.right].flatten(1) for site in group.sites])
         if assignment.fold is not None:
             weight = assignment.fold.weight(weight)
         nearest = QuantizedTensor.nearest(weight, assignment.right)
-        for site, codes in rows_of(group, nearest, calibration.program):
+        for site, codes in rows_of(group, nearest, small.program):
             assert torch.equal(stored.weights[site.right].codes, codes)
 
 
@@ -243,12 +249,6 @@ def test_a_tensor_of_codes_keeps_them_under_other_scales():
 
 
 # --- a start ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small(tiniest, images):
-    """One block, where a start is what matters and not the model."""
-    return Calibration(tiniest, images)
 
 
 def sqnrs(assigned):

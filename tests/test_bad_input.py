@@ -164,8 +164,11 @@ CASES = [
     (quantize(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
     (quantize(SMALL, "--method", "magic"), "method = 'magic' is none of uniform, log2, log-sqrt2, adalog"),
     (quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=bits"),
-    (quantize(SMALL, "--keep", "head=9"), "keep of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
-    (quantize(SMALL, "--keep", "hat=8"), "keep: no site's name matches 'hat'; the closest are"),
+    (
+        quantize(SMALL, "--keep", "head=9"),
+        "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",
+    ),
+    (quantize(SMALL, "--keep", "hat=8"), "pinned: no site's name matches 'hat'; the closest are"),
     (quantize(SMALL, "--device", "abacus"), "device = 'abacus' is not one of this machine: it has cpu"),
     (quantize(SMALL, "--device", "cuda:99"), "device = 'cuda:99' is not one of this machine: it has cpu"),
     # outputs

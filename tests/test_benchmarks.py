@@ -300,6 +300,7 @@ def test_every_count_of_candidates_is_a_search(points):
     assert Search(init=first, parents=points // 8).init[0] * first[1] == points
 
 
+@pytest.mark.slow
 def test_growth_is_fitted_and_drawn(tmp_path, monkeypatch):
     calls = []
 
@@ -315,6 +316,7 @@ def test_growth_is_fitted_and_drawn(tmp_path, monkeypatch):
     assert sorted(calls) == sorted(set(calls))  # the base is measured once
 
 
+@pytest.mark.slow
 def test_a_block_is_timed():
     config = Config(search=Search(steps=0, rounds=1))
     assert benchmark.block_seconds(1, 64, 32, 0, config) > 0

@@ -24,8 +24,8 @@ from test_capture import Toy
 from test_observe import Held, at_once
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(5))
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("timm_swin", "hf_vit")]
-NAMES = ["demo", "timm_pvt", *SLOW]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("timm_swin", "timm_pvt", "hf_vit")]
+NAMES = ["demo", *SLOW]
 
 
 def close(actual, expected):
@@ -61,8 +61,8 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
                 assert alone.run(list(given.values())).equal(seen[block.value_out])
 
 
-@pytest.mark.parametrize("name", ["demo", pytest.param("timm_pvt", marks=pytest.mark.slow), *SLOW])
-@pytest.mark.parametrize("share", [0.2, 0.6, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.6, marks=pytest.mark.slow), 3])
 def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
     """In any order, and whether the input of a block is held or not."""
     _, program = zoo.captured(name)

@@ -178,7 +178,7 @@ def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
 
 
 @pytest.mark.parametrize("rough_rows", [0, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("problem", [linear, after_gelu])
+@pytest.mark.parametrize("problem", [linear, pytest.param(after_gelu, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [pytest.param(16, marks=pytest.mark.slow), 50])
 def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monkeypatch):
     """Its rows are searched independently; in the second round they meet their own incumbents.
@@ -389,7 +389,14 @@ def test_every_strategy_improves_on_the_widest_bounds(strategy):
     )
 
 
-@every_problem
+@pytest.mark.parametrize(
+    "problem",
+    [
+        linear,
+        after_softmax,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (attention, after_gelu, fixed_base)),
+    ],
+)
 def test_rough_steps_cost_little(problem, sampled):
     """On several times the tokens of the other tests; a sample of a dozen tokens would tell nothing."""
     left, right = many_rows(problem)
@@ -449,7 +456,7 @@ def test_uniform_candidates_are_their_quantizers(problem):
 
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 @pytest.mark.parametrize("rounding", ["log", "nearest"])
-@pytest.mark.parametrize("beyond", ["saturate", "zero-coded"])
+@pytest.mark.parametrize("beyond", ["saturate", pytest.param("zero-coded", marks=pytest.mark.slow)])
 @given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
 @example(4, 2, 1.0, 2.0)
 def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):
@@ -537,6 +544,7 @@ def test_search_channels_with_many_bits_takes_one_range_in_deviations(width):
     assert torch.equal(zero_point, zero_point.round())
 
 
+@pytest.mark.slow
 def test_ranges_in_deviations_fit_unseen_values_better():
     """40 rows tell little of how far a channel goes: its own best range clips others."""
     scales = torch.logspace(-1, 1, 64)

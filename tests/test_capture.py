@@ -366,7 +366,7 @@ CORNER = torch.ones(32, 32, dtype=torch.bool).tril(4)
     ],
     ids=["none", "boolean", "bias per head", "minus infinity"],
 )
-@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("scale", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_attention_is_unfolded(mask, extra, scale):
     program = check(Attention(mask, scale))
     start = ops(program).index("matmul")
@@ -411,7 +411,14 @@ EINSUMS = {
 }
 
 
-@pytest.mark.parametrize("equation", EINSUMS, ids=EINSUMS.get)
+@pytest.mark.parametrize(
+    "equation",
+    [
+        equation if equation in ("bchw,bchv->bcwv", "bchw,vhw->cbv") else pytest.param(equation, marks=pytest.mark.slow)
+        for equation in EINSUMS
+    ],
+    ids=EINSUMS.values(),
+)
 def test_an_einsum_of_two_operands_is_a_product(equation):
     right = {"bcvw": (7, 3, 5, 32), "bchv": (7, 3, 32, 5), "cvw": (3, 5, 32), "vhw": (5, 32, 32), "vu": (5, 2)}
     shape = right[equation.replace(" ", "").split("->")[0].split(",")[1]]

@@ -646,10 +646,10 @@ def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
     [
         ("2GiB", 2 << 30),
         ("1.5 GB", 1_500_000_000),
-        ("512KiB", 512 << 10),
-        ("3TB", 3 * 10**12),
         ("500", 500),
-        ("7 MB", 7_000_000),
+        pytest.param("512KiB", 512 << 10, marks=pytest.mark.slow),
+        pytest.param("3TB", 3 * 10**12, marks=pytest.mark.slow),
+        pytest.param("7 MB", 7_000_000, marks=pytest.mark.slow),
     ],
 )
 def test_a_size_of_memory(monkeypatch, capsys, tmp_path, text, size):

@@ -188,11 +188,11 @@ def test_requantization_is_one_multiplication_an_element(mixed, images):
     ("method", "tables", "bits"),
     [
         ("log2", "float", 0),
-        ("log-sqrt2", "float", 32),
         ("adalog", "float", 5),
-        ("uniform", "u8", 4),
         ("adalog", "u8", 8),
-        ("log2", "u16", 16),
+        pytest.param("log-sqrt2", "float", 32, marks=pytest.mark.slow),
+        pytest.param("uniform", "u8", 4, marks=pytest.mark.slow),
+        pytest.param("log2", "u16", 16, marks=pytest.mark.slow),
     ],
 )
 def test_what_multiplies_after_the_softmax(calibration, fast, method, tables, bits):

@@ -118,6 +118,7 @@ def after_softmax():
     return Operand((scores * 3).softmax(-1), Format(4, log2_base=(0, R))), Operand(value, Format(4, own_dims=(1,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 def test_a_search_hardly_waits(problem):
     left, right = problem()

@@ -191,6 +191,7 @@ def test_bench(quantized, monkeypatch, capsys, tmp_path):
         assert by_name["native"] < 4 * by_name["torch"]
 
 
+@pytest.mark.slow
 def test_bench_beside_full_precision(quantized, monkeypatch, capsys, tmp_path):
     file = tmp_path / "file.safetensors"
     quantized.save(file)

@@ -198,11 +198,10 @@ FAMILIES = {
 # logarithmic quantizer, which is finest at the minimum, tells few of them apart; MobileViT v2 multiplies by a context
 # that puts most of a projection's input near zero.
 LEAST = {"tiny vit": -3, "mobilevit v2": 10}
-QUICK = ("beit",)
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_families_end_to_end(name, tmp_path):
     make, size, counts = FAMILIES[name]

@@ -266,6 +266,7 @@ def test_paths_without_a_sample_or_steps(searched):
         landscape.landscapes(searched, Search(strategy="alternating"), size=3)
 
 
+@pytest.mark.slow
 def test_a_landscape_of_heads_and_one_of_one_hyperparameter(calibration):
     config = Config.preset("w3a3", "log2")
     (scores,) = calibration.search(config, ["blocks.0.attn.qk"])
@@ -423,6 +424,7 @@ def test_figures_of_a_model(folder, tmp_path):
     assert "own.py:model at w3a3, adalog: the search of 3. " in told["files"][4]["caption"]
 
 
+@pytest.mark.slow
 def test_what_is_not_drawn_is_told():
     """Where no method has a path, where nothing is quantized, and where nothing follows a power law."""
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -467,6 +467,7 @@ def test_large_products_of_bytes(zero_point, transposed):
     assert torch.equal(sums.double(), x.double() @ y.double())
 
 
+@pytest.mark.slow
 def test_regions_of_other_types(uncompiled, quantized, images):
     plain = deserialise(serialise(quantized))
     model = plain.compile("torch")
@@ -542,6 +543,7 @@ def test_published_readings_keep_float_tables(calibration, images, name):
         model.compile("torch")
 
 
+@pytest.mark.slow
 def test_other_codes_that_have_no_integers(calibration):
     split = replace(Config.preset("w4a4", "ptq4vit"), images=4, search=ScaleSearch(candidates=4, rounds=1))
     published = replace(Config.preset("w4a4", "repq-vit"), images=4)
@@ -555,7 +557,9 @@ def test_other_codes_that_have_no_integers(calibration):
             calibration.quantize(config).compile("reference")
 
 
-@pytest.mark.parametrize("name", ["minmax", "apq-vit", "repq-vit"])
+@pytest.mark.parametrize(
+    "name", ["minmax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("apq-vit", "repq-vit"))]
+)
 def test_rivals_that_have_integers(calibration, images, name):
     """repq-vit: with tables, which it has not as published."""
     config = replace(Config.preset("w4a4", name), images=4)
@@ -573,6 +577,7 @@ def test_a_loaded_model_compiles_the_same(quantized, images):
     assert torch.equal(deserialise(serialise(quantized)).compile()(images), quantized.compile()(images))
 
 
+@pytest.mark.slow
 def test_models_of_other_types(quantized, images):
     double = deserialise(serialise(quantized)).double()
     fake = double(images.double())
@@ -599,6 +604,7 @@ def test_windows_and_masks(fast):
         assert float((model.compile(executor)(x) - fake).norm() / fake.norm()) < 1e-4
 
 
+@pytest.mark.slow
 def test_convolutions_with_channels_last(fast, images):
     """Of 1 x 1 and depthwise ones, with GELU between: images lie alike in all executors, so that codes agree."""
     torch.manual_seed(0)
@@ -655,6 +661,7 @@ def test_sums_that_grow_with_the_batch():
             found(torch.ones(2, 3))
 
 
+@pytest.mark.slow
 def test_threads_have_memory_of_their_own(quantized, images):
     from concurrent.futures import ThreadPoolExecutor
 
@@ -687,7 +694,7 @@ def test_no_images(quantized, images):
 
 
 @pytest.mark.parametrize("kind", ["adalog", "log2"])
-@pytest.mark.parametrize("width", [3, 4, 6, 8])
+@pytest.mark.parametrize("width", [4, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 6, 8))])
 def test_eight_bits_where_they_cost_little(width, kind):
     config = Config(activation_bits=width)
     probabilities = (normal(2, 1, 40, 40, seed=width) * 3).softmax(-1).float()
@@ -725,7 +732,13 @@ def test_headrooms_leave_accumulators_in_32_bits():
 # --- vectors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["patch_embed.conv1", "blocks.0.attn.av", "blocks.1.mlp.fc2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.0.attn.av",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("patch_embed.conv1", "blocks.1.mlp.fc2")),
+    ],
+)
 def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
     model = quantized.compile("reference")
     for file, content in vectors(model, name, images[:2]).items():

@@ -97,6 +97,7 @@ def test_operands_are_quantized_to_their_bits(calibration, images):
         assert int(weight.codes.max()) < 8
 
 
+@pytest.mark.slow
 def test_the_model_passed_in_is_not_changed(tiniest, images):
     model = copy.deepcopy(tiniest).train()
     before = copy.deepcopy(model.state_dict())
@@ -169,6 +170,7 @@ def test_separate_queries_keys_and_values_are_one_search(images, searches):
     assert len(set(reads)) < len(reads)
 
 
+@pytest.mark.slow
 def test_progress_counts_every_search(tiniest, images):
     seen = []
     quantize(tiniest, images, BITS4, progress=lambda done, total, site: seen.append((done, total, site)))
@@ -295,6 +297,7 @@ def test_stored_values_are_those_of_the_codes(quantized):
 # --- the bundled model -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_timm_loads_the_bundled_weights():
     from timm.models import VisionTransformer
 

@@ -73,6 +73,7 @@ def tally(model, images=IMAGES):
     return census(program, sites, find_pairs(program, sites, (images[:2],)))
 
 
+@pytest.mark.slow
 def test_refusals_are_by_norm():
     _, program = zoo.captured("timm_pvt")
     sites = find_sites(program)

@@ -105,7 +105,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+NAMES = ["demo", pytest.param("timm_swin", marks=pytest.mark.slow), "folded"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [1.5, 0.45])
 def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     program = MODELS[name]()
@@ -122,7 +125,10 @@ def test_values_of_batches_are_those_of_all_images_at_once(name, share):
     assert (max(numbers) == 0) is (share > 1)
 
 
-@pytest.mark.parametrize(("name", "share"), [("demo", 0.4), ("demo", 0.1), ("timm_swin", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("demo", 0.4), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("demo", 0.1), ("timm_swin", 0.2)))],
+)
 def test_no_more_is_held_than_the_memory(name, share):
     program = MODELS[name]()
     images = torch.cat([IMAGES] * 3)[:97]
@@ -231,8 +237,9 @@ def test_several_inputs_and_sizes_go_with_their_images():
     "mixed",
     [
         lambda x: x - x.mean(0),  # each image's values depend on the others
-        lambda x: x.transpose(0, 1).flatten(0, 1),  # images in a dimension inside another
-        lambda x: x.flatten(0, 1)[None] + x[:, :1, :1],  # in two dimensions
+        # Images in a dimension inside another.
+        pytest.param(lambda x: x.transpose(0, 1).flatten(0, 1), marks=pytest.mark.slow),
+        pytest.param(lambda x: x.flatten(0, 1)[None] + x[:, :1, :1], marks=pytest.mark.slow),  # in two dimensions
     ],
 )
 def test_what_batches_cannot_give_is_computed_at_once(mixed):
@@ -247,7 +254,7 @@ def test_what_batches_cannot_give_is_computed_at_once(mixed):
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     """The same ones as of all images at once; of a product's operands, the same windows."""
     program = MODELS[name]()
@@ -317,6 +324,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert artifact.serialise(resumed) == artifact.serialise(result)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_other_memory_only_where_the_same_rows_are_kept(tmp_path):
     model, images = zoo.make("demo"), torch.cat([IMAGES] * 3)
     config = replace(CONFIG, images=len(images), pinned=(("*", 32),), input_bits=32)

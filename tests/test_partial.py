@@ -163,6 +163,7 @@ def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, f
     assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
+@pytest.mark.slow
 def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, monkeypatch):
     path = tmp_path / "partial"
     wanted = serialise(adalog.quantize(tiniest, images, fast, partial=path))
@@ -175,7 +176,9 @@ def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, mon
     assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
-@pytest.mark.parametrize("change", ["images", "config", "weights"])
+@pytest.mark.parametrize(
+    "change", ["config", *(pytest.param(change, marks=pytest.mark.slow) for change in ("images", "weights"))]
+)
 def test_other_searches_are_told_apart(tmp_path, tiniest, images, fast, change):
     path = tmp_path / "partial"
     adalog.quantize(tiniest, images, fast, partial=path)

@@ -194,7 +194,9 @@ def test_a_model_without_multiplications_is_refused():
 # --- activations that may go either way ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [F.silu, F.hardswish, F.mish])
+@pytest.mark.parametrize(
+    "activation", [F.silu, *(pytest.param(each, marks=pytest.mark.slow) for each in (F.hardswish, F.mish))]
+)
 @pytest.mark.parametrize(("gain", "power", "kind"), [(0.05, 1, "uniform"), (2, 3, "log")])
 @torch.no_grad()
 def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, kind):
@@ -260,7 +262,7 @@ def test_all_sites_kept_in_float_are_the_float_model(calibration, tiny, images):
     assert other.ledger[0].left == "float"
 
 
-@pytest.mark.parametrize("fold_rows", [1, 10**6])
+@pytest.mark.parametrize("fold_rows", [1, pytest.param(10**6, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_linears_of_one_activation_keep_the_same_bits(fold_rows):
     """What matches `q` alone is for `k` and `v` too; for what else reads a norm, where that can be folded."""
@@ -338,6 +340,7 @@ def test_float_activations_leave_the_weights_alone_in_codes(calibration, tiny, i
     torch.testing.assert_close(result(images), twin(images), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_float_weights_are_those_of_the_model(calibration, tiny, images):
     result = calibration.quantize(with_bits("w32a4"))

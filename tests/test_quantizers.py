@@ -185,7 +185,7 @@ def test_nearest_codes_count_thresholds_exactly(width, table, dtype):
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize("rounds", ROUNDINGS)
 @pytest.mark.parametrize("table", [False, True])
-@pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("width", [2, 4, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 6, 8))])
 def test_log_representable_values_are_fixed_points(width, table, rounds, reading):
     """But rounding "log" may put a level with a rounded mantissa behind the last threshold, where zero begins."""
     for base in range(1, 138):

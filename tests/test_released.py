@@ -330,7 +330,7 @@ def test_fpcs_refines_scales_alone_and_loses_its_parents(scored):
 
 
 @searches
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_linear(bits, search):
     left, right = linear(bits)
     found = search_product(Product("linear", left, right), search)
@@ -339,7 +339,7 @@ def test_linear(bits, search):
     assert_points(found.right, rows)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 6])
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_linear_in_full(bits):
     left, right = linear(bits)
     found = search_product(Product("linear", left, right), SEARCH)
@@ -462,7 +462,7 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
 
 
 @searches
-@pytest.mark.parametrize("bits", [3, 4, 6])
+@pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_fc2(bits, search):
     left, right = after_gelu(bits)
     found = search_product(Product("linear", left, right), search)
@@ -490,7 +490,9 @@ def test_fc2_keeps_8_bases_then_32_pairs(scored):
     assert widths == pytest.approx([first / 3.5**step for step in range(5)], rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "base"), [("log2", (1, 1)), ("log-sqrt2", (1, 2))])
+@pytest.mark.parametrize(
+    ("kind", "base"), [("log2", (1, 1)), pytest.param("log-sqrt2", (1, 2), marks=pytest.mark.slow)]
+)
 def test_fixed_bases_after_gelu_copy_the_scale_of_adalog(kind, base):
     best = search_product(Product("linear", *after_gelu(4)), SHORT)
     left, right = after_gelu(4, kind)

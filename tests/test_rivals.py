@@ -483,7 +483,7 @@ def calibrations():
     return make
 
 
-FAMILIES = ("demo", "hf_vit")
+FAMILIES = ("demo",)
 SLOW = tuple(name for name in zoo.MODELS if name not in FAMILIES)
 families = pytest.mark.parametrize(
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -512,7 +512,11 @@ def leaves(output):
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize("bits", ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bits",
+    ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"],
+)
 @pytest.mark.parametrize("method", RIVALS)
 def test_every_width_is_quantized(calibrations, bits, method):
     calibration = calibrations("demo")
@@ -550,7 +554,7 @@ def test_grouped_convolutions(method):
 
 
 @pytest.mark.parametrize("search", [RangeSearch((1.0, 0.99), share="mean"), ScaleSearch("squared", candidates=6)])
-@pytest.mark.parametrize("law", ["log2", "log-sqrt2", "twin"])
+@pytest.mark.parametrize("law", ["log2", pytest.param("log-sqrt2", marks=pytest.mark.slow), "twin"])
 def test_other_quantizers_go_with_either_search(calibrations, law, search):
     softmax = "uniform" if law == "twin" else law
     config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search)

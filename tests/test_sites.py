@@ -363,7 +363,7 @@ def test_a_block_reads_its_value_and_what_no_image_changes(name):
     [
         ("demo", ["", "blocks.0", "blocks.1", "head"]),
         ("timm_vit", ["", "blocks.0", "blocks.1", "head"]),
-        ("timm_distilled", ["", "blocks.0", "blocks.1", ""]),
+        pytest.param("timm_distilled", ["", "blocks.0", "blocks.1", ""], marks=pytest.mark.slow),
     ],
 )
 def test_blocks_of_a_vit_are_its_transformer_blocks(name, scopes):

@@ -153,7 +153,7 @@ def hf_yolos():
     return model, model.vit
 
 
-@pytest.mark.parametrize("make", [hf_vit, hf_yolos])
+@pytest.mark.parametrize("make", [hf_vit, pytest.param(hf_yolos, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_the_backbone_of_a_transformers_model(make):
     """Its outputs are of its own class, so that the head finds the fields that are not set."""

@@ -202,6 +202,7 @@ def test_fixops_are_counted_as_the_papers_are(bench):
     assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
+@pytest.mark.slow
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
     assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
     assert not any(row["published"] for row in tables.run(["1"], [bench], images=4)["rows"])
@@ -313,6 +314,7 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "published" not in markdown(tables.run(["1"], [unpublished]))
 
 
+@pytest.mark.slow
 def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
     from benchmarks import tables as generator
 
