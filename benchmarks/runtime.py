@@ -43,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, QuantizedModel, Search, artifact, library
+from adalog import Calibration, Config, QuantizedModel, Search, library, load
 from adalog.errors import one_line
 from adalog.inputs.zoo import load_model
 from adalog.quantizers import LogQuantizer
@@ -209,7 +209,7 @@ def widths(model: QuantizedModel) -> dict[str, int]:
 def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
     """The artifact, run by our kernels."""
     start = time.process_time()
-    compiled = artifact.load(path).compile("native", threads=threads, batch=len(images), level=level)
+    compiled = load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
     run = on_one_thread(lambda: compiled(images))
     return Made(run, time.process_time() - start, compiled.weight_bytes)

@@ -232,8 +232,8 @@ def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
         assert part["float_forwards"] == pytest.approx(part["seconds"]["ours"] / part["floor"]["forward_seconds"])
         assert part["floor"]["over_floor"] > 0
         for searched in found[:3]:
-            best = benchmark.search_product(searched.product.left, searched.product.right, benchmark.SEARCHES[kind])
-            ratio = replace(searched, found=best).mean_square_error() / searched.mean_square_error()
+            best = benchmark.search_product(searched.product, benchmark.SEARCHES[kind])
+            ratio = replace(searched, assignment=best).mean_square_error() / searched.mean_square_error()
             assert rows[searched.sites[0].name]["loss_ratio"] == pytest.approx(ratio)
     softmax, gelu = 128 + 128, 128 + 128 + 128  # q; q and scales; and the other side
     assert result["candidates"]["direct"] == 128 + 7 * 256 + softmax + gelu

@@ -309,7 +309,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     model, images, config = zoo.make(name), IMAGES[:count], replace(CONFIG, images=count)
     wanted = Calibration(model, images).quantize(config)
     calibration = Calibration(model, images, memory=memory)
-    assert len(calibration._parts()) > 2
+    assert len(calibration._splits()) > 2
     last = calibration.sites[-1].name
     (found,) = calibration.search(config, [last])  # in another order first
     result = calibration.quantize(config, jobs=2, partial=tmp_path / "partial")

@@ -253,6 +253,7 @@ MEMORY_SCRIPT = """
 import resource, sys, torch
 from adalog.search.operand import Format, Operand
 from adalog.search.bounds import search_product
+from adalog.search.product import Product
 from adalog.choices import Search
 from adalog.calibration.calibration import MEMORY
 torch.set_num_threads(1)
@@ -263,10 +264,10 @@ form = Format(4, log2_base=(0, 37)) if kind == "log" else Format(4)
 left, right = Operand(x, form), Operand(torch.randn(columns, width), Format(4, own_dims=(0,)))
 small = Operand(x[:64].clone(), form)
 search = Search(init=(4, 2), parents=1, steps=1)
-search_product(small, right, search)  # what only starting costs
+search_product(Product("linear", small, right), search)  # what only starting costs
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY // 2, used + MEMORY // 2))
-print(search_product(left, right, search).sqnr)
+print(search_product(Product("linear", left, right), search).sqnr)
 """
 
 

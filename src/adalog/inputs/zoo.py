@@ -7,6 +7,7 @@ file; nothing else that is read here runs code.
 import inspect as signatures
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -60,7 +61,8 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
     own generator stays as it is. checkpoint: a file whose weights are used instead, safetensors or a state dict that
     torch.load reads with weights_only=True. Raises DataError.
     """
-    with _own_randomness(seed):
+    with _own_randomness(seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other packages warn about themselves
         module, preprocessing = _build(spec, pretrained, checkpoint is None)
         if checkpoint is not None:
             load_weights(module, checkpoint, spec)
