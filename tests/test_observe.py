@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from adalog import Calibration, CalibrationError, Config, DataError, Search, artifact
+from adalog import Calibration, CalibrationError, Config, DataError, Search
 from adalog.calibration.observe import Observed, Request
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.graph.tracing import trace
+from stored import serialise
 from test_capture import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -319,9 +320,9 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     assert result.ledger[-1].sqnr == found.assignment.sqnr
     assert calibration.judge(found, config).mean_square_error() == found.mean_square_error()
     again = Calibration(model, images, memory=memory)
-    assert artifact.serialise(again.quantize(config)) == artifact.serialise(result)
+    assert serialise(again.quantize(config)) == serialise(result)
     resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
-    assert artifact.serialise(resumed) == artifact.serialise(result)
+    assert serialise(resumed) == serialise(result)
 
 
 @pytest.mark.slow
