@@ -343,6 +343,6 @@ def test_few_rows_of_many_find_as_good_quantizers():
     sites = ["blocks.0.attn.av", "blocks.1.mlp.fc2"]
     every, some = Calibration(model, images), Calibration(model, images, memory=14_000_000)
     for best, found in zip(every.search(config, sites), some.search(config, sites), strict=True):
-        assert found.left.values.numel() < 0.4 * best.left.values.numel()
+        assert found.product.left.values.numel() < 0.4 * best.product.left.values.numel()
         error = every.judge(found, config).mean_square_error()
         assert error == pytest.approx(best.mean_square_error(), rel=0.05)

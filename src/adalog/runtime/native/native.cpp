@@ -837,7 +837,8 @@ INLINE int64_t bytes_of(I x) {  // the lowest byte of each
     const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     __m256i packed = _mm256_shuffle_epi8(x, low);
-    return int64_t(uint32_t(_mm256_extract_epi32(packed, 0))) | int64_t(_mm256_extract_epi32(packed, 4)) << 32;
+    uint64_t first = uint32_t(_mm256_extract_epi32(packed, 0)), second = uint32_t(_mm256_extract_epi32(packed, 4));
+    return int64_t(first | second << 32);
 }
 INLINE void store_bytes(uint8_t* at, I x, All) {
     int64_t bytes = bytes_of(x);
