@@ -4,19 +4,18 @@
 
 The bundled ViT is calibrated on 32 images with weights and activations of 3, 4, 6 and 8 bits. For every norm, the
 figures are the squared error of the linear's output with a fold over that without: `own` where each channel has the
-range with the least error of its own, `shared` where all channels have one range in standard deviations; `held_out` is
-on 200 test images. The head reads one row per image.
+range with the least error of its own (`fold_ranges="own"`, as in `adalog-paper`), `shared` where all channels have one
+range in standard deviations (`fold_ranges="deviations"`); `held_out` is on 200 test images. The head reads one
+row per image.
 Prints one JSON object and saves it as benchmarks/results/folds.json.
 """
 
 from benchmarks.publish import RESULTS, publish
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import typer
@@ -25,8 +24,6 @@ from adalog import Calibration, Config
 from adalog.calibration.calibration import Searched
 from adalog.inputs import demo
 from adalog.quantize import sample_images
-from adalog.search import bounds
-from adalog.search.bounds import search_channels
 from adalog.study.doctor import machine
 
 
@@ -41,11 +38,9 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
         sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
         plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
         folds = {}
-        for name, own in (("own", True), ("shared", False)):
-            fresh = Calibration(model, calibration.images[0], seed=seed)
-            chosen = partial(search_channels, own_ranges=own)
-            with mock.patch.object(bounds, "search_channels", chosen):
-                folds[name] = {each.sites[0].name: each for each in fresh.search(replace(config, fold_rows=1), sites)}
+        for name, ranges in (("own", "own"), ("shared", "deviations")):
+            folding = replace(config, fold_rows=1, search=replace(config.search, fold_ranges=ranges))
+            folds[name] = {each.sites[0].name: each for each in calibration.search(folding, sites)}
         errors = {
             site: {
                 name: {

@@ -1,17 +1,33 @@
 """How a benchmark's figures are published."""
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adalog.files import write_whole
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def publish(result: Mapping[str, Any], path: Path) -> None:
-    """Print the result as one JSON object, and save it in a file, whole or not at all."""
-    text = json.dumps(result, indent=1) + "\n"
+    """Print the result and its commit as one JSON object, and save it in a file, whole or not at all."""
+    text = json.dumps({**result, "commit": commit()}, indent=1) + "\n"
     write_whole(path, text.encode())
     print(text, end="")
+
+
+def commit() -> str | None:
+    """The commit of this clone, with "-changed" where code differs from it; None where there is no clone or no git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", ROOT, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "src/*.py", "src/*.cpp", "src/*.json", "benchmarks/*.py")
+        return git("rev-parse", "HEAD") + ("-changed" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import adalog
 from adalog import METHODS, Calibration, Config
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.model import quickest
@@ -71,7 +70,7 @@ def main() -> None:
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(None if given.work is None else given.work / f"{name}.json", key, make)
 
-    data = {"images": len(images), "folder": folder.resolve().name, "adalog": adalog.__version__}
+    data = {"images": len(images), "folder": folder.resolve().name}
     reference = torch.tensor(finished("fp32", data, lambda: classes(model, given.jobs).tolist()))
     truth = labels[~support]
     calibration: Calibration | None = None

@@ -1,6 +1,6 @@
 """The reference search and what `benchmarks/search.py` makes of it; the kernels beside their peers."""
 
-from benchmarks import direct, runtime
+from benchmarks import direct, publish, runtime
 from benchmarks import search as benchmark
 
 import json
@@ -15,7 +15,7 @@ import pytest
 import torch
 import typer
 
-from adalog import Calibration, Config, Search, library
+from adalog import Calibration, Config, Search, library, version
 from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
 from adalog.inputs.demo.model import DemoViT
@@ -23,6 +23,7 @@ from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, Un
 from adalog.search import released
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
+from adalog.study import doctor
 
 SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
 
@@ -428,3 +429,40 @@ def test_the_command_compares_a_model(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         runtime.main(["--peers", "torch,magic"])
     assert "--peers 'magic' is none of torch, torch-bf16, onnxruntime" in capsys.readouterr().err
+
+
+# --- what is published -----------------------------------------------------------------------------------------------
+
+
+def test_a_result_names_the_commit_that_made_it(tmp_path, capsys, monkeypatch):
+    """Outside a clone there is none to name."""
+
+    def git(*arguments):
+        author = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        found = subprocess.run(["git", *author, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    assert publish.commit() is None
+    git("init")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    publish.publish({"a": 1}, tmp_path / "result.json")
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told == json.loads(capsys.readouterr().out) == {"a": 1, "commit": git("rev-parse", "HEAD")}
+    (tmp_path / "src" / "code.py").write_text("2")
+    assert publish.commit() == told["commit"] + "-changed"
+
+
+def test_a_measurement_tells_the_sources_it_was_made_with(tmp_path, monkeypatch):
+    """Any change of them is another hash."""
+    assert doctor.machine()["source"] == version.source_hash()
+    keys = []
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cpp", "2"), ("notes.txt", "3")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(version, "__file__", str(tmp_path / "version.py"))
+        keys.append(version.source_hash.__wrapped__())
+    assert len(set(keys[:3])) == 3
+    assert keys[2] == keys[3]

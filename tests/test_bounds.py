@@ -544,6 +544,18 @@ def test_search_channels_with_many_bits_takes_one_range_in_deviations(width):
     assert torch.equal(zero_point, zero_point.round())
 
 
+@pytest.mark.parametrize("width", [3, 8])
+@pytest.mark.parametrize("ranges", ["own", "deviations"])
+def test_fold_ranges_are_those_asked_for_whatever_the_bits(ranges, width):
+    values = channels()
+    scale, zero_point = search_channels(values, width, replace(SEARCH, fold_ranges=ranges))
+    at_many, at_few = (search_channels(values, bits, SEARCH) for bits in (8, 3))
+    usual = {8: at_many, 3: at_few}[width]
+    assert (torch.equal(scale, usual[0]) and torch.equal(zero_point, usual[1])) == (
+        (ranges == "own") == (width == 3)  # "by-bits", the default
+    )
+
+
 @pytest.mark.slow
 def test_ranges_in_deviations_fit_unseen_values_better():
     """40 rows tell little of how far a channel goes: its own best range clips others."""

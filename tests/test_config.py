@@ -311,3 +311,15 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
 def test_pins_of_another_form_are_refused(pinned, told):
     with pytest.raises(ValueError, match=told):
         Config(pinned=pinned)
+
+
+def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
+    """A file says so; files that do not were written before there was a choice, and have the default."""
+    config = Config.preset("w8a8", "adalog-paper")
+    assert config.search.fold_ranges == "own"
+    assert json.loads(config.to_json())["search"]["fold_ranges"] == "own"
+    assert Config.from_json(config.to_json()) == config
+    assert "fold_ranges" not in json.loads(Config().to_json())["search"]
+    assert Config.from_json(Config().to_json()).search.fold_ranges == "by-bits"
+    with pytest.raises(ValueError, match="fold_ranges = 'widest' is none of own, deviations, by-bits"):
+        Search(fold_ranges="widest")

@@ -279,11 +279,14 @@ def test_other_code_is_another_model(bench, tmp_path, monkeypatch):
     assert keys[0] == keys[2] != keys[1]
 
 
-def test_kept_rows_are_whole(tmp_path):
+def test_kept_rows_are_whole_and_of_this_code(tmp_path, monkeypatch):
     path = tmp_path / "row.json"
     assert kept(path, {"a": 1}, lambda: [1]) == [1]
     assert kept(path, {"a": 1}, lambda: [2]) == [1]
     assert kept(path, {"a": 2}, lambda: [2]) == [2]
+    with monkeypatch.context() as changed:
+        changed.setattr("adalog.study.tables.source_hash", lambda: "other code")
+        assert kept(path, {"a": 2}, lambda: [3]) == [3]
     path.write_text(path.read_text()[:-5])
     with pytest.raises(DataError, match="holds no finished row"):
         kept(path, {"a": 2}, lambda: [2])

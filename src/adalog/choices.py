@@ -16,6 +16,7 @@ Sharing = Literal["none", "mean", "power-of-two"]
 Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
+FoldRanges = Literal["own", "deviations", "by-bits"]
 
 
 def check_whole(name: str, value: object, least: int) -> None:
@@ -54,7 +55,12 @@ def check_bits(name: str, bits: object) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """Algorithm 1 and the rounds around it."""
+    """Algorithm 1 and the rounds around it.
+
+    fold_ranges: how the channels of a norm get the ranges that a fold shares: each channel its "own", by its own error
+    (RepQ-ViT's reparameterization, Sec. 4.1), or all channels one range in standard "deviations" around the channel's
+    mean (ours, which fits other images better where codes are fine); "by-bits": their own up to 4 bits.
+    """
 
     strategy: Strategy = "fpcs"
     init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
@@ -64,9 +70,11 @@ class Search:
     rough_rows: int = 512  # steps score this many tokens or more, and survivors are scored on all (0: all, always)
     refit: bool = True  # each row of a weight takes the scale that fits its codes best, once they are found
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
+    fold_ranges: FoldRanges = "by-bits"
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, Strategy)
+        check_choice("fold_ranges", self.fold_ranges, FoldRanges)
         for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
             check_whole(name, getattr(self, name), least)
         check_flag("refit", self.refit)
@@ -222,12 +230,16 @@ REFINEMENT_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evol
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
     """The fields of a search or refinement with the name of its kind; None where there is none.
 
-    Files of format 3 call `parents` "keep".
+    Files of format 3 call `parents` "keep". They name `fold_ranges` only where it is not the default, since the first
+    of them were written before there was a choice.
     """
     if choices is None:
         return None
     kind = next(name for name, kind in kinds.items() if type(choices) is kind)
-    return {"kind": kind, **renamed(dataclasses.asdict(choices), {"parents": "keep"})}
+    fields = renamed(dataclasses.asdict(choices), {"parents": "keep"})
+    if fields.get("fold_ranges") == "by-bits":
+        del fields["fold_ranges"]
+    return {"kind": kind, **fields}
 
 
 def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ class Method:
                 fields, usual = (kind_to_json(each, kinds) for each in (plain[name], type(plain[name])()))
                 assert fields is not None
                 assert usual is not None
-                plain[name] = {key: value for key, value in fields.items() if key == "kind" or value != usual[key]}
+                plain[name] = {key: value for key, value in fields.items() if key == "kind" or value != usual.get(key)}
         return plain
 
 
@@ -80,7 +80,7 @@ METHODS: dict[str, Method] = {
             "tables": "float",
             "offset": 0.17,
             "per_head": False,
-            "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1),
+            "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1, fold_ranges="own"),
         },
     ),
     # The released code has 2**bits + 1 values, keeps the image in float, and does not fold the norm of the head.

@@ -33,7 +33,7 @@ from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
 from adalog.search import SEARCHES
 from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
-from adalog.version import __version__
+from adalog.version import source_hash
 
 MEMORY = 2 << 30  # bytes: half of them hold the sites' operands, half the temporaries of the searches of all jobs
 
@@ -270,7 +270,7 @@ class Calibration:
         tensors = (*self.program.tensors.items(), *(("image", value) for value in self.images), *self._shared.probes())
         graph = self.program.inputs, self.program.nodes, self.program.output
         return fingerprint(
-            (graph, config.to_json(), self.seed, strides, __version__, torch.__version__, begun), tensors
+            (graph, config.to_json(), self.seed, strides, source_hash(), torch.__version__, begun), tensors
         )
 
     def _splits(self) -> list[list[SiteGroup]]:

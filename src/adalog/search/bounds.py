@@ -221,16 +221,14 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
     return torch.where(new < old, best, incumbent), float(torch.minimum(new, old).sum())
 
 
-def search_channels(
-    values: Tensor, bits: int, search: Search, *, own_ranges: bool | None = None
-) -> tuple[Tensor, Tensor]:
+def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
     """(scale, zero_point), each (C,), of one uniform quantizer per channel, from which a fold is made. values: (T, C).
 
-    own_ranges: whether each channel's range is found by its own error; None: up to 4 bits. With finer codes such a
-    range follows the channel's few largest values and fits other images less well, so one range, in standard deviations
-    around the mean of a channel, serves all channels (measured in benchmarks/folds.py).
+    `search.fold_ranges` says whether each channel's range is found by its own error. With fine codes such a range
+    follows the channel's few largest values and fits other images less well, so one range, in standard deviations
+    around the mean of a channel, may serve all channels instead (measured in benchmarks/folds.py).
     """
-    if bits <= 4 if own_ranges is None else own_ranges:
+    if search.fold_ranges == "own" or (search.fold_ranges == "by-bits" and bits <= 4):
         point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)
         return bounds_to_uniform(point[0], point[1], bits)
     mean, deviation = values.mean(0), values.std(0, correction=0)

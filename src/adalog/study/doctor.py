@@ -10,6 +10,7 @@ import torch
 
 from adalog import library
 from adalog.runtime import EXECUTORS
+from adalog.version import source_hash
 
 NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
@@ -39,12 +40,13 @@ def executors() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """The machine a measurement is made on, as JSON: processor, cores, versions, and whether native is compiled."""
+    """What a measurement is made on and with, as JSON."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         **{name: version(name) for name in NEEDED},
+        "source": source_hash(),
         "compiled library": library.load()[0] is not None,
     }
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import adalog
 from adalog.calibration.calibration import Calibration
 from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
@@ -35,6 +34,7 @@ from adalog.study.cost import cost
 from adalog.study.doctor import machine
 from adalog.study.evaluate import check_classes, mcnemar, predict, score
 from adalog.study.paper import IMAGES, bits_name, find_published, plan, published
+from adalog.version import source_hash
 
 Progress = Callable[[int, int, str, dict[str, Any]], None]
 
@@ -42,8 +42,10 @@ Progress = Callable[[int, int, str, dict[str, Any]], None]
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
     """The result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
 
-    The result is JSON. Raises DataError for a file that holds no such result.
+    The result is JSON. The sources of the package belong to every key, so that no result outlives the code that made
+    it. Raises DataError for a file that holds no such result.
     """
+    key = {**key, "source": source_hash()}
     if path is not None and path.exists():
         try:
             found = json.loads(path.read_text())
@@ -116,7 +118,6 @@ class Bench:
             "weights": weights.hexdigest(),
             "images": images.hexdigest(),
             "preprocessing": repr(self.model.prepared),
-            "adalog": adalog.__version__,
         }
 
     def sample(self, count: int, seed: int, jobs: int) -> Tensor:
