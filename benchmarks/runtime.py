@@ -1,30 +1,38 @@
 """The native kernels compared with engines that people use, on the CPU, in one run.
 
-    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 \
+    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 w6a6 w8a8 \
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
+    python benchmarks/runtime.py --model demo | --model realbench:DIR [--work DIR]
 
-All of them take turns on the same random images, so that other load on the machine affects all alike. A row has the
-median CPU time of the whole process and the median wall time, the bytes of weights, the CPU time from loading to the
-first answer, and the relative error of the logits against the float model, which shows that a peer runs the model.
-"ratios" are our time over the peer's: CPU time on one thread, wall time on several ("by").
+All of them take turns on the same images, so that other load on the machine affects all alike. A row has the median CPU
+time of the whole process and the median wall time, the bytes of weights, the CPU time from loading to the first answer,
+and the relative error of the logits (of the features, for `realbench`) against the float model. "ratios" are our time
+over the peer's: CPU time on one thread, wall time on several ("by").
 
-Weights are random, unless --pretrained. The search is short, since values do not change the time except through the
-widths of the tables, which calibration chooses ("tables"). Install the peers with `pip install -e ".[timm,peers]"`;
-what is not installed is listed in "absent". With several threads each run comes after a rest, in which the threads of
-the run before stop spinning; while ours run, PyTorch has one thread. Prints one JSON object and saves it as
-benchmarks/results/runtime-MODEL.json, or as F.
+`demo` and `realbench` (see `realbench.py`) have real weights. Ours and the peers that need images are calibrated with
+the same 32 images, ours by the search as it comes; "accuracy" has the top-1 of each, and its agreement with the float
+model, on 2,000 and 1,000 images, at the largest batch. A timm model has random weights, unless --pretrained. Images are
+noise then, the peers get eight of them, and our search is short, since values do not change the time except through the
+widths of the tables, which calibration chooses ("tables"). Its errors therefore say what the bits cost at most.
 
-- onnxruntime: the exported float model. -int8: its static quantization, QDQ, with one scale per channel of weights and
-  eight images. -int8-dynamic: its dynamic quantization, with the scales of activations from each input.
-- openvino: the same exported model. -bf16: it may compute in bfloat16. -int8: quantized by NNCF for transformers with
-  eight images, with float32 for the rest. -int8-bf16: with bfloat16 for the rest. It has one stream and the latency
-  hint.
+Install the peers with `pip install -e ".[timm,peers]"`; what is not installed is listed in "absent". With several
+threads each run comes after a rest, in which the threads of the run before stop spinning; while ours run, PyTorch has
+one thread. Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F. --work DIR keeps our
+artifacts as long as the sources of the package are the same.
+
+- torch, torch-bf16: PyTorch, eager.
+- onnxruntime: the exported float model. -int8: its static quantization, QDQ, with one scale per channel of weights.
+  -int8-dynamic: its dynamic quantization, with the scales of activations from each input.
+- openvino: the same exported model. -bf16: it may compute in bfloat16. -int8: quantized by NNCF for transformers, a
+  static quantization, with float32 for the rest. -int8-bf16: with bfloat16 for the rest. It has one stream and the
+  latency hint.
 - --level avx512vnni, avx2: our kernels, and oneDNN, which torch and OpenVINO use, run as on a processor without later
   instructions (avx512vnni with bfloat16, which AMD has since Zen 4). ONNX Runtime obeys no such limit.
 - Attention is exported as products and softmax: OpenVINO takes 5 to 10 % more time for the fused operation.
 """
 
 from benchmarks.publish import RESULTS, publish
+from benchmarks.realbench import RealBench
 
 import argparse
 import os
@@ -45,25 +53,80 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, library, load
 from adalog.errors import one_line
+from adalog.inputs import demo
 from adalog.inputs.zoo import load_model
+from adalog.quantize import sample_images
 from adalog.quantizers import LogQuantizer
 from adalog.study.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.study.doctor import machine, version_of
+from adalog.study.evaluate import predict, score
+from adalog.version import source_hash
 
-IMAGES = 8  # calibration images of the peers
+IMAGES = 8  # noise that the peers are calibrated with where weights are random
+REAL_IMAGES = 32  # images that all are calibrated with where they are not
 SEED = 0
 LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # our levels, as oneDNN calls them
 
-Run = Callable[[], Any]  # it returns the logits, as a tensor or an array
+Run = Callable[[Any], Any]  # it takes images as an engine wants them, and returns the logits, as a tensor or an array
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run, the CPU time it took to prepare, and the bytes of its weights."""
+    """A run, what turns images into its input, the CPU time it took to prepare, and the bytes of its weights."""
 
     run: Run
+    take: Callable[[Tensor], Any]
     load_cpu_seconds: float | None
     weight_bytes: int
+
+    def logits(self, images: Tensor) -> Tensor:
+        return torch.as_tensor(self.run(self.take(images))).float()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the images that calibrate it, (N, 3, H, W), and images to time it on.
+
+    classes(network, batch): the class that a network gives to each image that judges, (M,), run `batch` at a time, and
+    labels, (M,), those they have; both are None where weights are random.
+    """
+
+    model: nn.Module
+    calibration: Tensor
+    timed: Tensor
+    classes: Callable[[Callable[[Tensor], Tensor], int], Tensor] | None = None
+    labels: Tensor | None = None
+
+
+def load_case(spec: str, *, pretrained: bool) -> Case:
+    """The case that --model names."""
+    kind, _, name = spec.partition(":")
+    if kind == "realbench":
+        bench = RealBench.of(Path(name))
+        queries = bench.images.select(torch.nonzero(~bench.support).flatten()[:IMAGES].tolist())
+        timed = queries.load(bench.preprocessing)
+        return Case(
+            bench.model,
+            bench.calibration_images(SEED),
+            timed,
+            lambda network, batch: bench.classes(network, 1, batch),
+            bench.truth,
+        )
+    if spec == "demo":
+        images, labels = demo.test_images()
+        calibration = sample_images(demo.calibration_images(), REAL_IMAGES, SEED)
+        assert isinstance(calibration, Tensor)
+        return Case(
+            demo.load_model(),
+            calibration,
+            images[:IMAGES],
+            lambda network, batch: predict(network, images, batch=batch).argmax(dim=1),
+            labels,
+        )
+    loaded = load_model(spec, pretrained=pretrained, seed=SEED)
+    size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
+    both = torch.randn(2 * IMAGES, 3, *size, generator=torch.Generator().manual_seed(SEED + 1))
+    return Case(loaded.module, both[:IMAGES], both[IMAGES:])
 
 
 class Files:
@@ -134,25 +197,29 @@ class Files:
 
 
 def torch_runs(dtype: torch.dtype, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
-    network, given = deepcopy(model).to(dtype), images.to(dtype)
+    network = deepcopy(model).to(dtype)
     count = sum(value.nbytes for value in network.parameters())
-    return Made(lambda: network(given).float(), None, count)
+    return Made(network, lambda images: images.to(dtype), None, count)
 
 
 def onnxruntime_runs(kind: str, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
     import onnxruntime
 
     path = files.onnx() if kind == "float" else files.onnx_int8(dynamic=kind == "dynamic")
-    given = {"images": images.numpy()}
     start = time.process_time()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_free_dimension_override_by_name("batch", len(images))
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    session.run(None, given)
+    session.run(None, {"images": images.numpy()})
     seconds = time.process_time() - start
-    return Made(lambda: session.run(None, given)[0], seconds, path.stat().st_size)
+    return Made(
+        lambda given: session.run(None, given)[0],
+        lambda images: {"images": images.numpy()},
+        seconds,
+        path.stat().st_size,
+    )
 
 
 def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, images: Tensor, threads: int) -> Made:
@@ -167,14 +234,13 @@ def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, im
     request = core.compile_model(
         network, "CPU", {**hints, "INFERENCE_PRECISION_HINT": precision}
     ).create_infer_request()
-    given = images.numpy()
-    request.infer([given])
+    request.infer([images.numpy()])
     seconds = time.process_time() - start
 
-    def run() -> Any:
+    def run(given: Any) -> Any:
         return request.infer([given], share_inputs=True, share_outputs=True)[0]
 
-    return Made(run, seconds, path.with_suffix(".bin").stat().st_size)
+    return Made(run, lambda images: images.numpy(), seconds, path.with_suffix(".bin").stat().st_size)
 
 
 # By name: the packages that a peer needs, and the function that makes its run.
@@ -191,13 +257,15 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
 }
 
 
-def quantized(model: nn.Module, shape: Sequence[int], bits: str, path: Path) -> dict[str, int]:
-    """Write the model's artifact, and return the widths of its tables."""
-    short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
-    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(SEED))
-    made = Calibration(model, noise, seed=SEED).quantize(replace(Config.preset(bits), images=2, search=short))
-    made.save(path)
-    return widths(made)
+def quantized(case: Case, bits: str, path: Path) -> dict[str, int]:
+    """Write the model's artifact, unless it is there, and return the widths of its tables."""
+    if not path.exists():
+        config, images = Config.preset(bits), case.calibration
+        if case.classes is None:
+            short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
+            config, images = replace(config, images=2, search=short), images[:2]
+        Calibration(case.model, images, seed=SEED).quantize(config).save(path)
+    return widths(load(path))
 
 
 def widths(model: QuantizedModel) -> dict[str, int]:
@@ -211,8 +279,10 @@ def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> 
     start = time.process_time()
     compiled = load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
-    run = on_one_thread(lambda: compiled(images))
-    return Made(run, time.process_time() - start, compiled.weight_bytes)
+    seconds = time.process_time() - start
+    return Made(
+        lambda given: on_one_thread(lambda: compiled(given))(), lambda images: images, seconds, compiled.weight_bytes
+    )
 
 
 def absent(peers: Sequence[str]) -> dict[str, str]:
@@ -223,8 +293,7 @@ def absent(peers: Sequence[str]) -> dict[str, str]:
 
 @torch.no_grad()
 def compare(
-    model: nn.Module,
-    shape: Sequence[int],
+    case: Case,
     *,
     bits: Sequence[str],
     batches: Sequence[int],
@@ -232,37 +301,40 @@ def compare(
     threads: int,
     seconds: float,
     level: str | None = None,
+    work: Path | None = None,
 ) -> dict[str, Any]:
-    """Rows, ratios, the widths of tables by bits, and the absent peers. shape: that of one image."""
+    """Rows, ratios, accuracy where the case has labels, the widths of tables by bits, and the absent peers.
+
+    work: a folder that keeps our artifacts.
+    """
     torch.set_num_threads(threads)
     missing = absent(peers)
     if not library.levels():
         missing["native"] = library.why()
-    images = torch.randn(IMAGES, *shape, generator=torch.Generator().manual_seed(SEED + 1))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, dict[str, float]] = {}
+    accuracy: dict[str, dict[str, float]] = {}
     by = "cpu" if threads == 1 else "wall"
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(model, images, Path(folder))
-        artifacts = {width: Path(folder) / f"{width}.safetensors" for width in bits if "native" not in missing}
-        tables = {width: quantized(model, shape, width, path) for width, path in artifacts.items()}
+        files, place = Files(case.model, case.calibration, Path(folder)), work or Path(folder)
+        artifacts = {width: place / f"{width}-{source_hash()}.safetensors" for width in bits if "native" not in missing}
+        tables = {width: quantized(case, width, path) for width, path in artifacts.items()}
         for batch in batches:
-            given = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(SEED + 2))
-            expected = model(given)
+            given = case.timed[torch.arange(batch) % len(case.timed)]
+            expected = case.model(given)
             made: dict[str, Made] = {}
             for name in peers:
                 if name not in missing:
                     try:
-                        made[name] = PEERS[name][1](model, files, given, threads)
+                        made[name] = PEERS[name][1](case.model, files, given, threads)
                     except Exception as cause:  # peers raise errors of any kind
                         missing[name] = f"fails at batch {batch}: {one_line(cause)}"
             here = list(made)
             made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
             errors = {
-                name: float((torch.as_tensor(each.run()) - expected).norm() / expected.norm())
-                for name, each in made.items()
+                name: float((each.logits(given) - expected).norm() / expected.norm()) for name, each in made.items()
             }
-            turns = {name: each.run for name, each in made.items()}
+            turns = {name: partial(each.run, each.take(given)) for name, each in made.items()}
             times = in_turn(turns, seconds, REST if threads > 1 else 0.0)
             for name, each in made.items():
                 row = {"name": name, "batch": batch, **milliseconds(times[name], batch)}
@@ -277,20 +349,48 @@ def compare(
             for width in artifacts:
                 ours = getattr(times[f"native/{width}"], by)
                 ratios[f"native/{width}/b{batch}"] = {name: ours / getattr(times[name], by) for name in here}
-    return {"rows": rows, "ratios": ratios, "by": by, "tables": tables, "absent": missing}
+            if batch == max(batches):
+                accuracy = judged(case, made, batch)
+    told = {"rows": rows, "ratios": ratios, "by": by, "tables": tables, "absent": missing}
+    return {**told, **({"accuracy": accuracy} if accuracy else {})}
+
+
+def judged(case: Case, made: dict[str, Made], batch: int) -> dict[str, dict[str, float]]:
+    """Top-1 of the float model ("fp32") and of each run, with its agreement with that; empty where there are no labels.
+
+    A run takes `batch` images, so the last ones are joined by zeros.
+    """
+    if case.classes is None:
+        return {}
+
+    def padded(run: Made, images: Tensor) -> Tensor:
+        missing = images.new_zeros(batch - len(images), *images.shape[1:])
+        return run.logits(torch.cat([images, missing]) if len(missing) else images)[: len(images)]
+
+    reference = case.classes(case.model, batch)
+    found = {"fp32": {"top1": float((reference == case.labels).double().mean()), "images": len(reference)}}
+    for name, run in made.items():
+        result = score(case.classes(partial(padded, run), batch), case.labels, reference)
+        assert result.top1 is not None
+        assert result.agreement is not None
+        found[name] = {"top1": result.top1.value, "agreement": result.agreement}
+    return found
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="timm:deit_small_patch16_224", help="a model as `adalog quantize` takes it")
+    parser.add_argument(
+        "--model", default="timm:deit_small_patch16_224", help="a model as `adalog quantize` takes it, or realbench:DIR"
+    )
     parser.add_argument("--pretrained", action="store_true", help="use the pretrained weights of that model")
-    parser.add_argument("--bits", nargs="+", default=["w4a4"])
+    parser.add_argument("--bits", nargs="+", default=["w4a4", "w6a6", "w8a8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--level", choices=LIMITS, help="default: the fastest level of this machine")
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: all")
     parser.add_argument("--seconds", type=float, default=20, help="seconds to spend on each row; five repeats at least")
     parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/runtime-MODEL.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
     found = parser.parse_args(given)
     found.peers = [name for name in found.peers.split(",") if name]
     odd = [name for name in found.peers if name not in PEERS]
@@ -303,15 +403,16 @@ def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
     if asked.level is not None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # oneDNN reads it when it is first used
-    loaded = load_model(asked.model, pretrained=asked.pretrained, seed=SEED)
-    size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
+    case = load_case(asked.model, pretrained=asked.pretrained)
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
     with redirect_stdout(sys.stderr):  # exporters print, and standard output is for the result
-        result = compare(loaded.module, (3, *size), **choices, threads=asked.threads, seconds=asked.seconds)
+        result = compare(case, **choices, threads=asked.threads, seconds=asked.seconds, work=asked.work)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
-    told = {"model": asked.model, "pretrained": asked.pretrained, "threads": asked.threads, **result}
+    model = "realbench" if asked.model.startswith("realbench:") else asked.model
+    real = case.classes is not None or asked.pretrained
+    told = {"model": model, "pretrained": real, "threads": asked.threads, **result}
     told |= {"level": asked.level or library.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
-    name = asked.model.rpartition(":")[2].replace(os.sep, "-")
+    name = model.rpartition(":")[2].replace(os.sep, "-")
     publish(told, asked.json or RESULTS / f"runtime-{name}.json")
 
 

@@ -352,9 +352,13 @@ def test_a_model_without_blocks_is_not_cut():
 # --- runtime ---------------------------------------------------------------------------------------------------------
 
 
+def noise(count, seed):
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
 def measured(model, **choices):
     few = {"bits": ["w4a4", "w3a3"], "batches": [1, 2], "peers": ["torch", "torch-bf16"], "threads": 1, "seconds": 0}
-    return runtime.compare(model, (3, 32, 32), **few | choices)
+    return runtime.compare(runtime.Case(model, noise(8, seed=1), noise(8, seed=2)), **few | choices)
 
 
 @pytest.mark.slow
@@ -383,6 +387,26 @@ def test_kernels_are_compared_with_peers(tiniest):
     assert [rows[name, 1]["weight_bytes"] for name in names[:2]] == [4 * parameters, 2 * parameters]
 
 
+def test_each_run_is_judged_where_there_are_labels(tiniest, monkeypatch):
+    """The float model agrees with itself; a batch that the images do not fill is filled with zeros."""
+    monkeypatch.setattr(runtime.library, "levels", list)
+    images, labels = noise(7, seed=3), torch.arange(7) % 3
+    seen = []
+
+    def classes(network, batch):
+        seen.append(batch)
+        return torch.cat([network(part) for part in images.split(batch)]).argmax(dim=1)
+
+    case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2), classes, labels)
+    result = runtime.compare(case, bits=["w4a4"], batches=[1, 4], peers=["torch"], threads=1, seconds=0)
+    right = float((tiniest(images).argmax(dim=1) == labels).double().mean())
+    assert result["accuracy"] == {
+        "fp32": {"top1": pytest.approx(right), "images": 7},
+        "torch": {"top1": pytest.approx(right), "agreement": 1.0},
+    }
+    assert seen == [4, 4]
+
+
 def test_what_is_absent_is_told(tiniest, monkeypatch):
     monkeypatch.setattr(runtime, "find_spec", lambda package: None)
     monkeypatch.setattr(runtime.library, "levels", list)
@@ -409,22 +433,23 @@ def test_a_peer_that_fails_is_told(tiniest, monkeypatch):
 def test_the_command_compares_a_model(tmp_path, monkeypatch, capsys):
     seen = {}
     monkeypatch.setattr(
-        runtime, "compare", lambda model, shape, **choices: seen.update(choices, shape=shape) or {"rows": []}
+        runtime, "compare", lambda case, **choices: seen.update(choices, labels=case.labels) or {"rows": []}
     )
     runtime.main(
         ["--model", "demo", "--batch", "1", "8", "--bits", "w3a3", "--peers", "torch", "--json", str(tmp_path / "f")]
     )
     told = json.loads((tmp_path / "f").read_text())
     assert told == json.loads(capsys.readouterr().out)
-    assert (told["model"], told["threads"], told["rows"]) == ("demo", 1, [])
+    assert (told["model"], told["pretrained"], told["threads"], told["rows"]) == ("demo", True, 1, [])
+    assert len(seen.pop("labels")) == 2000
     assert seen == {
-        "shape": (3, 32, 32),
         "batches": [1, 8],
         "bits": ["w3a3"],
         "peers": ["torch"],
         "threads": 1,
         "seconds": 20,
         "level": None,
+        "work": None,
     }
     with pytest.raises(SystemExit, match="2"):
         runtime.main(["--peers", "torch,magic"])

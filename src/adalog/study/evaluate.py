@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.errors import DataError
@@ -21,7 +21,7 @@ _ROWS = 1000  # rows judged at a time, which bounds the memory
 
 
 def predict(
-    model: nn.Module,
+    model: Callable[[Tensor], Any],
     images: Tensor | Iterable[Tensor],
     *,
     batch: int = 20,
