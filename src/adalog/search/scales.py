@@ -10,6 +10,8 @@ With b bits, L = 2**b - 1 and h = 2**(b - 1):
   products of activations the left one (EasyQuant, PTQ4ViT).
 - The loss of an output O with the error e = O_hat - O is sum e^2 (squared), 1 - <O, O + e> / (|O| |O + e|) (cosine,
   EasyQuant), or sum H e^2, with H the mean squared gradient of the model's loss with respect to O (Hessian, PTQ4ViT).
+  The cosine does not see an output's length, so scales with the same codes are equal to it: among those whose losses
+  differ by rounding alone, sum e^2 decides (ours).
 - A twin quantizer, after GELU, has s+ = m_i max(x) / (h - 1/2), and its s- spans the minimum.
 - A split quantizer, after softmax (PTQ4ViT), has steps of sigma / (h - 1) below sigma and of 1 / (h - 1) from there
   on, with sigma in 2^-i, i = 0 ... 19. A max-kept one (APQ-ViT) has steps of max(x) / L from zero on, so that the
@@ -42,7 +44,6 @@ from adalog.search.objective import Errors, error_base
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import coprime
-from adalog.search.strategies import first_least
 
 _SPLITS = 20  # powers of two
 _TINY = 2.0**-94
@@ -221,7 +222,7 @@ class _Scaled:
         return merged
 
     def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
-        """The candidate with the least loss in each group; among equal ones the first wins.
+        """The candidate that `_ranked` puts first in each group.
 
         rough: the error of a sample, which chooses the candidates that are scored by the whole error.
         """
@@ -234,20 +235,21 @@ class _Scaled:
             factors = low + torch.arange(count, dtype=torch.float64) * (high - low) / count
         points = factors.to(start).view(-1, *(1 for _ in start.shape)) * start
         if rough is not None and len(points) > _FINALISTS:
-            order = self._losses(rough, points).sort(dim=0, stable=True).indices[:_FINALISTS]
-            points = points.gather(0, order.sort(dim=0).values)
-        return points.gather(0, first_least(self._losses(error, points))[None])[0]
+            points = points.gather(0, self._ranked(rough, points)[:_FINALISTS].sort(dim=0).values)
+        return points.gather(0, self._ranked(error, points)[:1])[0]
 
-    def _losses(self, error: _OutputError, points: Tensor) -> Tensor:
-        """The losses of points (K, *groups): (K, *groups), those of groups that share a scale added up."""
+    def _ranked(self, error: _OutputError, points: Tensor) -> Tensor:
+        """The indices of points (K, *groups) from the least loss to the largest: (K, *groups).
+
+        Groups that share a scale have the sum of their losses. Equal points stay in their order.
+        """
         each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
         losses = self._merged(torch.stack(each).sum(0), torch.sum)
         if error.output is None:
-            return losses
+            return losses.sort(dim=0, stable=True).indices
         power = self._merged(error.power(), torch.sum)
         along, square = losses.unbind(1)
-        length = (power * (power + 2 * along + square).clamp(min=0)).sqrt()
-        return 1 - (power + along) / length.clamp(min=torch.finfo(length.dtype).tiny)
+        return by_cosine(power, along, square, torch.finfo(error.base.dtype).eps)
 
     def _errors(self, values: Tensor, points: Tensor, dtype: torch.dtype) -> Tensor:
         form = self.operand.format
@@ -276,3 +278,27 @@ class _Scaled:
             return LogQuantizer(point, q, r, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
         scale = self.operand.shaped(point)[0]
         return UniformQuantizer(scale, torch.full_like(scale, half), form.bits)
+
+
+def by_cosine(power: Tensor, along: Tensor, square: Tensor, epsilon: float) -> Tensor:
+    """The indices of outputs O + e from the least 1 - cosine to the largest, (K, *groups); |e|^2 decides ties.
+
+    power: |O|^2, (*groups). along, square: <O, e> and |e|^2, (K, *groups), in float64. epsilon: that of the type in
+    which their terms were computed. A tie is a loss that exceeds the least one by rounding alone. An error of
+    u |O| |e| in along and one of u |e|^2 in square change a loss by at most 3/2 u |e|^2 / |O + e|^2, in first order:
+    the cosine's derivatives are (|e|^2 + along) / (|O| |O + e|^3), with |e|^2 + along = <e, O + e>, and
+    -cosine / (2 |O + e|^2). u = 4 epsilon: products of up to 1,536 terms with equal codes needed at most 1.4 epsilon.
+    To this come the last bits of float64, in which the cosine is subtracted from 1.
+    """
+    length = power + 2 * along + square
+    noise = 4 * epsilon * (power + square)
+    known = length > noise  # else the output is zero as far as rounding can tell, and has no direction
+    product = (power * length).where(known, 1.0).sqrt()
+    losses = (1 - (power + along) / product).where(known & (power > 0), 1.0)
+    wrong = 6 * epsilon * square / torch.maximum(length, noise).clamp(min=torch.finfo(length.dtype).tiny)
+    wrong = wrong + 8 * torch.finfo(length.dtype).eps
+    first = losses.sort(dim=0, stable=True).indices[:1]
+    least = losses.gather(0, first)
+    tied = losses <= least + wrong + wrong.gather(0, first)
+    order = square.sort(dim=0, stable=True).indices
+    return order.gather(0, losses.where(~tied, least).gather(0, order).sort(dim=0, stable=True).indices)
