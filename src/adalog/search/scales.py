@@ -292,9 +292,9 @@ def by_cosine(power: Tensor, along: Tensor, square: Tensor, epsilon: float) -> T
     """
     length = power + 2 * along + square
     noise = 4 * epsilon * (power + square)
-    known = length > noise  # else the output is zero as far as rounding can tell, and has no direction
+    known = (length > noise) & (power > 0)  # else an output is zero as far as rounding can tell: it has no direction
     product = (power * length).where(known, 1.0).sqrt()
-    losses = (1 - (power + along) / product).where(known & (power > 0), 1.0)
+    losses = (1 - (power + along) / product).where(known, 1.0)
     wrong = 6 * epsilon * square / torch.maximum(length, noise).clamp(min=torch.finfo(length.dtype).tiny)
     wrong = wrong + 8 * torch.finfo(length.dtype).eps
     first = losses.sort(dim=0, stable=True).indices[:1]
