@@ -10,6 +10,7 @@ from torch.nn.functional import layer_norm
 from adalog import Calibration, QuantizedModel, Search
 from adalog.artifact import deserialise, serialise
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, UniformQuantizer, uniform_quantize
+from adalog.search import bounds
 from strategies import normal
 
 CHANNELS = 16
@@ -275,6 +276,19 @@ def test_a_short_search_keeps_what_a_better_one_has_found(calibration, fast):
     alone = sqnrs(calibration.assign(short))
     assert sum(alone[name] < sqnr - 0.1 for name, sqnr in sqnrs(start).items()) > len(alone) / 2  # it would lose much
     assert_no_site_is_worse(calibration.assign(short, start=start), start)
+
+
+def test_a_start_stays_where_searches_go_wrong(small, fast, monkeypatch):
+    config = replace(fast, search=replace(fast.search, refit=False), tables="float")
+    start = small.assign(config)
+
+    def wrong(operand, other, other_hat, search, incumbent, *, nearby=False):
+        return incumbent * 5, 1.0
+
+    monkeypatch.setattr(bounds, "_search_operand", wrong)
+    after = small.assign(config, start=start)
+    assert sqnrs(after) == sqnrs(start)
+    assert all(mine.left is given.left for (_, mine), (_, given) in zip(after, start, strict=True))
 
 
 def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
