@@ -36,8 +36,7 @@ from adalog.choices import RangeSearch, ReleasedSearch, ScaleSearch
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.study.doctor import machine
 
-METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit", "PTQ4ViT": "ptq4vit"}
-RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as the released code has it
+METHODS = {"AdaLog": "adalog-released", "RepQ-ViT": "repq-vit-released", "PTQ4ViT": "ptq4vit-released"}
 POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4vit": "twin", "uniform": "uniform"}
 
 
@@ -80,7 +79,7 @@ def layer_name(searched: Searched) -> str:
 
 
 def released_config(content: dict[str, Any]) -> Config:
-    """The choices with which a method computes what the released code behind this file computes."""
+    """The `-released` row of this file's method, with the sizes that the file says its code ran with."""
     bits = content["bits"]
     if bits["head"] != bits["activation"]:
         raise typer.BadParameter(f"the head has {bits['head']} bits, the other activations {bits['activation']}")
@@ -89,14 +88,12 @@ def released_config(content: dict[str, Any]) -> Config:
         raise typer.BadParameter(f"the method {method!r} is none of {', '.join(METHODS)}")
     config = Config.preset(f"w{bits['weight']}a{bits['activation']}s{bits['softmax']}", METHODS[method])
     if isinstance(config.search, RangeSearch):
-        search = replace(
-            config.search, percentiles=tuple(content["percentiles"]), round_zero_point=False, in_order=True
-        )
-        return replace(config, input_bits=bits["patch_embed_input"], search=search)
+        ranges = replace(config.search, percentiles=tuple(content["percentiles"]))
+        return replace(config, input_bits=bits["patch_embed_input"], search=ranges)
     if isinstance(config.search, ScaleSearch):
         span, rounds = (content["alpha"], content["beta"]), content["rounds"]
-        scales = replace(config.search, span=span, candidates=content["n"], rounds=rounds, released=True)
-        return replace(config, input_bits=bits["patch_embed_input"], offset=RELEASED_OFFSET, search=scales)
+        scales = replace(config.search, span=span, candidates=content["n"], rounds=rounds)
+        return replace(config, input_bits=bits["patch_embed_input"], search=scales)
     search_of_ours = ReleasedSearch(progressive=content["fpcs"], steps=content["steps"], rounds=content["rounds"])
     return replace(config, post_gelu=POST_GELU[content["post_gelu"]], search=search_of_ours)
 

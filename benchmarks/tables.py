@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adalog.methods import labelled
 from adalog.study.markdown import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,7 @@ def demo_table() -> str:
     lines.append(f"| fp32 | | {100 * result['fp32']['top1']:.2f} % | | |")
     for row in result["rows"]:
         strong = "**" if row["method"] == "adalog" else ""
-        cells = (row["bits"].upper(), row["method"], mean_text(row["top1"]), mean_text(row["agreement"]))
+        cells = (row["bits"].upper(), labelled(row["method"]), mean_text(row["top1"]), mean_text(row["agreement"]))
         size = f"{row['bytes']['mean'] / 1e6:.2f} MB"
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in (*cells, size)) + " |")
     machine, seeds = result["machine"], result["seeds"]
@@ -102,7 +103,8 @@ def real_table() -> str:
     lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
     for method in methods:
         strong = "**" if method == "adalog" else ""
-        cells = (method, *(f"{100 * top1[method, width]:.1f} %" for width in bits))
+        found = (top1.get((method, width)) for width in bits)
+        cells = (labelled(method), *("" if value is None else f"{100 * value:.1f} %" for value in found))
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in cells) + " |")
     note = (
         f"Top-1 on {result['queries']:,} images; full precision has {100 * fp32['top1']:.1f} % (95 % interval "
@@ -123,7 +125,7 @@ def realbench_table() -> str:
     lines.append(f"| fp32 | | {interval} | | | | | |")
     for row in result["rows"]:
         lost, beside = 100 * (fp32["top1"] - row["top1"]), row["mcnemar_p_adalog"]
-        cells = (row["bits"].upper(), row["method"], f"{100 * row['top1']:.1f} %", f"{lost:.1f}")
+        cells = (row["bits"].upper(), labelled(row["method"]), f"{100 * row['top1']:.1f} %", f"{lost:.1f}")
         cells += (f"{100 * row['agreement']:.1f} %", f"{row['mcnemar_p']:.2g}")
         cells += ("" if beside is None else f"{beside:.2g}", f"{row['seconds']:.0f}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -196,7 +198,7 @@ def search_table() -> str:
             parts += [f"`{name}`: errors over those of the default, geometric mean of all sites.", ""]
             parts += ["| search | calibration images | held out | seconds |", "|---|---|---|---|"]
             for kind, row in result["variants"].items():
-                parts.append(f"| {kind} | {row['loss']:.4f} | {row['held_out']:.4f} | {row['seconds']:.0f} |")
+                parts.append(f"| {labelled(kind)} | {row['loss']:.4f} | {row['held_out']:.4f} | {row['seconds']:.0f} |")
         elif "speedup" in result:
             for kind, row in (("as released", result), ("as it comes", result["default"])):
                 loss = row["loss_ratio"]
@@ -229,8 +231,8 @@ def sides_table() -> str:
     bits = list(dict.fromkeys(row["bits"] for row in result["rows"]))
     lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
     for method in dict.fromkeys(row["method"] for row in result["rows"]):
-        cells = (mean_text(row["top1"]) for row in result["rows"] if row["method"] == method)
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+        found = {row["bits"]: mean_text(row["top1"]) for row in result["rows"] if row["method"] == method}
+        lines.append(f"| {labelled(method)} | {' | '.join(found.get(width, '') for width in bits)} |")
     return "\n".join(lines)
 
 

@@ -34,10 +34,11 @@ RIVALS = {
 def test_preset(name, widths, method):
     config = Config.preset(name, method)
     assert (config.weight_bits, config.activation_bits, config.softmax_bits) == widths
-    assert config.input_bits == (32 if method in ("adalog-released", "ptq4vit", "apq-vit") else 8)
+    in_float = ("adalog-released", "ptq4vit", "ptq4vit-released", "apq-vit")
+    assert config.input_bits == (32 if method in in_float else 8)
     assert config.bits == name
     ours = method.partition("-paper")[0].partition("-released")[0]
-    assert (config.post_softmax, config.post_gelu) == RIVALS.get(method, (ours, ours))
+    assert (config.post_softmax, config.post_gelu) == RIVALS.get(ours, (ours, ours))
 
 
 def test_defaults_are_those_of_the_paper():

@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from adalog import Calibration, Config, DataError, Search
-from adalog.choices import RangeSearch
+from adalog.choices import RangeSearch, ReleasedSearch
 from adalog.cli import main
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
+from adalog.methods import METHODS, labelled
 from adalog.study import paper, tables
 from adalog.study.cost import cost
 from adalog.study.evaluate import mcnemar
@@ -55,11 +56,24 @@ def test_what_took_1024_images_is_reconstructed_and_no_row_here():
     assert not any("brecq" in figure["method"] for figure in FIGURES if figure["calibration_images"] != 1024)
 
 
-def test_every_other_figure_stands_beside_a_row():
-    rows = {(name, row.config.bits, row.method) for name, table in TABLES.items() for row in table.rows}
+def test_every_other_figure_stands_beside_one_row():
+    rows = [(name, row.config.bits, row.method) for name, table in TABLES.items() for row in table.rows]
     for figure in FIGURES:
         if figure["calibration_images"] == 32:
-            assert (figure["table"], figure["bits"], figure["method"]) in rows
+            assert rows.count((figure["table"], figure["bits"], figure["method"])) == 1
+
+
+def test_published_figures_stand_beside_the_code_that_gave_them():
+    """The released codes, not our readings of the papers; where there is no such code, what is closest to it."""
+    no_released_code = {"apq-vit", "brute force", "uniform"}  # uniform: after softmax
+    for name, table in TABLES.items():
+        for row in table.rows:
+            released = isinstance(row.config.search, ReleasedSearch) or row.names[0].endswith("-released")
+            assert row.method == "" or released or row.method in no_released_code, (name, row.names)
+            assert row.method != "" or not released or row.names[0] == "adalog-released", (name, row.names)
+    beside = {row.method: row.config for row in TABLES["1"].rows if row.config.bits == "w3a3" and row.method}
+    for method in ("adalog", "repq-vit", "ptq4vit"):
+        assert beside[method] == Config.preset("w3a3", f"{method}-released")
 
 
 # Read from the paper's text by hand.
@@ -112,7 +126,7 @@ def test_tables_share_their_rows():
         assert adalog in plan([name])
     assert list(together.values())[-1].once  # what takes long comes last
     assert [row.once for row in together.values()] == sorted(row.once for row in together.values())
-    assert {row.method for row in together.values() if row.once} == {"evol-q", "brute force"}
+    assert {row.names[0] for row in together.values() if row.once} == {"evol-q", "brute force, ours"}
 
 
 def test_other_images_are_another_configuration():
@@ -123,12 +137,24 @@ def test_switches_change_what_they_name_alone():
     frames = {"ours": "adalog", "released": "adalog-released"}
     for row in TABLES["A"].rows:
         assert replace(row.config, post_softmax="adalog") == Config.preset(row.config.bits, frames[row.names[1]])
+    for row in TABLES["2"].rows:
+        search, frame = row.names[2].split(", ")
+        named = replace(row.config, post_softmax="adalog", post_gelu="adalog", search=Config.preset("w4a4").search)
+        assert (row.config.post_softmax, row.config.post_gelu) == row.names[:2]
+        assert named == replace(Config.preset(row.config.bits, frames[frame]), search=Config.preset("w4a4").search)
+        plain = {"alternating": ("alternating", False), "FPCS": ("fpcs", True)}[search]
+        assert plain[frame == "released"] == getattr(
+            row.config.search, "progressive" if frame == "released" else "strategy"
+        )
     for row in TABLES["B"].rows:
         assert replace(row.config, post_gelu="adalog") == Config.preset("w4a4", frames[row.names[2]])
-    for row in TABLES["5"].rows:
+    ours, released = TABLES["5"].rows[:3], TABLES["5"].rows[3:]
+    for row in ours:
         assert replace(row.config, search=Search()) == Config.preset("w3a3")
-    strategies = [row.config.search.strategy for row in TABLES["5"].rows]
-    assert strategies == ["alternating", "fpcs", "brute-force"]
+    assert [row.config.search.strategy for row in ours] == ["alternating", "fpcs", "brute-force"]
+    for row in released:
+        assert replace(row.config, search=ReleasedSearch()) == Config.preset("w3a3", "adalog-released")
+    assert [row.config.search.progressive for row in released] == [False, True]
 
 
 # --- what is measured ---
@@ -330,6 +356,53 @@ def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables
     assert markdown(result, "### ").strip() in text
 
 
+def test_a_label_stands_beside_the_name_wherever_a_row_is_shown(monkeypatch, tmp_path):
+    """And tables take files that lack rows, as those do that were measured before a method was there."""
+    from benchmarks import tables as generator
+
+    assert labelled("apq-vit") == "apq-vit (our reading)"
+    assert {name for name in METHODS if labelled(name) != name} == {"apq-vit"}
+    both = [{"bits": bits, "method": name} for bits in ("w4a4", "w3a3") for name in ("adalog", "apq-vit")]
+    share = {"mean": 0.5, "std": 0.0, "values": [0.5]}
+    measured = {"top1": 0.5, "agreement": 0.5, "mcnemar_p": 0.1, "mcnemar_p_adalog": None, "seconds": 1.0}
+    bench = {
+        "fp32": {"top1": 0.6, "low": 0.5, "high": 0.7},
+        "queries": 9,
+        "calibration_images": 32,
+        "seed": 0,
+        "rows": [{**row, **measured} for row in both[:3]],
+        "machine": {"torch": "2"},
+    }
+    (tmp_path / "realbench.json").write_text(json.dumps(bench))
+    (tmp_path / "sides.json").write_text(json.dumps({"rows": [{**row, "top1": share} for row in both[:3]]}))
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert "| apq-vit (our reading) | 50.0 % |  |" in generator.real_table()
+    assert "| W4A4 | apq-vit (our reading) |" in generator.realbench_table()
+    assert "| apq-vit (our reading) | 50.00 % |  |" in generator.sides_table()
+    row = {
+        "table": "1",
+        "model": "demo",
+        "bits": "w4a4",
+        "names": ["apq-vit"],
+        "seeds": [0],
+        **dict.fromkeys(("top1", "agreement", "seconds"), share),
+        "p_float": [1.0],
+        "p_adalog": [None],
+        "published": {},
+    }
+    told = {
+        "tables": {"1": {"title": "one", "columns": ["method"], "cost": False, "note": "", "published_note": ""}},
+        "models": {"demo": {"top1": 0.6, "images": 9}},
+        "rows": [row],
+        "calibration_images": 32,
+        "executors": ["native"],
+        "finished": 1,
+        "of": 9,
+        "machine": {"adalog": "0", "torch": "2", "processor": "any"},
+    }
+    assert "| W4/A4 | apq-vit (our reading) | 50.00 |" in markdown(told)
+
+
 # --- the command ---
 
 
@@ -369,10 +442,11 @@ def test_a_table_from_the_command_line(place):
     text = run(*given, "--out", "found.md", cwd=place)
     assert text.strip() == (place / "found.md").read_text().strip()
     told = json.loads((place / "found.json").read_text())
-    assert [row["names"][0] for row in told["rows"]] == ["alternating", "FPCS", "brute force"]
+    rows = ["alternating, ours", "FPCS, ours", "brute force, ours", "alternating, released", "FPCS, released"]
+    assert [row["names"][0] for row in told["rows"]] == rows
     assert told["models"]["models.py:small"]["images"] == 9
-    assert told["finished"] == told["of"] == 5
-    assert len(list((place / "found.rows").iterdir())) == 6
+    assert told["finished"] == told["of"] == 9
+    assert len(list((place / "found.rows").iterdir())) == 10
     assert json.loads(run(*given, "--out", "found", "--json", "-", cwd=place)) == told
 
 

@@ -1,7 +1,7 @@
 """The table of methods: one row per published system, with its choices in the shared frame."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adalog.choices import (
@@ -20,10 +20,14 @@ from adalog.quantizers import FLOAT_BITS
 
 @dataclass(frozen=True)
 class Method:
-    """A published system: its paper, venue and year, and the choices that differ from the defaults of `Config`."""
+    """A published system: its paper, venue and year, and the choices that differ from the defaults of `Config`.
+
+    label: what every table says beside the name (see `labelled`), where a row is not simply what its source describes.
+    """
 
     source: str
     choices: dict[str, Any]
+    label: str = ""
 
     def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The choices as JSON, without those that equal the defaults, which `Config.defaults` gives.
@@ -41,8 +45,11 @@ class Method:
 
 
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
+_REPQ_VIT = "RepQ-ViT (Li et al., ICCV 2023)"
+_PTQ4VIT = "PTQ4ViT (Yuan et al., ECCV 2022)"
+_RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as the released code of AdaLog has it
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
-_PTQ4VIT = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
+_SPLIT_AND_TWIN = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
 # FQ-ViT and RepQ-ViT share these. Values beyond the codes are zero, as in the released codes that gave the published
 # figures, although the papers clip them.
 _FLOAT_LOG: dict[str, Any] = {
@@ -58,8 +65,12 @@ _FQ_VIT: dict[str, Any] = {
     "post_softmax": "log2",  # with the scale 1
     "search": RangeSearch(symmetric_weights=True, unit_softmax=True, share="power-of-two"),
 }
+_REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean")
+_REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
 
-# There is one row per method. The first three differ from adalog in the quantizers of power-law activations alone.
+# There is one row per method. A row "-released" computes what the authors' released code does, where that is not what
+# the row without this word computes; benchmarks/golden.py compares it with outputs of that code. The first
+# three rows differ from adalog in the quantizers of power-law activations alone.
 METHODS: dict[str, Method] = {
     "uniform": Method(f"{_ADALOG}: its rows of uniform quantizers, in its search", {**_UNIFORM}),
     # Eqs. 1-2
@@ -90,7 +101,7 @@ METHODS: dict[str, Method] = {
             "beyond": "zero",
             "rounding": "log",
             "tables": "float",
-            "offset": 0.16997124254703522,
+            "offset": _RELEASED_OFFSET,
             "input_bits": FLOAT_BITS,
             "q_min": 10,
             "fold_rows": 1,
@@ -115,20 +126,28 @@ METHODS: dict[str, Method] = {
         },
     ),
     "fq-vit": Method("FQ-ViT (Lin et al., IJCAI 2022)", _FQ_VIT),
-    "ptq4vit": Method("PTQ4ViT (Yuan et al., ECCV 2022)", {**_PTQ4VIT, "search": ScaleSearch()}),
+    "ptq4vit": Method(_PTQ4VIT, {**_SPLIT_AND_TWIN, "search": ScaleSearch()}),
+    "ptq4vit-released": Method(
+        f"{_PTQ4VIT}, its released code",
+        {**_SPLIT_AND_TWIN, "offset": _RELEASED_OFFSET, "search": ScaleSearch(released=True)},
+    ),
     # It builds on PTQ4ViT, whose choices stay where APQ-ViT does not change them.
     "apq-vit": Method(
         "APQ-ViT (Ding et al., ACM MM 2022)",
-        {**_PTQ4VIT, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
+        {**_SPLIT_AND_TWIN, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
+        label="our reading",  # the text of its paper was not at hand: see docs/decisions/17-the-rivals.md
     ),
-    "repq-vit": Method(
-        "RepQ-ViT (Li et al., ICCV 2023)",
-        {
-            **_FLOAT_LOG,
-            "post_softmax": "log-sqrt2",
-            "fold_head": False,
-            "search": RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean"),
-        },
+    "repq-vit": Method(_REPQ_VIT, {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH}),
+    # No file stores it: see `RangeSearch`.
+    "repq-vit-released": Method(
+        f"{_REPQ_VIT}, its released code",
+        {**_REPQ_VIT_CHOICES, "search": replace(_REPQ_VIT_SEARCH, round_zero_point=False, in_order=True)},
     ),
     "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "refine": Evolution()}),
 }
+
+
+def labelled(name: str) -> str:
+    """A method's name with its label in brackets, as tables show it; any other name as it is."""
+    label = METHODS[name].label if name in METHODS else ""
+    return f"{name} ({label})" if label else name

@@ -4,15 +4,21 @@ from adalog import METHODS, Config
 from adalog.cli import views
 from adalog.cli.console import check_outputs, emit_json, say
 from adalog.cli.options import JsonOption
+from adalog.methods import labelled
 
 
 def command(json_out: JsonOption = None) -> None:
     """List the methods: the source of each, and its choices that differ from the defaults."""
     check_outputs(json_out)
     rows = [
-        {"name": name, "source": method.source, "choices": method.to_json(Config.defaults())}
+        {
+            "name": name,
+            "label": method.label,
+            "source": method.source,
+            "choices": method.to_json(Config.defaults()),
+        }
         for name, method in METHODS.items()
     ]
     if json_out != "-":
-        say(views.methods_table(rows))
+        say(views.methods_table([{**row, "name": labelled(str(row["name"]))} for row in rows]))
     emit_json(rows, json_out)

@@ -13,6 +13,7 @@ from adalog.calibration.schedule import Progress
 from adalog.choices import Search
 from adalog.config import Config
 from adalog.ledger import LedgerRow
+from adalog.methods import labelled
 from adalog.model import QuantizedModel
 from adalog.study.drawing import COLOURS, SMALL, TEXT, add_legend, new_figure, rendered, title_of
 from adalog.study.landscape import example_site, landscape_figure, landscapes
@@ -84,7 +85,7 @@ def sqnr_figure(ledgers: Mapping[str, Sequence[LedgerRow]], title: str = "") -> 
                 linestyle=_DASHES[index % len(_DASHES)],
                 ms=6,
                 lw=1.4,
-                label=method,
+                label=labelled(method),
             )
         axis.set_title(kind, fontsize=TEXT, parse_math=False)
         axis.grid(axis="y", color="#DDDDDD", lw=0.8)

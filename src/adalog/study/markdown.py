@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 from adalog.config import Config
+from adalog.methods import labelled
 from adalog.study.paper import bits_name, find_published
 
 
@@ -43,6 +44,8 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
     for row in rows:
         beside = [value for value in row["p_adalog"] if value is not None]
         line = {"bits": bits_name(Config.preset(row["bits"])), **dict(zip(names, row["names"], strict=True))}
+        if "method" in line:
+            line["method"] = labelled(line["method"])
         line |= _figures(row, table["cost"])
         if len(row["seeds"]) < draws:
             line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} draws)"

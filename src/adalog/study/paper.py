@@ -1,36 +1,47 @@
 """The paper's Tables 1 to 5, A and B: which configurations their rows are, and what is published beside them.
 
 A table is a tuple of rows; a row is a configuration with the words that name it. Every published figure is in
-published.json, with its source and the number of images it was calibrated on.
+published.json, with its source and the number of images it was calibrated on. It stands beside the row that computes
+what the code behind the figure computes, which is the authors' released code and not our reading of the paper.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from adalog.choices import ReleasedSearch, Search
+from adalog.choices import AnySearch, ReleasedSearch, Search
 from adalog.config import Config
 from adalog.methods import METHODS
 
 IMAGES = 32  # calibration images (Sec. 4.1)
 _BITS = ("w4a4", "w3a3", "w6a6")
 # The methods of the published comparison come first, then all others.
-_COMPARED = ("adalog", "repq-vit", "ptq4vit", "apq-vit")
+_COMPARED = ("adalog", "adalog-released", "repq-vit", "repq-vit-released", "ptq4vit", "ptq4vit-released", "apq-vit")
+# The names in published.json of the methods beside which figures stand.
+_PUBLISHED = {
+    "adalog-released": "adalog",
+    "repq-vit-released": "repq-vit",
+    "ptq4vit-released": "ptq4vit",
+    "apq-vit": "apq-vit",
+}
 # 64 values of each of two hyperparameters, the same grid that the alternating search looks at.
 _BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), parents=8)
-_ALTERNATING = Search(strategy="alternating")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table. names: its cells; method: its name in published.json; once: with the first seed only."""
+    """A row of a table.
+
+    names: its cells; method: its name in published.json, or "" if no published figure stands beside it; once: whether
+    it is measured with the first seed only.
+    """
 
     names: tuple[str, ...]
     config: Config
-    method: str
+    method: str = ""
     once: bool = False
 
 
@@ -51,40 +62,55 @@ def _config(bits: str, method: str = "adalog", **changes: Any) -> Config:
 
 def _methods() -> Iterator[Row]:
     names = [*_COMPARED, *(name for name in METHODS if name not in _COMPARED)]
-    return (Row((name,), _config(bits, name), name, name == "evol-q") for bits in _BITS for name in names)
+    return (_method(bits, name, name == "evol-q") for bits in _BITS for name in names)
 
 
-# A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU alone. The paper says the
-# first, but at W4/A4 it prints the figures of the second, which are those of its Table B.
-_QUANTIZERS = (("uniform", "uniform"), ("adalog", "uniform"), ("adalog", "adalog"))
+def _method(bits: str, name: str, once: bool = False) -> Row:
+    return Row((name,), _config(bits, name), _PUBLISHED.get(name, ""), once)
 
 
-def _switches(bits: str, searches: Mapping[str, Search]) -> Iterator[Row]:
-    for softmax, gelu in _QUANTIZERS:
-        for search, choice in searches.items():
-            config = _config(bits, post_softmax=softmax, post_gelu=gelu, search=choice)
-            yield Row((softmax, gelu, search), config, f"{gelu}, {search}")
-
-
-# The published figures come from the released code. There, logarithms after softmax have the scale 1, codes beyond the
-# last one are zero, and log2 and log-sqrt2 after GELU take the scales found for AdaLog.
+# The released code differs from our search in more than FPCS. There, logarithms after softmax have the scale 1, codes
+# beyond the last one are zero, and log2 and log-sqrt2 after GELU take the scales found for AdaLog.
 _FRAMES = {"ours": "adalog", "released": "adalog-released"}
+_SEARCHES: dict[str, dict[str, AnySearch]] = {
+    "ours": {"alternating": Search(strategy="alternating"), "FPCS": Search()},
+    "released": {"alternating": ReleasedSearch(progressive=False), "FPCS": ReleasedSearch()},
+}
+# A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU alone. The paper says the
+# first, but at W4/A4 it prints the figures of the second, which are those of its Table B. The released code has no
+# uniform quantizer after softmax.
+_QUANTIZERS = {
+    "ours": (("uniform", "uniform"), ("adalog", "uniform"), ("adalog", "adalog")),
+    "released": (("adalog", "uniform"), ("adalog", "adalog")),
+}
+
+
+def _switches(bits: str, searches: Sequence[str]) -> Iterator[Row]:
+    for frame, method in _FRAMES.items():
+        for softmax, gelu in _QUANTIZERS[frame]:
+            for search in searches:
+                choices = {"post_softmax": softmax, "post_gelu": gelu, "search": _SEARCHES[frame][search]}
+                beside = f"{gelu}, {search}" if frame == "released" else ""
+                yield Row((softmax, gelu, f"{search}, {frame}"), _config(bits, method, **choices), beside)
 
 
 def _after_softmax() -> Iterator[Row]:
-    yield Row(("float", "ours"), _config("w4a4s32"), "float")
-    for bits in ("w4a4", "w4a4s3", "w4a4s2"):
+    for bits in ("w4a4s32", "w4a4", "w4a4s3", "w4a4s2"):
         for frame, method in _FRAMES.items():
-            for kind in ("uniform", "log2", "log-sqrt2", "adalog"):
-                if (frame, kind) != ("released", "uniform"):  # the released code has no such quantizer
-                    yield Row((kind, frame), _config(bits, method, post_softmax=kind), kind)
+            for kind in ("float",) if bits == "w4a4s32" else ("uniform", "log2", "log-sqrt2", "adalog"):
+                softmax = "adalog" if kind == "float" else kind
+                # The released code has no uniform quantizer here, so the published figures stand beside ours.
+                if (frame, kind) != ("released", "uniform"):
+                    beside = kind if frame == "released" or kind == "uniform" else ""
+                    yield Row((kind, frame), _config(bits, method, post_softmax=softmax), beside)
 
 
 def _after_gelu() -> Iterator[Row]:
     for frame, method in _FRAMES.items():
         for kind in ("uniform", "twin", "log2", "log-sqrt2", "adalog"):
             offset = "no" if kind in ("uniform", "twin") else "yes"
-            yield Row((kind, offset, frame), _config("w4a4", method, post_gelu=kind), kind)
+            beside = kind if frame == "released" else ""
+            yield Row((kind, offset, frame), _config("w4a4", method, post_gelu=kind), beside)
 
 
 TABLES = {
@@ -92,35 +118,41 @@ TABLES = {
     "2": Table(
         "AdaLog and FPCS, off and on",
         ("after softmax", "after GELU", "search"),
-        tuple(row for bits in _BITS[:2] for row in _switches(bits, {"alternating": _ALTERNATING, "FPCS": Search()})),
+        tuple(row for bits in _BITS[:2] for row in _switches(bits, ("alternating", "FPCS"))),
     ),
     "3": Table(
         "FixOPs and size",
         ("method",),
-        tuple(Row((name,), _config(bits, name), name) for bits in _BITS[:2] for name in ("adalog", "repq-vit")),
+        tuple(_method(bits, name) for bits in _BITS[:2] for name in _COMPARED[:4]),
         cost=True,
         note="FixOPs of the products, of quantizing and of dequantizing. Logarithmic codes count as the paper's Eq. 10 "
         "is printed, mantissas that are shifted, and not as the table of integers that runs.",
     ),
     "4": Table(
         "AdaLog off and on, by search alone (no reconstruction)",
-        ("after softmax", "after GELU"),
+        ("after softmax", "after GELU", "search"),
         tuple(
-            replace(row, names=row.names[:2], method=row.names[1])
+            replace(row, names=(*row.names[:2], row.names[2].removeprefix("FPCS, ")), method=row.method.split(",")[0])
             for bits in _BITS[:2]
-            for row in _switches(bits, {"FPCS": Search()})
+            for row in _switches(bits, ("FPCS",))
         ),
     ),
     "5": Table(
         "Searches: what they find and what they take",
         ("search", "candidates of a pair", "complexity"),
         (
-            Row(("alternating", "64 + 64", "O(n)"), _config("w3a3", search=_ALTERNATING), "alternating"),
-            Row(("FPCS", "5 x 128 and a walk", "O(pn)"), _config("w3a3"), "FPCS"),
-            Row(("brute force", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute force", True),
+            Row(("alternating, ours", "64 + 64", "O(n)"), _config("w3a3", search=_SEARCHES["ours"]["alternating"])),
+            Row(("FPCS, ours", "5 x 128 and a walk", "O(pn)"), _config("w3a3")),
+            Row(("brute force, ours", "64 x 64", "O(n²)"), _config("w3a3", search=_BRUTE_FORCE), "brute force", True),
+            Row(
+                ("alternating, released", "128", "O(n)"),
+                _config("w3a3", "adalog-released", search=_SEARCHES["released"]["alternating"]),
+                "alternating",
+            ),
+            Row(("FPCS, released", "6 x 128", "O(pn)"), _config("w3a3", "adalog-released"), "FPCS"),
         ),
-        note="FPCS is that of `adalog`, whose steps score a sample of the rows; the others score all of them. "
-        "Alternating and brute force look at the same 64 values of either hyperparameter.",
+        note="Our FPCS is that of `adalog`, whose steps score a sample of the rows; our other searches score all of "
+        "them. Our alternating search and brute force look at the same 64 values of either hyperparameter.",
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
