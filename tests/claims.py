@@ -1,0 +1,74 @@
+"""What claims of the pages are made of: see `test_measured.py`.
+
+A claim is a function that reads `benchmarks/results` and returns the sentences that are true by these files.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from adalog.study.paper import published
+
+ROOT = Path(__file__).parent.parent
+MEASURED, README = "docs/measured.md", "README.md"
+CLAIMS: dict[Callable[[], str], str] = {}  # the page of each
+NUMBERS = (
+    *("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen"),
+)
+
+
+def says(page: str):
+    """The decorated function returns sentences of this page, or "" where none is true any more."""
+
+    def added(claim: Callable[[], str]) -> Callable[[], str]:
+        CLAIMS[claim] = page
+        return claim
+
+    return added
+
+
+def order(holds: bool, *found: object) -> None:
+    """Fails unless the files have the order that a sentence states. found: what they have instead."""
+    assert holds, f"the files have another order now, reword the sentence: {found}"
+
+
+@functools.cache
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def printed(table: str, bits: str, model: str, method: str, measure: str = "top1") -> float:
+    """A figure of the paper."""
+    names = {"table": table, "bits": bits, "model": model, "method": method, "measure": measure}
+    (found,) = (
+        figure["value"]
+        for figure in published()["figures"]
+        if all(figure[key] == value for key, value in names.items())
+    )
+    return found
+
+
+def mean(value: Any) -> float:
+    """The mean of several draws, or the only one."""
+    return float(value["mean"] if isinstance(value, dict) else value)
+
+
+def listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def span(low: float, high: float) -> str:
+    return f"{low:.0f} to {high:.0f}"
+
+
+def tenths(value: float) -> str:
+    """One decimal, with halves rounded up whatever the last bit of the float."""
+    return f"{math.floor(10 * round(value, 6) + 0.5) / 10:.1f}"
+
+
+def plain(text: str) -> str:
+    return " ".join(text.replace("**", "").split())

@@ -1,0 +1,162 @@
+"""Every sentence of the pages that states a measured figure or an order says what the result files say.
+
+The page must hold the sentences of each claim word for word, so that a file that was measured again fails here, with
+the sentences that are right now. An order that the files no longer have fails with what they have instead. The last
+test finds sentences with a figure or an order that no claim covers: add a claim, or the sentence to SETTINGS if its
+numbers are not measured.
+"""
+
+import re
+
+import pytest
+
+import claims_accuracy  # noqa: F401 (it adds to CLAIMS)
+from claims import CLAIMS, MEASURED, README, ROOT, plain
+from claims_costs import COST
+
+DECISIONS = sorted(f"docs/decisions/{page.name}" for page in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+def test_the_page_says_what_the_files_say(claim):
+    right, page = claim(), CLAIMS[claim]
+    if not right:
+        pytest.skip("no sentence is true of the files; the next test finds one that is left")
+    assert right in plain((ROOT / page).read_text(encoding="utf-8")), f"{page} should say: {right}"
+
+
+# --- what no claim covers ---
+
+# Names and settings whose digits are no figures.
+NAMES = re.compile(
+    r"`[^`]*`|\]\([^)]*\)|TinyViT-5M|ImageNet-22k|CIFAR-10|\b(?:FQ|Rep|PTQ4|APQ)\w*-?ViT|\bAVX[\w-]*|\blog-?(?:sqrt)?2\b"
+    r"|\b[WA]\d+(?:/?A\d+)?\b|\bS[23]\b|\b\d+-bit\b|\b\d+ bits\b|\b(?:int|float|bf|bfloat|u)(?:8|16|32|64)\b"
+    r"|\btop-1\b|Tables? \d|Eqs?\. \d+"
+)
+FIGURE = re.compile(
+    r"\d|%|\b(?:half|third|quarter|fifth|tenth|twice|best|worst|better|worse|faster|slower|ahead|behind|apart)\b"
+    r"|\b(?:(?<!many )more|less|fewer|lowest|highest|level|equals?|loses?|lost|cannot be told)\b"
+)
+# Sentences of a page whose numbers and orders are settings, definitions or facts about code and papers.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    MEASURED: (
+        "each query image takes the label of the nearest of 1,000 support images, one per class.",
+        (
+            "Its widest scale spans a row's values from the smallest to the largest, and that range need not include "
+            "zero; its zero points are at most 16 whole numbers around the middle code, at most 64 for the weights of a "
+            "convolution."
+        ),
+        "the released search tries only 16 zero points of 256 and no base below 2^(10/37).",
+        "`evol-q` moves FQ-ViT's scales by the model's own loss on 32 images.",
+        "These are the sites where `adalog` has the lowest signal-to-noise ratio on the calibration images:",
+        (
+            "repq-vit takes its scales from the values alone, by percentiles for weights and activations alike, where "
+            "ptq4vit searches both for the error of the output."
+        ),
+        (
+            "The table gives the milliseconds that our kernels take for a batch, and that time divided by each peer's "
+            "(below 1:"
+        ),
+        "we are faster).",
+        "The peers keep 8 bits where we keep 3 or 4, which costs accuracy that depends on the model:",
+        (
+            "The speed-up is its seconds over ours, and the loss ratio is our loss over its, with the same quantizers to "
+            'choose from. "As released" has as many candidates as the released code (steps of 128, six of them, up to '
+            'three rounds); "as it comes" is `adalog`.'
+        ),
+        (
+            "the share of activations' codes that differ, the median over images of the logits' relative error, and equal "
+            "answers."
+        ),
+        (
+            "Speeds are of one thread; those on DeiT-S's shapes, and in brackets relative to fp32 PyTorch, are in seconds "
+            "of the process."
+        ),
+    ),
+    README: (
+        (
+            "`adalog` turns a trained vision transformer into one whose linears, convolutions and attention products work "
+            "on 2- to 8-bit codes, calibrated from 32 unlabelled images, without training and without a GPU."
+        ),
+        "It implements the system of [AdaLog](https://arxiv.org/abs/2407.12951) (Wu et al., ECCV 2024).",
+        (
+            "Both need `python3` (3.10 or later) with `venv`, and `make`; both install packages from the index, and "
+            "download neither data nor weights."
+        ),
+        '"x 576" counts scales:',
+        (
+            'one per output channel of a weight, one per head in attention. "log 2^(17/37) u8" is a logarithmic quantizer '
+            "of base 2^(17/37) whose levels are integers of 8 bits."
+        ),
+        (
+            "For your own model, pass any `nn.Module` that `torch.export` can export, and images (N, 3, H, W) normalised "
+            "as it wants."
+        ),
+        "each of 1,000 photographs takes the label of the nearest of 1,000 others, one per ImageNet class.",
+        "A ViT of our own (192 wide, 6 deep) on CIFAR-10.",
+        (
+            "Weights are random here, so this table says nothing about accuracy, and the peers keep 8 bits where `adalog` "
+            "keeps 4."
+        ),
+        (
+            '`.compile("native")` runs the products on integers, on x86 CPUs under Linux (AVX2, AVX-512-VNNI or AMX; there '
+            'are no ARM kernels); `.compile("torch")` does so with PyTorch\'s products, wherever PyTorch runs.'
+        ),
+    ),
+    COST: (
+        "A product of b1 by b2 bits is therefore b1 · b2 / 64 FixOPs, and a product of two float32 numbers 16.",
+        "BOPs are b1 · b2, so a FixOP is 64 BOPs.",
+        "Figures are millions of FixOPs unless a row says otherwise; a MB is 10⁶ bytes.",
+        'Tables. "About 3KB" for 12 layers, each with four tables of 16 entries, means 4 bytes per entry.',
+    ),
+    "docs/decisions/16-the-released-code-apart.md": (
+        "`test_rough_losses_of_large_operands_end_at_no_worse_points` holds the shortcut within 0.005 dB.",
+    ),
+}
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page's prose, those of a decision from its evidence alone."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if "/decisions/" in page:
+        text = text.partition("## Evidence")[2]
+    for block in (r"<!-- [\w ]+ -->.*?<!-- end -->", r"```.*?```", r"^#.*?$", r"^\|.*?$"):
+        text = re.sub(block, "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+    items = (plain(item).removeprefix("- ") for item in re.split(r"\n\s*\n|\n(?=\s*- )", text))
+    return [sentence for item in items for sentence in re.split(r"(?<=[.!?:]) (?=[\w`(\[])(?<!Eq\. )(?<!Eqs\. )", item)]
+
+
+def uncovered(page: str) -> list[str]:
+    """Sentences with a figure or an order that no claim returns."""
+    claims = [plain(claim()) for claim, other in CLAIMS.items() if other == page]
+    whole, found = " ".join(claims), []
+    for sentence in sentences(page):
+        rest = sentence
+        for claim in claims:
+            rest = rest.replace(claim, "")
+        if sentence not in whole and FIGURE.search(NAMES.sub("", rest)):
+            found.append(sentence)
+    return found
+
+
+@pytest.mark.parametrize("page", [MEASURED, README, COST, *DECISIONS])
+def test_every_figure_is_claimed(page):
+    found, settings = uncovered(page), SETTINGS.get(page, ())
+    missing = [sentence for sentence in found if sentence not in settings]
+    assert not missing, "\n".join([f"no claim covers what {page} states:", *missing])
+    gone = [sentence for sentence in settings if sentence not in found]
+    assert not gone, "\n".join([f"SETTINGS has what is no longer on {page}:", *gone])
+
+
+def test_a_sentence_without_a_claim_is_found(monkeypatch, tmp_path):
+    (tmp_path / "page.md").write_text(
+        "# 1 page\n\nNothing here. `adalog` at W4A4\nloses 3 points. Both\nare level.\n\n| 5 |\n\n"
+        "- It is twice as fast: 4 ms.\n- No figure.\n"
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert uncovered("page.md") == [
+        "`adalog` at W4A4 loses 3 points.",
+        "Both are level.",
+        "It is twice as fast:",
+        "4 ms.",
+    ]
