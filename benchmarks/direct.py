@@ -5,17 +5,23 @@ formats, quantizers and results. It does what that code does, as fast as possibl
 candidate quantizes its operand, which is multiplied by the other one over all tokens of all images and compared with
 the full-precision output. No error is derived from another, no token is left out, no candidate is given up early.
 Values are quantized in place, and products are written, in tiles that fit in the cache, to existing buffers.
+
+With `fused`, the library's compiled kernels do what surrounds each product: one pass quantizes and subtracts the exact
+values, and one pass adds up the squares. The products are then those of the error form (see `objective`), as many and
+as large as before. Logarithmic codes come from a table over the leading bits of the values, as in our search, so that
+a value within 0.1 % of a threshold may get the code next to its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from adalog.choices import ReleasedSearch
 from adalog.quantizers import Assignment, LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, log_levels
+from adalog.search.fused import sums, uniform_errors
 from adalog.search.operand import Operand
 from adalog.search.product import Product
 
@@ -48,12 +54,14 @@ def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
 class Losses:
     """The squared error of operand @ other^T under quantizers of the operand; without `other`, that of the operand.
 
-    other, other_hat: (*batch, O, I), in full precision and quantized. evaluated: candidates scored on the output so
-    far; flops: those of their products.
+    other, other_hat: (*batch, O, I), in full precision and quantized. fused: whether compiled kernels do the work
+    around each product. evaluated: candidates scored on the output so far; flops: those of their products.
     """
 
-    def __init__(self, operand: Operand, other: Tensor | None = None, other_hat: Tensor | None = None):
-        self.own_dims, self.evaluated, self.flops = operand.format.own_dims, 0, 0
+    def __init__(
+        self, operand: Operand, other: Tensor | None = None, other_hat: Tensor | None = None, *, fused: bool = False
+    ):
+        self.operand, self.own_dims, self.evaluated, self.flops = operand, operand.format.own_dims, 0, 0
         values = operand.values.contiguous()
         rows = values.ndim - 2
         columns = 0 if other is None else other.shape[-2]
@@ -66,10 +74,11 @@ class Losses:
         size = max(1, min(whole, TILE_ELEMENTS // unit))
         if other is None or other_hat is None:
             pieces = [values] if on_other else values.split(size, along)
-            self.tiles = [(piece, None, piece) for piece in pieces]
+            self.tiles = [(piece, None, torch.zeros_like(piece) if fused else piece) for piece in pieces]
         else:
             other, other_hat = other.contiguous(), other_hat.contiguous()
-            target = values @ other.transpose(-1, -2)
+            # The exact output; for the error form what the other operand's quantizer alone adds to it.
+            target = values @ (other_hat - other if fused else other).transpose(-1, -2)
             targets = target.split(size, -1 if on_other else along)
             lefts = [values] * len(targets) if on_other else values.split(size, along)
             hats = other_hat.split(size, along) if on_other or values.ndim == 4 else [other_hat] * len(targets)
@@ -77,25 +86,69 @@ class Losses:
         masks = None if operand.mask is None else operand.mask.bool().split(size, along)
         self.masks = masks or [None] * len(self.tiles)
 
+        self.errors = [self._errors(values) for values, _, _ in self.tiles] if fused else None
+
     def __call__(self, quantizers: Sequence[Quantizer]) -> Tensor:
         """The losses of K quantizers: (K, *groups), float64."""
         losses: list[Tensor | float] = [0.0] * len(quantizers)
-        for (values, other, target), mask in zip(self.tiles, self.masks, strict=True):
-            hat, output = torch.empty_like(values), values.new_empty(target.shape)
-            for index, quantizer in enumerate(quantizers):
-                quantize_into(quantizer, values, hat)
-                if mask is not None:
-                    torch.where(mask, hat, values, out=hat)
-                if other is None:
-                    torch.sub(hat, target, out=output)
-                else:
-                    multiply(hat, other, output).sub_(target)
-                    self.flops += 2 * output.numel() * values.shape[-1]
-                squares = torch.linalg.vector_norm(output, dim=-1).double().square_()
-                summed = [dim for dim in range(squares.ndim) if dim not in self.own_dims]
-                losses[index] += squares.sum(summed) if summed else squares
+        for tile in range(len(self.tiles)):
+            score = self._squares if self.errors is None else self._fused_squares
+            for index, squares in enumerate(score(tile, quantizers)):
+                losses[index] += squares
+            values, other, target = self.tiles[tile]
+            self.flops += 0 if other is None else 2 * len(quantizers) * target.numel() * values.shape[-1]
         self.evaluated += len(quantizers) if self.tiles[0][1] is not None else 0
         return torch.stack([torch.as_tensor(loss) for loss in losses])
+
+    def _squares(self, tile: int, quantizers: Sequence[Quantizer]) -> Iterator[Tensor]:
+        """The squared error of one tile under each quantizer: (*groups), float64."""
+        (values, other, target), mask = self.tiles[tile], self.masks[tile]
+        hat, output = torch.empty_like(values), values.new_empty(target.shape)
+        for quantizer in quantizers:
+            quantize_into(quantizer, values, hat)
+            if mask is not None:
+                torch.where(mask, hat, values, out=hat)
+            if other is None:
+                torch.sub(hat, target, out=output)
+            else:
+                multiply(hat, other, output).sub_(target)
+            squares = torch.linalg.vector_norm(output, dim=-1).double().square_()
+            summed = [dim for dim in range(squares.ndim) if dim not in self.own_dims]
+            yield squares.sum(summed) if summed else squares
+
+    def _fused_squares(self, tile: int, quantizers: Sequence[Quantizer]) -> Iterator[Tensor]:
+        """The same by compiled kernels."""
+        assert self.errors is not None
+        (values, other, base), mask = self.tiles[tile], self.masks[tile]
+        output, chunk = values.new_empty(base.shape), max(1, 2 * TILE_ELEMENTS // values.numel())
+        for first in range(0, len(quantizers), chunk):
+            for error in self.errors[tile](quantizers[first : first + chunk]):
+                if mask is not None:
+                    error.mul_(mask)
+                product = error if other is None else multiply(error, other, output)
+                yield sums(product[None], base, None, self.own_dims)[0].double()
+
+    def _errors(self, values: Tensor) -> Callable[[Sequence[Quantizer]], Tensor]:
+        """A function from k quantizers to what they add to these values, (k, *values.shape)."""
+        form = self.operand.format
+        shape = [values.shape[dim] for dim in self.own_dims]
+        by_table = None
+        if form.log2_base is not None:  # the candidates have the base (q, RADIX) or (q, r), see `Logarithmic`
+            radix = RADIX if form.log2_base[0] else form.log2_base[1]
+            searched = replace(self.operand, format=replace(form, log2_base=(0, radix), table=True))
+            by_table = searched.errors(values)
+
+        def errors(quantizers: Sequence[Quantizer]) -> Tensor:
+            if by_table is not None and all(isinstance(each, LogQuantizer) for each in quantizers):
+                points = [torch.stack([torch.tensor(math.log2(each.q)), each.scale.view(())]) for each in quantizers]
+                return by_table(torch.stack(points), torch.float32)
+            if all(isinstance(each, UniformQuantizer) for each in quantizers):
+                scale = torch.stack([each.scale.reshape(shape) for each in quantizers])
+                zero_point = torch.stack([each.zero_point.reshape(shape) for each in quantizers])
+                return uniform_errors(values, scale, zero_point, form.bits, self.own_dims, torch.float32)
+            return torch.stack([each.fake_quantize(values) for each in quantizers]).sub_(values)
+
+        return errors
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -107,10 +160,13 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 class Direct:
-    """The search. candidates: how many were scored on the output so far; flops: those of their products."""
+    """The search. candidates: how many were scored on the output so far; flops: those of their products.
 
-    def __init__(self) -> None:
-        self.candidates = self.flops = 0
+    fused: as in `Losses`.
+    """
+
+    def __init__(self, *, fused: bool = False) -> None:
+        self.fused, self.candidates, self.flops = fused, 0, 0
 
     def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
         """Quantizers of a product; it can take the place of `released.search_product`."""
@@ -127,15 +183,15 @@ class Direct:
             firsts = Uniform(left, seconds.zero_points if of_activations else min(2**left.format.bits, 16), steps)
         activation_first = of_activations or not isinstance(firsts, Uniform)
 
-        first: Quantizer | None = None if left.is_float else firsts.start(own_error=not of_activations)
-        second: Quantizer | None = None if right.is_float else seconds.start(own_error=not of_activations)
+        first: Quantizer | None = None if left.is_float else firsts.start(self._own(left, of_activations))
+        second: Quantizer | None = None if right.is_float else seconds.start(self._own(right, of_activations))
         for _ in range(1 if left.is_float or right.is_float else search.rounds):
             for on_left in (activation_first, not activation_first):
                 if on_left and first is not None:
-                    losses = Losses(left, right.values, right.quantized(second))
+                    losses = Losses(left, right.values, right.quantized(second), fused=self.fused)
                     first = firsts.search(losses, first)
                 elif not on_left and second is not None:
-                    losses = Losses(right, left.values, left.quantized(first))
+                    losses = Losses(right, left.values, left.quantized(first), fused=self.fused)
                     second = seconds.search(losses, second)
                 else:
                     continue
@@ -143,6 +199,10 @@ class Direct:
         if isinstance(firsts, Logarithmic) and isinstance(first, LogQuantizer):
             first = firsts.at_its_base(first)
         return product.assigned(first, second)
+
+    def _own(self, operand: Operand, of_activations: bool) -> Losses | None:
+        """The operand's own error, from which the search of a linear starts."""
+        return None if of_activations or not operand.format.is_uniform else Losses(operand, fused=self.fused)
 
 
 def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
@@ -200,9 +260,9 @@ class Uniform:
         shape = [self.operand.values.shape[dim] for dim in self.operand.format.own_dims]
         return points.view(POINTS, 2, *shape), (scales[1] - scales[0]).view(shape)
 
-    def start(self, *, own_error: bool) -> UniformQuantizer:
-        if own_error:
-            return self.search(Losses(self.operand))
+    def start(self, own: Losses | None) -> UniformQuantizer:
+        if own is not None:
+            return self.search(own)
         return self.quantizer(self.grid()[0][POINTS - 2])
 
     def search(self, losses: Losses, current: Quantizer | None = None) -> UniformQuantizer:
@@ -244,7 +304,7 @@ class Logarithmic:
         low, high = (positive[math.ceil(share * len(positive)) - 1] for share in (0.9, 1.0))
         return low + self.operand.format.offset, high + self.operand.format.offset
 
-    def start(self, *, own_error: bool) -> LogQuantizer:
+    def start(self, own: Losses | None) -> LogQuantizer:
         low, high = self.span()
         scale = torch.ones(()) if self.scale_is_one else low + (high - low) * (POINTS - 2) / (POINTS - 1)
         return self.quantizer(torch.stack([scale, torch.tensor(float(RADIX))]))
@@ -279,7 +339,7 @@ class Twin:
         bits = self.operand.format.bits
         return TwinUniformQuantizer(scale, torch.tensor(self.operand.format.offset / 2 ** (bits - 1)), bits)
 
-    def start(self, *, own_error: bool) -> TwinUniformQuantizer:
+    def start(self, own: Losses | None) -> TwinUniformQuantizer:
         return self.quantizer(self.operand.values.abs().max() / (2 ** (self.operand.format.bits - 1) - 0.5))
 
     def search(self, losses: Losses, current: Quantizer) -> TwinUniformQuantizer:

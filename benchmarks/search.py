@@ -6,13 +6,26 @@
     python benchmarks/search.py --model demo --ablation
 
 Every site is searched by both on the same operands, with the same quantizers to choose from. `direct` makes a whole
-product for each candidate. Ours runs twice: with as many candidates (6 steps of 128, 3 rounds), and with its defaults
-("default"). Norms are folded once for both, by the released rule. Seconds are CPU time on one thread, for the search of
-each site alone; what both need before it, the forward that observes sites and the folds, is left out. For both, glibc
-is told to keep freed memory (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) instead of returning it to the kernel. A loss is the
-mean square error of the site's output, and a ratio is ours over that of direct; held out means the same quantizers on
-other images. `peak_rss_bytes` is the largest resident set during a search; it includes the model and what all sites
-saw on both sets of images (`before`: without any search).
+product for each candidate, in float32. It runs twice: by PyTorch alone ("direct"), and with the library's compiled
+kernels around each product ("direct_fused"). Ours runs four times, and the JSON holds the last at its top level:
+
+    equals    six steps and three rounds, in float32, with compiled kernels: the equal of direct_fused ("equal": true)
+    default   as it comes: products in bfloat16 where the processor has instructions for them, and compiled kernels
+    unfused   the same search in float32 and by PyTorch alone
+    six       six steps and three rounds, else as it comes
+
+`speedup` is the seconds of direct over ours, and `speedup_over_fused` those of direct_fused over ours. Norms are folded
+once for all, by the released rule. Seconds are CPU time on one thread, for the search of each site alone; what all need
+before it, the forward that observes sites and the folds, is left out. For all, glibc is told to keep freed memory
+(M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) instead of returning it to the kernel. A loss is the mean square error of the
+site's output, and a ratio is ours over that of direct; held out means the same quantizers on other images.
+`peak_rss_bytes` is the largest resident set during a search; it includes the model and what all sites saw on both sets
+of images (`before`: without any search).
+
+`candidates` are those of the grids and steps of a search that never stops early. `counts` are what was done: candidates
+that were scored on the output, on a sample of the rows or on all, and `evaluations`, candidates times rows. Rows are tokens, those of all
+images together. FLOPs are those of all products of matrices that a search makes, for direct of those for candidates.
+Candidates that are scored by an operand's own error, without a product, are not counted for either.
 
 A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
 noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.
@@ -33,8 +46,10 @@ are not repeated; start with an empty folder when the library has changed.
 """
 
 from benchmarks import golden, realbench
+from benchmarks.beside import SIX, compare
 from benchmarks.direct import Direct
 from benchmarks.measure import (
+    Case,
     floor,
     forward_seconds,
     gemm_gflops,
@@ -42,15 +57,15 @@ from benchmarks.measure import (
     keep_memory,
     measured,
     peak_bytes,
+    progress_bar,
 )
 from benchmarks.publish import RESULTS, publish
 
-import math
 import multiprocessing
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -59,44 +74,26 @@ from unittest import mock
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, Config, Search
-from adalog.choices import ReleasedSearch
 from adalog.files import write_whole
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
 from adalog.quantize import sample_images
-from adalog.quantizers import Assignment
 from adalog.search import released
-from adalog.search.bounds import search_product
-from adalog.search.operand import Operand
-from adalog.search.product import Product
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
 
-# A grid and 5 steps are what the released code counts as 6 steps.
-SEARCHES = {"equal": Search(steps=5, rounds=3), "default": Search()}
 CHEAP = Search(init=(4, 2), parents=1, steps=0, rounds=1)
 IMAGES, WIDTHS, POINTS = (8, 16, 32, 64, 128), (192, 384, 768), (32, 64, 128, 256, 512)  # for --scaling
 BASE = {"images": 32, "width": 192, "points": 128}
 
 
 # --- what is measured ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, its calibration images, and held-out images."""
-
-    model: nn.Module
-    images: Tensor
-    held_out: Tensor
 
 
 def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) -> Case:
@@ -137,122 +134,6 @@ def smooth_noise(count: int, size: tuple[int, int], seed: int) -> Tensor:
         images += F.interpolate(octave, size, mode="bilinear", align_corners=False) / side**0.5
         side *= 2
     return (images - images.mean()) / images.std()
-
-
-def progress_bar() -> Progress:
-    """A bar on standard error, and none where that is no terminal."""
-    terminal = Console(stderr=True)
-    return Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
-
-
-# --- ours beside direct ----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def measure_site(calibration: Calibration, held_out: Calibration, config: Config, name: str) -> dict[str, Any]:
-    """The costs of both searches of a site's product, and the errors that their quantizers leave."""
-    runs: list[tuple[Operand, dict[str, Any]]] = []
-
-    def directly(product: Product, search: ReleasedSearch) -> Assignment:
-        direct = Direct()
-        cost, found = measured(lambda: direct.search_product(product, search))
-        runs.append((product.left, {**cost, "candidates": direct.candidates, "flops": direct.flops}))
-        return found
-
-    with mock.patch.object(released, "search_product", directly):
-        (reference,) = calibration.search(config, [name])
-
-    def errors(found: Assignment) -> tuple[float, float]:
-        searched = replace(reference, assignment=found)
-        return searched.mean_square_error(), held_out.judge(searched, config).mean_square_error()
-
-    theirs = errors(reference.assignment)
-    row: dict[str, Any] = {
-        "sites": [site.name for site in reference.sites],
-        "direct": next(
-            cost for left, cost in runs if left is reference.product.left
-        ),  # the run with the format that won
-        "irreducible_flops": irreducible_flops(reference.product.left, reference.product.right),
-    }
-    for kind, search in SEARCHES.items():
-        left, right = (
-            replace(reference.product.left),
-            replace(reference.product.right),
-        )  # copies, whose caches are empty
-        product = replace(reference.product, left=left, right=right)
-        cost, found = measured(partial(search_product, product, search))
-        pairs = zip(errors(found), theirs, strict=True)
-        ratios = [1.0 if ours == other else ours / other for ours, other in pairs]
-        candidates = configured_candidates(left, right, search)
-        row[kind] = {**cost, "candidates": candidates, "loss_ratio": ratios[0], "held_out_ratio": ratios[1]}
-    return row
-
-
-def configured_candidates(left: Operand, right: Operand, search: Search) -> int:
-    """How many candidates a search would score on the output if it never stopped early."""
-    searches = 0 if right.is_float else 1
-    if not left.is_float:
-        searches += search.rounds * (1 if right.is_float else 2)
-    return searches * math.prod(search.init) * (1 + search.steps)
-
-
-def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
-    """Both searches of all sites, summed up."""
-    keep_memory()
-    forward, gflops = forward_seconds(case.model, case.images), gemm_gflops()
-    calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
-    before, rows, done = measured(lambda: None)[0]["peak_rss_bytes"], {}, set()
-    with progress_bar() as progress:
-        task = progress.add_task("sites", total=len(calibration.sites))
-        for site in calibration.sites:
-            progress.update(task, description=site.name, completed=len(done))
-            if site.name not in done:
-                path = work and work / f"site-{site.name}.json"
-                run = partial(measure_site, calibration, held_out, config, site.name)
-                rows[site.name] = kept(path, key, run)
-                done |= set(rows[site.name]["sites"])
-    direct = {name: row["direct"] for name, row in rows.items()}
-    flops = sum(row["irreducible_flops"] for row in rows.values())
-
-    def summary(kind: str) -> dict[str, Any]:
-        ours = {name: row[kind] for name, row in rows.items()}
-        seconds = sum(row["seconds"] for row in ours.values())
-        losses, unseen = ([row[name] for row in ours.values()] for name in ("loss_ratio", "held_out_ratio"))
-        return {
-            "speedup": sum(row["seconds"] for row in direct.values()) / seconds,
-            "loss_ratio": {
-                "max": max(losses),
-                "geomean": geometric_mean(losses),
-                "held_out_max": max(unseen),
-                "held_out_geomean": geometric_mean(unseen),
-            },
-            "seconds": {"direct": sum(row["seconds"] for row in direct.values()), "ours": seconds},
-            "candidates": {
-                "direct": sum(row["candidates"] for row in direct.values()),
-                "ours": sum(row["candidates"] for row in ours.values()),
-            },
-            "peak_rss_bytes": {
-                "direct": max(row["peak_rss_bytes"] or 0 for row in direct.values()),
-                "ours": max(row["peak_rss_bytes"] or 0 for row in ours.values()),
-                "before": before,
-            },
-            "float_forwards": seconds / forward,
-            "floor": floor(flops, forward, gflops, seconds),
-            "sites": {
-                name: {
-                    "direct_seconds": direct[name]["seconds"],
-                    "seconds": row["seconds"],
-                    "direct_gflops": direct[name]["flops"] / direct[name]["seconds"] / 1e9,
-                    "loss_ratio": row["loss_ratio"],
-                    "held_out_ratio": row["held_out_ratio"],
-                }
-                for name, row in ours.items()
-            },
-        }
-
-    total = sum(row["flops"] for row in direct.values())
-    speed = total / sum(row["seconds"] for row in direct.values()) / 1e9
-    return {**summary("equal"), "gflops": speed, "direct_flops": total, "default": summary("default")}
 
 
 # --- the whole model, and how the cost grows -------------------------------------------------------------------------
@@ -366,7 +247,7 @@ def variants(bits: str) -> dict[str, Config]:
         "bounds within 0.1 of the values": replace(search, reach=0.1),
         "scales not refitted": replace(search, refit=False),
         "all rows in every step": replace(search, rough_rows=0),
-        "6 steps and 3 rounds": SEARCHES["equal"],
+        "6 steps and 3 rounds": SIX,
     }
     configs = {name: replace(usual, search=choice) for name, choice in changed.items()}
     return {**configs, "adalog-paper": Config.preset(bits, "adalog-paper")}
