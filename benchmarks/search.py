@@ -22,10 +22,11 @@ site's output, and a ratio is ours over that of direct; held out means the same 
 `peak_rss_bytes` is the largest resident set during a search; it includes the model and what all sites saw on both sets
 of images (`before`: without any search).
 
-`candidates` are those of the grids and steps of a search that never stops early. `counts` are what was done: candidates
-that were scored on the output, on a sample of the rows or on all, and `evaluations`, candidates times rows. Rows are tokens, those of all
-images together. FLOPs are those of all products of matrices that a search makes, for direct of those for candidates.
-Candidates that are scored by an operand's own error, without a product, are not counted for either.
+`candidates` are those of the grids and steps of a search that never stops early. `counts` are what was done:
+candidates that were scored on the output, on a sample of the rows or on all, and `evaluations`, candidates times rows.
+Rows are tokens, those of all images together. FLOPs are those of all products of matrices that a search makes, and for
+direct those of its candidates' products; `bfloat16_share` is the share of ours in bfloat16. Candidates that are scored
+by an operand's own error, without a product, are not counted for either.
 
 A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
 noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.

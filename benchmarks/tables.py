@@ -179,12 +179,15 @@ def folds_table() -> str:
 
 
 def search_table() -> str:
-    """Our search compared with the direct one, and the calibration of a whole model, from each search-*.json."""
-    lines = [
-        "| model | images | candidates | speed-up | loss, largest ratio | geometric mean | held out | float forwards |"
-    ]
-    lines.append("|---" * 8 + "|")
-    whole, parts = [], []
+    """Our search beside the direct one, what each did, and the calibration of a whole model, from each search-*.json.
+
+    A file made before candidates were counted has fewer rows, and none in the second table.
+    """
+    speeds = ["| model | images | our search | speed-up | over direct, fused | loss, largest ratio | geometric mean |"]
+    speeds = [f"{speeds[0]} held out | float forwards |", "|---" * 9 + "|"]
+    counts = ["| model | search | candidates per site | on a sample | candidates x rows | TFLOP | in bfloat16 |"]
+    counts.append("|---" * 7 + "|")
+    whole, parts, machines = [], [], []
     for path in sorted(RESULTS.glob("search-*.json")):
         result = json.loads(path.read_text())
         name = path.stem.removeprefix("search-")
@@ -200,12 +203,33 @@ def search_table() -> str:
             for kind, row in result["variants"].items():
                 parts.append(f"| {labelled(kind)} | {row['loss']:.4f} | {row['held_out']:.4f} | {row['seconds']:.0f} |")
         elif "speedup" in result:
-            for kind, row in (("as released", result), ("as it comes", result["default"])):
-                loss = row["loss_ratio"]
-                cells = (name, str(result["images"]), kind, f"{row['speedup']:.1f}", f"{loss['max']:.4f}")
+            kinds = {
+                "equals: six steps, three rounds, float32": result.get("equals"),
+                "as it comes": result["default"],
+                "float32 and unfused": result.get("unfused"),
+                "six steps, three rounds": result,
+            }
+            rows = {kind: row for kind, row in kinds.items() if row is not None}
+            for kind, row in rows.items():
+                loss, over = row["loss_ratio"], row.get("speedup_over_fused")
+                against = "" if over is None else f"**{over:.1f}**" if row["equal"] else f"{over:.1f}"
+                cells = (name, str(result["images"]), kind, f"{row['speedup']:.1f}", against, f"{loss['max']:.4f}")
                 cells += (f"{loss['geomean']:.4f}", f"{loss['held_out_geomean']:.4f}", f"{row['float_forwards']:.0f}")
-                lines.append("| " + " | ".join(cells) + " |")
-    return "\n\n".join(["\n".join(lines), *whole, *(["\n".join(parts)] if parts else [])])
+                speeds.append("| " + " | ".join(cells) + " |")
+            if "counts" in result:
+                both = {
+                    "direct": result["counts"]["direct"],
+                    **{kind: row["counts"]["ours"] for kind, row in rows.items()},
+                }
+                for kind, did in both.items():
+                    sampled = did["sampled"]["candidates"] / did["candidates"] if "sampled" in did else 0
+                    cells = (name, kind, f"{did['candidates_per_site']['mean']:,.0f}", f"{100 * sampled:.0f} %")
+                    cells += (f"{did['evaluations'] / 1e6:,.1f} M", f"{did['flops'] / 1e12:.2f}")
+                    counts.append("| " + " | ".join((*cells, f"{100 * did.get('bfloat16_share', 0):.0f} %")) + " |")
+                able = "with" if result["search"]["bfloat16"] else "without"
+                machines.append(f"`{name}`: on an {result['machine']['processor']} {able} instructions for bfloat16.")
+    tables = ["\n".join(speeds), *(["\n".join(counts), *machines] if machines else [])]
+    return "\n\n".join([*tables, *whole, *(["\n".join(parts)] if parts else [])])
 
 
 def paper_tables() -> str:

@@ -1,6 +1,6 @@
 """The reference search and what `benchmarks/search.py` makes of it; the kernels beside their peers."""
 
-from benchmarks import direct, publish, runtime
+from benchmarks import beside, direct, measure, publish, runtime, tables
 from benchmarks import search as benchmark
 
 import json
@@ -20,7 +20,7 @@ from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.search import released
+from adalog.search import fused, objective, released
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.study import doctor
@@ -47,7 +47,7 @@ def test_a_script_run_by_its_path_hides_no_other_package(tmp_path):
     """It finds its siblings in the package, and their names are no top-level modules."""
     script = (
         f"import sys, importlib.util; sys.path[0] = {str(SCRIPTS)!r}; import benchmarks.publish as found\n"
-        "names = ('search', 'demo', 'tables', 'cost', 'runtime', 'publish', 'direct')\n"
+        "names = ('search', 'beside', 'demo', 'tables', 'cost', 'runtime', 'publish', 'direct')\n"
         "print(found.__name__, found.__file__, [name for name in names if importlib.util.find_spec(name)])"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -57,7 +57,7 @@ def test_a_script_run_by_its_path_hides_no_other_package(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[str(SCRIPTS / "search.py")], ["-m", "benchmarks.search"]])
 def test_a_script_runs_by_its_path_and_as_a_module(how):
-    """`search` imports three of the others."""
+    """`search` imports most of the others."""
     command = [sys.executable, *how, "--help"]
     result = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=True)
     assert "--ablation" in result.stdout
@@ -146,6 +146,22 @@ def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, monkeypatch
         assert (losses.evaluated, losses.flops) == (2, 4 * outputs * left.values.shape[-1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tile", [100, 1 << 19])
+def test_fused_losses_are_the_others(kind, tile, monkeypatch):
+    """A value that lies within 0.1 % of a threshold of a logarithm may get the code next to its own."""
+    monkeypatch.setattr(direct, "TILE_ELEMENTS", tile)
+    left, right, first, second = operands(kind)
+    for operand, other, mine, theirs in ((left, right, first, second), (right, left, second, first)):
+        some = [mine, replace(mine, scale=mine.scale * 0.8), mine]
+        plain, quick = (
+            direct.Losses(operand, other.values, other.quantized(theirs), fused=how) for how in (False, True)
+        )
+        expected = plain(some)
+        torch.testing.assert_close(quick(some), expected, rtol=1e-3, atol=0)
+        assert (quick.evaluated, quick.flops) == (plain.evaluated, plain.flops)
+
+
 @pytest.mark.parametrize("kind", ["linear", "qk", "grouped conv"])
 def test_losses_belong_to_their_groups(kind):
     """One group's parameters move no other group's loss, and its own as a product in float64 says."""
@@ -169,9 +185,10 @@ def test_own_losses_are_those_of_the_values(keep, monkeypatch):
     shape = (9, 1) if keep else ()
     quantizer = UniformQuantizer(scales(*shape), torch.full(shape, 7.0), 4)
     error = (quantizer.fake_quantize(operand.values) - operand.values).double().square()
-    losses = direct.Losses(operand)
-    assert torch.allclose(losses([quantizer])[0], error.sum(1) if keep else error.sum(), rtol=1e-5)
-    assert losses.evaluated == losses.flops == 0
+    for how in (False, True):
+        losses = direct.Losses(operand, fused=how)
+        assert torch.allclose(losses([quantizer])[0], error.sum(1) if keep else error.sum(), rtol=1e-5)
+        assert losses.evaluated == losses.flops == 0
 
 
 # --- direct: the search ----------------------------------------------------------------------------------------------
@@ -182,7 +199,7 @@ def case():
     torch.manual_seed(0)
     model = DemoViT(width=16, depth=1, heads=2).eval()
     images = normal(4, 3, 32, 32, seed=1)
-    return benchmark.Case(model, images[:2], images[2:])
+    return measure.Case(model, images[:2], images[2:])
 
 
 @pytest.mark.slow
@@ -203,63 +220,173 @@ def test_both_released_searches_find_the_same(case):
     assert counted.candidates == 256 + 7 * linear + softmax + gelu
 
 
+# --- measure: what a search did --------------------------------------------------------------------------------------
+
+
+def linear(tokens=2048, width=48, outputs=32):
+    left, right = Operand(normal(tokens, width), Format(4)), Operand(normal(outputs, width, seed=1), Format(4, (0,)))
+    return Product("linear", left, right)
+
+
+def counts_of(product, search, way=None):
+    with (way or beside.Ours(search)).run(), measure.counted() as counts:
+        found = beside.search_product(product, search)
+    return counts.to_json(measure.site_rows(product)), found
+
+
+def test_candidates_are_counted_with_the_rows_they_are_scored_on(monkeypatch):
+    """Without a sample, these are a grid, the steps, and an old point beside a new one, all scored on all rows."""
+    monkeypatch.setattr(objective, "_ROUGH_ELEMENTS", 0)
+    search = Search(steps=2, rough_rows=0, refit=False)
+    counts, found = counts_of(linear(), search)
+    # The weight first, with no old point; then the activation; and the weight again if the activation changed.
+    searches = [385, 387] if counts["candidates"] < 1000 else [385, 387, 387]
+    assert counts["candidates"] == counts["all"]["candidates"] == sum(searches)
+    assert counts["rows"] == 2048
+    assert counts["all"]["evaluations"] == 2048 * counts["candidates"]
+    assert counts["sampled"] == {"candidates": 0, "evaluations": 0}
+    assert found.sqnr == beside.search_product(linear(), search).sqnr  # counting changes nothing
+    # A weight's candidates are multiplied by the Gram matrix of the activation, which takes 3.5 products to prepare.
+    product, gram = 2 * 2048 * 48 * 32, 2 * 32 * 48 * 48
+    weights = [count for index, count in enumerate(searches) if index != 1]
+    judged = 3 * product
+    expected = (387 + 1) * product + sum(3.5 * product + count * gram for count in weights) + judged
+    assert counts["flops"] == {"float32": expected}
+
+    counts, _ = counts_of(linear(), replace(search, rough_rows=256))
+    assert counts["sampled"]["candidates"] == 384 + 33  # the grid, the steps, and the scales around the best
+    assert counts["sampled"]["evaluations"] == pytest.approx(417 * 256, rel=0.15)
+    assert counts["all"]["evaluations"] == 2048 * counts["all"]["candidates"]
+    assert counts["evaluations"] == counts["sampled"]["evaluations"] + counts["all"]["evaluations"]
+
+
+def test_a_weight_that_is_searched_in_slices_counts_once(monkeypatch):
+    search = Search(steps=0, rough_rows=0, refit=False)
+    whole, _ = counts_of(linear(64), search)
+    monkeypatch.setattr(objective, "chunk_elements", lambda device: 700)
+    slices, _ = counts_of(linear(64), search)
+    assert (slices["candidates"], slices["evaluations"]) == (whole["candidates"], whole["evaluations"])
+
+
+def test_the_share_in_bfloat16_is_counted_and_switched_off(monkeypatch):
+    monkeypatch.setattr(objective, "multiplies_bfloat16", lambda device: True)
+    search = Search(steps=0, refit=False)
+    mixed, _ = counts_of(linear(256), search)
+    assert mixed["flops"]["bfloat16"] > 0.5 * mixed["flops"]["float32"]
+    plain, _ = counts_of(linear(256), search, beside.Ours(search, float32=True))
+    assert list(plain["flops"]) == ["float32"]
+    share = beside.our_counts([mixed, plain])["bfloat16_share"]
+    assert share == mixed["flops"]["bfloat16"] / sum(sum(each["flops"].values()) for each in (mixed, plain))
+
+
+def test_kernels_are_switched_off_and_on():
+    way = beside.Ours(Search(), unfused=True)
+    before = fused._functions()
+    with way.run():
+        assert fused._functions() == {}
+    assert fused._functions() == before
+    assert not way.to_json()["fused"]
+    assert beside.OURS["equals"].to_json() | {"fused": True} == {
+        "steps": 6,
+        "rounds": 3,
+        "bfloat16": False,
+        "fused": True,
+    }
+
+
 # --- search: the command's parts -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def short(monkeypatch):
     """Searches that take no time, and this process's memory as it is."""
-    searches = {"equal": Search(steps=1), "default": Search(init=(4, 2), parents=1, steps=0)}
-    monkeypatch.setattr(benchmark, "SEARCHES", searches)
-    monkeypatch.setattr(benchmark, "keep_memory", lambda: None)
+    small = Search(init=(4, 2), parents=1, steps=0)
+    ways = {
+        "equals": beside.Ours(Search(steps=1), float32=True),
+        "default": beside.Ours(small),
+        "unfused": beside.Ours(small, float32=True, unfused=True),
+        "six": beside.Ours(Search(steps=1)),
+    }
+    monkeypatch.setattr(beside, "OURS", ways)
+    monkeypatch.setattr(beside, "keep_memory", lambda: None)
+
+
+ROWS = [
+    "equals: six steps, three rounds, float32",
+    "as it comes",
+    "float32 and unfused",
+    "six steps, three rounds",
+]
 
 
 @pytest.mark.slow
 def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
     config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
-    result = benchmark.compare(case, config, {"key": 1}, tmp_path, 0)
+    result = beside.compare(case, config, {"key": 1}, tmp_path, 0)
     assert json.loads(json.dumps(result)) == result
     calibration = Calibration(case.model, case.images)
     with mock.patch.object(released, "search_product", direct.Direct().search_product):
         found = calibration.search(config)
     assert list(result["sites"]) == [searched.sites[0].name for searched in found]
-    for kind, part in (("equal", result), ("default", result["default"])):
+    for kind, part in (("six", result), *((kind, result[kind]) for kind in ("equals", "default", "unfused"))):
+        assert part["equal"] == (kind == "equals")
         rows = part["sites"]
         ratios = [row["loss_ratio"] for row in rows.values()]
         assert part["loss_ratio"]["max"] == max(ratios)
         assert part["loss_ratio"]["geomean"] == pytest.approx(float(torch.tensor(ratios).log().mean().exp()))
         assert part["seconds"]["ours"] == pytest.approx(sum(row["seconds"] for row in rows.values()))
         assert part["speedup"] == pytest.approx(part["seconds"]["direct"] / part["seconds"]["ours"])
+        assert part["speedup_over_fused"] == pytest.approx(part["seconds"]["direct_fused"] / part["seconds"]["ours"])
         assert part["float_forwards"] == pytest.approx(part["seconds"]["ours"] / part["floor"]["forward_seconds"])
         assert part["floor"]["over_floor"] > 0
         for searched in found[:3]:
-            best = benchmark.search_product(searched.product, benchmark.SEARCHES[kind])
+            with beside.OURS[kind].run():
+                best = beside.search_product(searched.product, beside.OURS[kind].search)
             ratio = replace(searched, assignment=best).mean_square_error() / searched.mean_square_error()
             assert rows[searched.sites[0].name]["loss_ratio"] == pytest.approx(ratio)
     softmax, gelu = 128 + 128, 128 + 128 + 128  # q; q and scales; and the other side
     assert result["candidates"]["direct"] == 128 + 7 * 256 + softmax + gelu
     assert result["candidates"]["ours"] == 256 + 9 * (1 + 2 * Search().rounds) * 256
+    assert result["counts"]["direct"]["candidates"] == result["candidates"]["direct"]
+    assert result["counts"]["direct"]["flops"] == result["direct_flops"]
+    assert result["direct_fused"]["loss_ratio"]["geomean"] == pytest.approx(1, rel=0.01)
+
+    file = tmp_path / "search-tiny.json"
+    published = {**result, "images": 2, "machine": {"processor": "thing"}}
+    file.write_text(json.dumps(published))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    table = tables.search_table().splitlines()
+    assert [line.split(" | ")[2] for line in table[2:6]] == ROWS
+    assert f"**{result['equals']['speedup_over_fused']:.1f}**" in table[2]
+    assert sum("**" in line for line in table) == 1
+    assert [line.split(" | ")[1] for line in table[9:14]] == ["direct", *ROWS]
+    older = {key: value for key, value in published.items() if key not in ("counts", "equals", "unfused")}
+    for part in (older, older["default"]):
+        del part["equal"], part["speedup_over_fused"]
+    file.write_text(json.dumps(older))
+    assert [line.split(" | ")[2] for line in tables.search_table().splitlines()[2:]] == [ROWS[1], ROWS[3]]
+    file.unlink()
 
     def fail(*_):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(benchmark, "measure_site", fail)
-    again = benchmark.compare(case, config, {"key": 1}, tmp_path, 0)
+    monkeypatch.setattr(beside, "measure_site", fail)
+    again = beside.compare(case, config, {"key": 1}, tmp_path, 0)
     assert again["sites"] == result["sites"]
     with pytest.raises(AssertionError, match="measured again"):
-        benchmark.compare(case, config, {"key": 2}, tmp_path, 0)
+        beside.compare(case, config, {"key": 2}, tmp_path, 0)
 
 
 @pytest.mark.slow
 def test_held_out_losses_are_of_other_images(case, short):
     config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
     row, same = (
-        benchmark.measure_site(
+        beside.measure_site(
             Calibration(case.model, case.images), Calibration(case.model, judge), config, "blocks.0.mlp.fc2"
         )
         for judge in (case.held_out, case.images)
     )
-    for kind in ("equal", "default"):
+    for kind in beside.OURS:
         assert same[kind]["held_out_ratio"] == same[kind]["loss_ratio"] == row[kind]["loss_ratio"]
         assert row[kind]["held_out_ratio"] != row[kind]["loss_ratio"]
 
