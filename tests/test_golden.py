@@ -138,6 +138,18 @@ def test_rivals_give_the_released_outputs(first_block, name):
     assert golden.passes(content, row)
 
 
+@pytest.mark.parametrize("name", RIVALS)
+def test_rows_of_methods_are_what_is_compared(name):
+    """The rows "-released" as they stand, up to what a file says of the first layer's input."""
+    content, method = RIVALS[name], {"repq": "repq-vit-released", "ptq4vit": "ptq4vit-released"}[name.split("_")[0]]
+    compared, row = golden.released_config(content), Config.preset(name.split("_")[1], method)
+    assert compared == row
+    plain = Config.preset(row.bits, method.removesuffix("-released"))
+    named = replace(row, search=plain.search, offset=plain.offset)
+    assert named == plain
+    assert row.search != plain.search
+
+
 # --- the command on a folder of another layout -----------------------------------------------------------------------
 
 BITS = {"weight": 5, "activation": 5, "softmax": 5, "head": 5}

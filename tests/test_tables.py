@@ -228,6 +228,20 @@ def test_fixops_are_counted_as_the_papers_are(bench):
     assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
+def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
+    rows = (Row(("repq-vit-released",), quick("repq-vit-released"), "repq-vit"),)
+    monkeypatch.setattr(paper, "TABLES", {"1": Table("one", ("method",), rows, cost=True)})
+    result = tables.run(["1"], [bench])
+    (row,) = result["rows"]
+    assert (row["names"], row["published"], result["executors"]) == (
+        ["repq-vit-released"],
+        {"top1": 69.03},
+        ["fake quantization"],
+    )
+    assert 0 <= row["top1"]["mean"] <= 1
+    assert row["bytes"]["mean"] > 0
+
+
 @pytest.mark.slow
 def test_published_figures_stand_beside_equal_budgets_only(bench, two_tables):
     assert any(row["published"] for row in tables.run(["1"], [bench])["rows"])
