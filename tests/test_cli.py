@@ -67,7 +67,8 @@ def test_methods(tmp_path, monkeypatch, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(METHODS)
     for row in rows:
-        assert set(row) == {"name", "source", "choices"}
+        assert set(row) == {"name", "label", "source", "choices"}
+        assert row["label"] == METHODS[row["name"]].label
         assert Config.from_json(json.dumps(row["choices"])) == Config.preset("w4a4", row["name"])
     monkeypatch.setattr(sys, "argv", ["adalog", "methods", "--json", str(tmp_path / "methods")])
     with pytest.raises(SystemExit, match="0"):
@@ -75,6 +76,7 @@ def test_methods(tmp_path, monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "repq-vit" in table
     assert "ICCV" in table
+    assert "apq-vit (our reading)" in table
     assert json.loads((tmp_path / "methods").read_text()) == rows
 
 
