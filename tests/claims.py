@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from adalog.study.paper import published
@@ -55,6 +56,11 @@ def printed(table: str, bits: str, model: str, method: str, measure: str = "top1
 def mean(value: Any) -> float:
     """The mean of several draws, or the only one."""
     return float(value["mean"] if isinstance(value, dict) else value)
+
+
+def middle(value: Any) -> float:
+    """The median of several draws' p-values, or the only one."""
+    return float(median(p for p in value if p is not None) if isinstance(value, list) else value)
 
 
 def listed(words: list[str]) -> str:
