@@ -16,7 +16,10 @@ WIDTHS = ("w8a8", "w6a6", "w4a4", "w3a3")
 
 def real() -> dict[tuple[str, str], dict[str, Any]]:
     """The rows by method and bits; of several draws in rows of their own the first."""
-    return {(row["method"], row["bits"]): row for row in reversed(results("realbench")["rows"])}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in results("realbench")["rows"]:
+        found.setdefault((row["method"], row["bits"]), row)
+    return found
 
 
 def lost(method: str, bits: str) -> float:
