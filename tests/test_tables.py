@@ -340,7 +340,60 @@ def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration,
     assert [other[name] for name in shared] == [first[name] for name in shared]
 
 
+def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(bench, calibrated, config, seed, whole, jobs, device):
+        measured.append(seed)
+        shares = {"top1": (seed + 1) / 8, "agreement": 0.5}
+        return {**whole, **shares, "executor": "native", "seconds": 1.0}
+
+    whole = {"classes": [], "top1": 1.0, "right": "00", "fixops": 1, "bytes": 1}
+    monkeypatch.setattr(tables, "_measure", measure)
+    monkeypatch.setattr(tables, "_full_precision", lambda *args: whole)
+    tables.run(["1"], [bench], work=tmp_path)
+    for count in (1, 0):  # what is left to be measured of the second seed
+        measured.clear()
+        result = tables.run(["1"], [bench], seeds=2, work=tmp_path)
+        assert measured == [1] * 2 * count
+        row = next(row for row in result["rows"] if row["names"] == ["percentile"])
+        assert row["top1"]["values"] == [1 / 8, 2 / 8]
+    keys = [json.loads(path.read_text())["key"] for path in tmp_path.iterdir()]
+    assert sorted(key["seed"] for key in keys if "seed" in key) == [0, 0, 0, 1, 1]
+
+
 # --- as text ---
+
+
+def test_of_several_draws_p_is_the_median():
+    """Not the mean, the least, the first or the last one; draws without adalog beside them do not count."""
+    share = {"mean": 0.5, "std": 0.1, "values": [0.4, 0.5, 0.6, 0.5, 0.5]}
+    row = {
+        "table": "1",
+        "model": "demo",
+        "bits": "w4a4",
+        "names": ["minmax"],
+        "method": "minmax",
+        "seeds": [0, 1, 2, 3, 4],
+        **dict.fromkeys(("top1", "agreement", "seconds", "fixops", "bytes"), share),
+        "p_float": [0.9, 0.002, 0.03, 0.8, 0.01],
+        "p_adalog": [0.7, None, 0.04, 0.0005, None],
+        "published": {},
+    }
+    result = {
+        "tables": {"1": {"title": "one", "columns": ["method"], "cost": False, "note": "", "published_note": ""}},
+        "models": {"demo": {"images": 40, "top1": 0.9, "fixops": 1, "bytes": 1}},
+        "calibration_images": 32,
+        "executors": ["native"],
+        "rows": [row],
+        "finished": 5,
+        "of": 5,
+        "machine": {"adalog": "0", "torch": "2", "processor": "none"},
+    }
+    text = markdown(result)
+    titles, _, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line)
+    assert (cells[titles.index("p, float")], cells[titles.index("p, adalog")]) == ("0.03", "0.04")
+    assert "of several draws the median" in text
 
 
 @pytest.mark.slow
