@@ -8,14 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import adalog
-from adalog import DataError
+from adalog import Calibration, Config, DataError, Search
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
+from adalog.choices import BlockRefinement, Evolution, ScaleSearch
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -31,6 +33,28 @@ from stored import serialise
 
 class StopHere(Exception):
     pass
+
+
+# What decides how a method refines its scales.
+REFINED = {"apq-vit": ("candidates", "rounds", "probes"), "evol-q": ("passes", "cycles", "population")}
+
+
+def brief(method):
+    """A method's choices with searches that take little time."""
+    config = replace(Config.preset("w4a4", method), images=4)
+    if isinstance(config.search, ScaleSearch):
+        config = replace(config, search=replace(config.search, candidates=4, rounds=1, probes=1))
+    if method == "apq-vit":
+        config = replace(config, refine=BlockRefinement(candidates=3, rounds=1, probes=1))
+    if method == "evol-q":
+        config = replace(config, refine=Evolution(passes=1, cycles=3))
+    return replace(config, search=Search(rounds=1, steps=1)) if method == "adalog" else config
+
+
+@pytest.fixture(scope="module")
+def seeded(tiniest, images):
+    """Calibrations of the same model on the same images, with the seeds 0 and 1."""
+    return [Calibration(tiniest, images, seed=seed) for seed in (0, 1)]
 
 
 def same(first, second):
@@ -191,6 +215,37 @@ def test_other_searches_are_told_apart(tmp_path, tiniest, images, fast, change):
         model = type(tiniest)(width=16, depth=1, heads=2).eval()
     with pytest.raises(DataError, match="holds searches of another"):
         adalog.quantize(model, images, config, partial=path)
+
+
+def stop_after_the_first(done, total, site):
+    if done:
+        raise StopHere
+
+
+@pytest.mark.parametrize("method", ["adalog", "ptq4vit", "apq-vit", "evol-q"])
+def test_another_seed_is_another_calibration(tmp_path, seeded, method):
+    """Its images may be the same: random gradients, and what refines blocks or weights, are drawn from the seed too."""
+    path, config = tmp_path / "partial", brief(method)
+    with pytest.raises(StopHere):
+        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+    before = path.read_bytes()
+    assert len(before.splitlines()) == 2
+    with pytest.raises(DataError, match="holds searches of another"):
+        seeded[1].assign(config, partial=path)
+    with pytest.raises(StopHere):  # the seed that it was made with still reads it
+        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("method", ["apq-vit", "evol-q"])
+def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
+    path, config = tmp_path / "partial", brief(method)
+    with pytest.raises(StopHere):
+        seeded[0].assign(config, partial=path, progress=stop_after_the_first)
+    for other in (replace(config, refine=replace(config.refine, **{field: 2})) for field in REFINED[method]):
+        assert other != config
+        with pytest.raises(DataError, match="holds searches of another"):
+            seeded[0].assign(other, partial=path)
 
 
 SCRIPT = """
