@@ -123,6 +123,22 @@ def test_one_scale_after_another_is_multiplied():
     assert [float(kept[0].scale), float(kept[2].scale)] == [1.0, 2.0]
 
 
+def test_a_scale_with_an_equal_loss_replaces_nothing():
+    start = [uniform(1.0), None, uniform(2.0)]
+    for loss in (0.0, 3.0):
+        found = refine_block(lambda *_, loss=loss: lambda _: loss, start, BlockRefinement(candidates=4), [False] * 3)
+        assert all(after is before for after, before in zip(found, start, strict=True))
+    # The first of several that are equally good stays.
+    choices = BlockRefinement(candidates=5, span=(0.8, 1.2), rounds=2)
+    found = refine_block(lambda *_: lambda sides: float(sides[0].scale > 0.9), [uniform(1.0)], choices, [False])
+    assert float(found[0].scale) == pytest.approx(0.8)
+
+
+def test_evolution_keeps_the_start_among_equals():
+    start = [uniform(1.0)]
+    assert evolve(lambda _: 2.0, start, Evolution(cycles=5), torch.Generator().manual_seed(0))[1] is start
+
+
 def test_scaled_quantizers():
     one = torch.tensor(1.0)
     assert float(uniform(2.0).scaled(1.5).scale) == 3
