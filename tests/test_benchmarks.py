@@ -20,7 +20,7 @@ from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
 from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.search import fused, objective, released
+from adalog.search import released
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.study import doctor
@@ -218,80 +218,6 @@ def test_both_released_searches_find_the_same(case):
     # A float image: weights alone. Else 2 steps for both sides; q first where that is searched.
     linear, softmax, gelu = 2 * 256, 128 + 256, 3 * 128 + 256
     assert counted.candidates == 256 + 7 * linear + softmax + gelu
-
-
-# --- measure: what a search did --------------------------------------------------------------------------------------
-
-
-def linear(tokens=2048, width=48, outputs=32):
-    left, right = Operand(normal(tokens, width), Format(4)), Operand(normal(outputs, width, seed=1), Format(4, (0,)))
-    return Product("linear", left, right)
-
-
-def counts_of(product, search, way=None):
-    with (way or beside.Ours(search)).run(), measure.counted() as counts:
-        found = beside.search_product(product, search)
-    return counts.to_json(measure.site_rows(product)), found
-
-
-def test_candidates_are_counted_with_the_rows_they_are_scored_on(monkeypatch):
-    """Without a sample, these are a grid, the steps, and an old point beside a new one, all scored on all rows."""
-    monkeypatch.setattr(objective, "_ROUGH_ELEMENTS", 0)
-    search = Search(steps=2, rough_rows=0, refit=False)
-    counts, found = counts_of(linear(), search)
-    # The weight first, with no old point; then the activation; and the weight again if the activation changed.
-    searches = [385, 387] if counts["candidates"] < 1000 else [385, 387, 387]
-    assert counts["candidates"] == counts["all"]["candidates"] == sum(searches)
-    assert counts["rows"] == 2048
-    assert counts["all"]["evaluations"] == 2048 * counts["candidates"]
-    assert counts["sampled"] == {"candidates": 0, "evaluations": 0}
-    assert found.sqnr == beside.search_product(linear(), search).sqnr  # counting changes nothing
-    # A weight's candidates are multiplied by the Gram matrix of the activation, which takes 3.5 products to prepare.
-    product, gram = 2 * 2048 * 48 * 32, 2 * 32 * 48 * 48
-    weights = [count for index, count in enumerate(searches) if index != 1]
-    judged = 3 * product
-    expected = (387 + 1) * product + sum(3.5 * product + count * gram for count in weights) + judged
-    assert counts["flops"] == {"float32": expected}
-
-    counts, _ = counts_of(linear(), replace(search, rough_rows=256))
-    assert counts["sampled"]["candidates"] == 384 + 33  # the grid, the steps, and the scales around the best
-    assert counts["sampled"]["evaluations"] == pytest.approx(417 * 256, rel=0.15)
-    assert counts["all"]["evaluations"] == 2048 * counts["all"]["candidates"]
-    assert counts["evaluations"] == counts["sampled"]["evaluations"] + counts["all"]["evaluations"]
-
-
-def test_a_weight_that_is_searched_in_slices_counts_once(monkeypatch):
-    search = Search(steps=0, rough_rows=0, refit=False)
-    whole, _ = counts_of(linear(64), search)
-    monkeypatch.setattr(objective, "chunk_elements", lambda device: 700)
-    slices, _ = counts_of(linear(64), search)
-    assert (slices["candidates"], slices["evaluations"]) == (whole["candidates"], whole["evaluations"])
-
-
-def test_the_share_in_bfloat16_is_counted_and_switched_off(monkeypatch):
-    monkeypatch.setattr(objective, "multiplies_bfloat16", lambda device: True)
-    search = Search(steps=0, refit=False)
-    mixed, _ = counts_of(linear(256), search)
-    assert mixed["flops"]["bfloat16"] > 0.5 * mixed["flops"]["float32"]
-    plain, _ = counts_of(linear(256), search, beside.Ours(search, float32=True))
-    assert list(plain["flops"]) == ["float32"]
-    share = beside.our_counts([mixed, plain])["bfloat16_share"]
-    assert share == mixed["flops"]["bfloat16"] / sum(sum(each["flops"].values()) for each in (mixed, plain))
-
-
-def test_kernels_are_switched_off_and_on():
-    way = beside.Ours(Search(), unfused=True)
-    before = fused._functions()
-    with way.run():
-        assert fused._functions() == {}
-    assert fused._functions() == before
-    assert not way.to_json()["fused"]
-    assert beside.OURS["equals"].to_json() | {"fused": True} == {
-        "steps": 6,
-        "rounds": 3,
-        "bfloat16": False,
-        "fused": True,
-    }
 
 
 # --- search: the command's parts -------------------------------------------------------------------------------------
