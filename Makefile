@@ -14,7 +14,7 @@ OTHER_THREADS := OMP_NUM_THREADS=1
 OTHER_LIBRARY := ADALOG_NATIVE=/nonexistent
 # The modules whose results hang on how a processor rounds: two of those machines run them in every `make test`.
 ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds fused golden gradients integer objective paper quantizers \
-	refine released rivals search straight_through)
+	refine released replacement rivals search straight_through ties)
 
 .PHONY: help demo test check portable lint clean distclean
 

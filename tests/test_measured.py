@@ -59,6 +59,8 @@ SETTINGS: dict[str, str] = {
           compiled kernels.
         - The direct search with compiled kernels is its equal, so this ratio, in bold, is what the method alone
           saves.
+        - Its rows with 16 images are of another processor, without instructions for bfloat16:
+        - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and
           equal answers.
         - Speeds are of one thread; those on DeiT-S's shapes, and in brackets relative to fp32 PyTorch, are in

@@ -1,0 +1,116 @@
+"""The paper's tables as text."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from adalog.methods import METHODS, labelled
+from adalog.study import tables
+from adalog.study.markdown import markdown
+
+
+def test_of_several_draws_p_is_the_median():
+    """Not the mean, the least, the first or the last one; draws without adalog beside them do not count."""
+    share = {"mean": 0.5, "std": 0.1, "values": [0.4, 0.5, 0.6, 0.5, 0.5]}
+    row = {
+        "table": "1",
+        "model": "demo",
+        "bits": "w4a4",
+        "names": ["minmax"],
+        "method": "minmax",
+        "seeds": [0, 1, 2, 3, 4],
+        **dict.fromkeys(("top1", "agreement", "seconds", "fixops", "bytes"), share),
+        "p_float": [0.9, 0.002, 0.03, 0.8, 0.01],
+        "p_adalog": [0.7, None, 0.04, 0.0005, None],
+        "published": {},
+    }
+    result = {
+        "tables": {"1": {"title": "one", "columns": ["method"], "cost": False, "note": "", "published_note": ""}},
+        "models": {"demo": {"images": 40, "top1": 0.9, "fixops": 1, "bytes": 1}},
+        "calibration_images": 32,
+        "executors": ["native"],
+        "rows": [row],
+        "finished": 5,
+        "of": 5,
+        "machine": {"adalog": "0", "torch": "2", "processor": "none"},
+    }
+    text = markdown(result)
+    titles, _, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line)
+    assert (cells[titles.index("p, float")], cells[titles.index("p, adalog")]) == ("0.03", "0.04")
+    assert "of several draws the median" in text
+
+
+@pytest.mark.slow
+def test_columns_that_say_nothing_are_left_out(bench, two_tables):
+    text = markdown(tables.run(["1", "B"], [bench], seeds=2))
+    assert "| bits | method | top-1 [%] | published [%] | agreement [%] | p, float | CPU s |" in text
+    assert "## Table B: other" in text
+    assert "| W32/A32 | full precision |" in text
+    assert re.search(r"\| W4/A4 \| percentile \| \d+\.\d\d ± \d+\.\d\d \| 69.03 \|", text)
+    assert re.search(r"\| symmetric \| \d+\.\d\d \(1 of 2 draws\) \|", text)
+    assert "FixOPs [M]" in text
+    assert "over 2 draws of 32 calibration images" in text
+    unpublished = replace(bench, model=replace(bench.model, name="demo"))
+    assert "published" not in markdown(tables.run(["1"], [unpublished]))
+
+
+@pytest.mark.slow
+def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
+    from benchmarks import tables as generator
+
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert generator.paper_tables() == ""
+    result = tables.run(["1"], [bench])
+    (tmp_path / "tables-demo.json").write_text(json.dumps(result))
+    text = generator.paper_tables()
+    assert text.startswith("## The paper's tables")
+    assert markdown(result, "### ").strip() in text
+
+
+def test_a_label_stands_beside_the_name_wherever_a_row_is_shown(monkeypatch, tmp_path):
+    """And tables take files that lack rows, as those do that were measured before a method was there."""
+    from benchmarks import tables as generator
+
+    assert labelled("apq-vit") == "apq-vit (our reading)"
+    assert {name for name in METHODS if labelled(name) != name} == {"apq-vit"}
+    both = [{"bits": bits, "method": name} for bits in ("w4a4", "w3a3") for name in ("adalog", "apq-vit")]
+    share = {"mean": 0.5, "std": 0.0, "values": [0.5]}
+    measured = {"top1": 0.5, "agreement": 0.5, "mcnemar_p": 0.1, "mcnemar_p_adalog": None, "seconds": 1.0}
+    bench = {
+        "fp32": {"top1": 0.6, "low": 0.5, "high": 0.7},
+        "queries": 9,
+        "calibration_images": 32,
+        "seed": 0,
+        "rows": [{**row, **measured} for row in both[:3]],
+        "machine": {"torch": "2"},
+    }
+    (tmp_path / "realbench.json").write_text(json.dumps(bench))
+    (tmp_path / "sides.json").write_text(json.dumps({"rows": [{**row, "top1": share} for row in both[:3]]}))
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert "| apq-vit (our reading) | 50.0 % |  |" in generator.real_table()
+    assert "| W4A4 | apq-vit (our reading) |" in generator.realbench_table()
+    assert "| apq-vit (our reading) | 50.00 % |  |" in generator.sides_table()
+    row = {
+        "table": "1",
+        "model": "demo",
+        "bits": "w4a4",
+        "names": ["apq-vit"],
+        "seeds": [0],
+        **dict.fromkeys(("top1", "agreement", "seconds"), share),
+        "p_float": [1.0],
+        "p_adalog": [None],
+        "published": {},
+    }
+    told = {
+        "tables": {"1": {"title": "one", "columns": ["method"], "cost": False, "note": "", "published_note": ""}},
+        "models": {"demo": {"top1": 0.6, "images": 9}},
+        "rows": [row],
+        "calibration_images": 32,
+        "executors": ["native"],
+        "finished": 1,
+        "of": 9,
+        "machine": {"adalog": "0", "torch": "2", "processor": "any"},
+    }
+    assert "| W4/A4 | apq-vit (our reading) | 50.00 |" in markdown(told)
