@@ -128,7 +128,7 @@ def test_every_command_is_told():
 def test_the_readme_python_runs(monkeypatch, tmp_path):
     """The five lines, with a search cut short."""
     code = python_of(ROOT / "README.md")
-    quick = Config(search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
+    quick = Config(images=4, search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

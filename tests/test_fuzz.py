@@ -15,6 +15,7 @@ from torch import nn
 import zoo
 from adalog import AdalogError, ArtifactError, Calibration, Config, Search, library
 from adalog.artifact import KEY
+from adalog.cli import main
 from adalog.graph.operations import OPERATIONS
 from adalog.inputs.demo.model import DemoViT
 from stored import deserialise, serialise
@@ -245,10 +246,10 @@ def test_mutants(bases, count):
 
 @pytest.mark.slow
 def test_many_mutants(bases):
-    counts = hunt(bases, range(300, 10_300))
-    assert counts["refused"] > 3000
-    assert counts["runs"] > 500
-    assert counts["fails"] > 50
+    counts = hunt(bases, range(300, 3_300))
+    assert counts["refused"] > 900
+    assert counts["runs"] > 150
+    assert counts["fails"] > 15
 
 
 # --- the worst of each kind ------------------------------------------------------------------------------------------
@@ -473,18 +474,18 @@ def test_memory_is_bounded_by_the_file(bases, tmp_path):
     assert run.stdout.split() == ["refused"] * len(names) + ["loaded"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])
 @pytest.mark.parametrize("kind", ["header length", "deep JSON", "not UTF-8", "zeros", "another operation", "escape"])
-def test_the_command_line_refuses(bases, tmp_path, kind, command):
+def test_the_command_line_refuses(bases, tmp_path, kind, command, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "some.file").write_bytes(HOSTILE[kind][0](bases["small"][0]))
     (tmp_path / "out.json").write_text("old")
-    words = [sys.executable, "-m", "adalog", command, "some.file", "--json", "out.json"]
-    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1
-    check_told(run.stderr.strip().removeprefix("error: "))
+    monkeypatch.setattr(sys, "argv", ["adalog", command, "some.file", "--json", "out.json"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
+    check_told(err.strip().removeprefix("error: "))
     assert (tmp_path / "out.json").read_text() == "old"
 
 
