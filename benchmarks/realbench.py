@@ -66,10 +66,10 @@ class RealBench:
         support = torch.tensor([path.parent.name == "support" for path in images.paths])
         return RealBench(load_model(folder), images, torch.tensor(images.labels), support)
 
-    def calibration_images(self, seed: int) -> Tensor:
-        """`IMAGES` support images, drawn with the seed and normalised."""
+    def calibration_images(self, seed: int, count: int = IMAGES) -> Tensor:
+        """`count` support images, drawn with the seed and normalised."""
         pool = self.images.select(torch.nonzero(self.support).flatten().tolist())
-        return pool.sample(IMAGES, seed).load(self.preprocessing)
+        return pool.sample(count, seed).load(self.preprocessing)
 
     def classes(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
         """The label that the features of a network give to each query. jobs: batches that run at once."""

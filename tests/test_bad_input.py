@@ -156,7 +156,11 @@ CASES = [
     (quantize(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
     (quantize(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
     (["quantize", SMALL], "own.py:small brings no images: give --data FOLDER, with 32 or more"),
-    (["quantize", "demo", "--images", 65], "demo has 64 images, --images 65 are wanted: give --images 64, or more"),
+    (
+        ["quantize", "demo", "--images", 1025],
+        "demo has 1024 images, --images 1025 are wanted: give --images 1024",
+    ),
+    (quantize(SMALL, "--reconstruct-images", 64), "64 images are to be fitted, but no stage fits any"),
     # choices
     (quantize(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
     (quantize(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),

@@ -193,11 +193,11 @@ def test_gradients_go_through_a_block():
 @pytest.mark.parametrize(
     ("preset", "choices"),
     [
-        ("fq-vit", {"refine": Evolution(passes=1, cycles=2)}),
+        ("fq-vit", {"stages": (Evolution(passes=1, cycles=2),)}),
         pytest.param(
             "apq-vit",
             {
-                "refine": BlockRefinement(candidates=3, probes=2, eliminated=0.5),
+                "stages": (BlockRefinement(candidates=3, probes=2, eliminated=0.5),),
                 "search": ScaleSearch(candidates=4, rounds=1, probes=2),
             },
             marks=pytest.mark.slow,
@@ -208,12 +208,12 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
     """Losses differ in rounding only, so all first steps are alike; where two are equal, another may win."""
     calibration = Calibration(zoo.captured("timm_vit")[0], zoo.IMAGES)
     config = replace(Config.preset("w3a4", preset), images=4, **choices)
-    assigned = calibration.assign(replace(config, refine=None))
+    assigned = calibration.assign(replace(config, stages=()))
     gradients = {block.value_out: torch.ones(()) for block in find_blocks(calibration.program)}
-    given = calibration.program, calibration.images, assigned, config.refine
+    given = calibration.program, calibration.images, assigned, config.stages[0]
 
     def refined(memory):
-        if isinstance(config.refine, Evolution):
+        if isinstance(config.stages[0] if config.stages else None, Evolution):
             return evolved(*given, torch.Generator().manual_seed(0), memory)
         return refined_blocks(*given, gradients, memory)
 

@@ -564,7 +564,7 @@ def test_rivals_that_have_integers(calibration, images, name):
     """repq-vit: with tables, which it has not as published."""
     config = replace(Config.preset("w4a4", name), images=4)
     if name == "apq-vit":
-        config = replace(config, search=ScaleSearch(candidates=4, rounds=1), refine=None)
+        config = replace(config, search=ScaleSearch(candidates=4, rounds=1), stages=())
     if name == "repq-vit":
         config = replace(config, tables="calibrated", beyond="zero-coded")
     model = calibration.quantize(config)

@@ -45,9 +45,9 @@ def brief(method):
     if isinstance(config.search, ScaleSearch):
         config = replace(config, search=replace(config.search, candidates=4, rounds=1, probes=1))
     if method == "apq-vit":
-        config = replace(config, refine=BlockRefinement(candidates=3, rounds=1, probes=1))
+        config = replace(config, stages=(BlockRefinement(candidates=3, rounds=1, probes=1),))
     if method == "evol-q":
-        config = replace(config, refine=Evolution(passes=1, cycles=3))
+        config = replace(config, stages=(Evolution(passes=1, cycles=3),))
     return replace(config, search=Search(rounds=1, steps=1)) if method == "adalog" else config
 
 
@@ -242,7 +242,7 @@ def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
     path, config = tmp_path / "partial", brief(method)
     with pytest.raises(StopHere):
         seeded[0].assign(config, partial=path, progress=stop_after_the_first)
-    for other in (replace(config, refine=replace(config.refine, **{field: 2})) for field in REFINED[method]):
+    for other in (replace(config, stages=(replace(config.stages[0], **{field: 2}),)) for field in REFINED[method]):
         assert other != config
         with pytest.raises(DataError, match="holds searches of another"):
             seeded[0].assign(other, partial=path)

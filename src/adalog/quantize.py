@@ -30,8 +30,9 @@ def quantize(
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
-    images: (N, 3, H, W), normalised as the model wants, N >= config.images, of which a sample drawn with `seed` serves;
-    or a tuple of inputs, (N, ...) each. within: a model that holds this one and takes the images: this one is
+    images: (N, 3, H, W), normalised as the model wants, N >= config.images_wanted, of which a sample drawn with `seed`
+    serves: its first `config.images` calibrate, and stages that fit weights may see all of it; or a tuple of inputs,
+    (N, ...) each. within: a model that holds this one and takes the images: this one is
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
@@ -40,15 +41,16 @@ def quantize(
     `pinned` matches no site, or where memory is too little.
     """
     config = config or Config.preset("w4a4")
-    sample = sample_images(images, config.images, seed)
+    whole = batched(sample_images(images, config.images_wanted, seed))
+    sample = take(whole, range(config.images))
     if within is None:
-        return Calibration(model, sample, seed=seed, memory=memory).quantize(
-            config, progress, jobs=jobs, partial=partial
-        )
-    call, inputs = record_call(model, within, batched(sample))
-    calibration = Calibration(model, inputs, seed=seed, memory=memory)
+        calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory)
+        return calibration.quantize(config, progress, jobs=jobs, partial=partial)
+    call, inputs = record_call(model, within, sample)
+    more = record_call(model, within, whole)[1] if len(whole[0]) > config.images else inputs
+    calibration = Calibration(model, inputs, unlabelled=more, seed=seed, memory=memory)
     result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
-    result.note(calibration=digest(batched(sample)), images=config.images)
+    result.note(calibration=digest(sample), images=config.images)
     result.call = call
     exchange(model, within, result)
     return result
@@ -60,7 +62,8 @@ def sample_images(images: Images, count: int, seed: int) -> Images:
     found = len(inputs[0])
     if found < count:
         raise CalibrationError(
-            f"calibration takes {count} images, got {found}: give more, or set Config(images={found})"
+            f"calibration takes {count} images, got {found}: give more, or set Config(images={found}) and no more than "
+            "that in a Correction"
         )
     sample = take(inputs, draw_indices(found, count, seed))
     return sample[0] if isinstance(images, Tensor) else sample

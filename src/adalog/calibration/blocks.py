@@ -52,6 +52,11 @@ class Blocks:
         if memory is not None and not self._all_fit:
             self.batch = min(self._count, max(1, memory * self._count // (4 * max(peak, 1))))
 
+    @property
+    def count(self) -> int:
+        """The number of images."""
+        return self._count
+
     def cut(self, number: int, program: Program | None = None, count: int | None = None) -> Program:
         """The program of a block alone, which takes the model's inputs and, unless it is the first, the block's input.
 
@@ -99,6 +104,23 @@ class Blocks:
         for chunk in self._batches.split(self._source(number), self.batch):
             inputs = {key: chunk[key] for key in self._batches.images}
             yield {**inputs, **self._batches.run(chunk, [name])}
+
+    def keeps_apart(self, number: int, names: Collection[str], program: Program | None = None) -> bool:
+        """Whether these values of a block, and its input, can be made in batches of images. program: as of `run`."""
+        source = self._source(number)
+        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(source, names, program)
+
+    @torch.no_grad()
+    def streamed(
+        self, number: int, names: Collection[str], program: Program | None = None, *, apart: bool = True
+    ) -> Iterator[Chunk]:
+        """Values of a block by name, for one batch of consecutive images after another; for all at once if not apart.
+
+        apart: what `keeps_apart` says of these values. program: as of `run`.
+        """
+        for chunk in self.batches(number) if apart else [self.inputs(number)]:
+            for part in self._batches.split(chunk, self.batch if apart else self._count):
+                yield self._batches.run(part, names, program)
 
     @torch.no_grad()
     def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:

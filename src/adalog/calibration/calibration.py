@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog.calibration.blockwise import refined_blocks
-from adalog.calibration.evolution import evolved
 from adalog.calibration.observe import Observed
 from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, request_of, why_unfolded
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
-from adalog.choices import BlockRefinement, Evolution, Search
+from adalog.calibration.stages import changed_by
+from adalog.choices import Correction, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
@@ -68,9 +67,18 @@ class Calibration:
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
-    def __init__(self, model: nn.Module, images: Tensor | Sequence[Any], *, seed: int = 0, memory: int = MEMORY):
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Tensor | Sequence[Any],
+        *,
+        unlabelled: Tensor | Sequence[Any] | None = None,
+        seed: int = 0,
+        memory: int = MEMORY,
+    ):
         """images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each.
 
+        unlabelled: images that stages after the search may fit; by default those that calibrate.
         An input that is not a tensor is a constant. Operands are those of the float network, as in the released
         algorithm. memory: bytes, half of them for operands and half for the searches' temporaries; the model, the
         images and results come on top. If all operands fit (those of DeiT-T take 0.8 GB at 32 images), they stay for
@@ -79,9 +87,8 @@ class Calibration:
         Raises ValueError for a memory too small for 1,024 rows, CalibrationError without sites or for infinite images.
         """
         inputs = batched(images)
-        self.images = tuple(value for value in inputs if isinstance(value, Tensor))
-        if not all(bool(torch.isfinite(image).all()) for value in self.images for image in value):
-            raise CalibrationError("the calibration images hold NaN or infinite values")
+        self.images = _finite(inputs)
+        self.unlabelled = self.images if unlabelled is None else _finite(batched(unlabelled))
         self.program = capture(model, inputs)
         self.sites = find_sites(self.program)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
@@ -154,8 +161,19 @@ class Calibration:
             progress=progress,
         )
         assigned = [(group, found[group.name]) for group in self.groups]
-        if config.refine is not None:
-            assigned = self._refined(assigned, config)
+        for stage in config.stages:
+            assigned = changed_by(
+                stage,
+                self.program,
+                self.images,
+                self.unlabelled,
+                assigned,
+                self._shared,
+                lambda group, assignment: self._judged(group, assignment, config),
+                seed=self.seed,
+                memory=self._memory,
+                progress=progress,
+            )
         if progress is not None:
             progress(len(self.groups), len(self.groups), "")
         return assigned
@@ -170,6 +188,9 @@ class Calibration:
             if choices != config and choices.activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
+        fitted = max((stage.images for stage in config.stages if isinstance(stage, Correction)), default=0)
+        if fitted:
+            provenance |= {"fitted": digest(take(self.unlabelled, range(fitted))), "fitted_images": fitted}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned))
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
@@ -281,25 +302,19 @@ class Calibration:
 
         return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
 
-    def _refined(self, assigned: Assigned, config: Config) -> list[tuple[SiteGroup, Assignment]]:
-        """The assignments with their scales refined as `Config.refine` says, and their new SQNRs."""
-        if isinstance(config.refine, BlockRefinement):
-            gradients = self._shared.squared_gradients(config.refine.probes)
-            changed = refined_blocks(self.program, self.images, assigned, config.refine, gradients)
-        else:
-            assert isinstance(config.refine, Evolution)
-            generator = torch.Generator().manual_seed(self.seed)
-            changed = evolved(self.program, self.images, assigned, config.refine, generator)
-        return [
-            (group, before if after is before else self._judged(group, after, config))
-            for (group, before), (_, after) in zip(assigned, changed, strict=True)
-        ]
-
     def _judged(self, group: SiteGroup, assignment: Assignment, config: Config) -> Assignment:
         """The assignment with the SQNR that it has."""
         choices = choices_of(group, config)
         product = self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
         return product.assigned(assignment.left, assignment.right)
+
+
+def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors among the inputs; what holds NaN or infinite values is refused."""
+    images = tuple(value for value in inputs if isinstance(value, Tensor))
+    if not all(bool(torch.isfinite(image).all()) for value in images for image in value):
+        raise CalibrationError("the calibration images hold NaN or infinite values")
+    return images
 
 
 def _fits(start: Assignment, config: Config) -> bool:

@@ -39,6 +39,9 @@ def command(
     ] = "w4a4",
     method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "adalog",
     images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = 32,
+    reconstruct_images: Annotated[
+        int, typer.Option(min=0, help="Number of images that stages after the search fit; 0: as the method has it.")
+    ] = 0,
     pinned: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,6 +73,8 @@ def command(
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
     )
+    if reconstruct_images:
+        config = config.fitting(reconstruct_images)
     if not zoo.is_model(model):
         raise DataError(f"model {model!r} is none of {zoo.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
@@ -77,7 +82,8 @@ def command(
     if partial.exists() and not resume:
         raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
-    given = find_calibration(model, data, images)
+    option = "--images" if config.images_wanted == images else "--reconstruct-images"
+    given = find_calibration(model, data, config.images_wanted, option)
     loaded = load_model(model, no_pretrained, checkpoint)
     preprocessing = loaded.prepared
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +92,7 @@ def command(
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("capture", total=1), config.bits)
         if isinstance(given, ImageSet):
-            given = given.sample(images, seed).load(preprocessing, jobs=jobs)
+            given = given.sample(config.images_wanted, seed).load(preprocessing, jobs=jobs)
         quantized = adalog.quantize(
             loaded.module.to(place),
             given.to(place),

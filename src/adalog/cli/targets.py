@@ -33,18 +33,23 @@ def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) ->
         raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {zoo.KINDS}")
 
 
-def find_calibration(target: str, data: Path | None, count: int) -> Tensor | ImageSet:
+def find_calibration(target: str, data: Path | None, count: int, option: str = "--images") -> Tensor | ImageSet:
     """The images from which `count` are drawn: those of the folder `data`, or the bundled ones for the bundled model.
 
-    Raises DataError if there are fewer, or none.
+    option: the one that asked for so many. Raises DataError if there are fewer, or none.
     """
     if data is None and target != "demo":
         raise DataError(f"{target} brings no images: give --data FOLDER, with {count} or more of what it was made for")
-    given: Tensor | ImageSet = demo.calibration_images() if data is None else find_images(data)
+    given: Tensor | ImageSet
+    if data is None:
+        few = demo.calibration_images()
+        given = few if count <= len(few) else demo.unlabelled_images()
+    else:
+        given = find_images(data)
     if count > len(given):
         there = len(given)
         raise DataError(
-            f"{data or target} has {there} images, --images {count} are wanted: give --images {there}, or more"
+            f"{data or target} has {there} images, {option} {count} are wanted: give {option} {there}, or more"
         )
     return given
 

@@ -101,7 +101,8 @@ class _Build:
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
-            self._place_weight(site, input_ref, _rows(assignment.right, start, end), fold, offset)
+            bias = None if assignment.bias is None else assignment.bias[start:end]
+            self._place_weight(site, input_ref, _rows(assignment.right, start, end), fold, offset, bias)
             start = end
 
     def _fold_norm(self, norm: Node, fold: Fold) -> None:
@@ -114,8 +115,15 @@ class _Build:
         self._folded.add(norm.name)
 
     def _place_weight(
-        self, site: Site, x: Ref, right: Quantizer | QuantizedTensor | None, fold: Fold | None, offset: float
+        self,
+        site: Site,
+        x: Ref,
+        right: Quantizer | QuantizedTensor | None,
+        fold: Fold | None,
+        offset: float,
+        given: Tensor | None,
     ) -> None:
+        """given: a bias in place of the site's own."""
         original = self._program.tensors[site.right]
         values, shape = original.flatten(1), original.shape
         bias = None if site.bias is None else self._tensors[site.bias]
@@ -133,7 +141,9 @@ class _Build:
             quantizer = right.quantizer.map(lambda value: value.reshape(lead))
             self._weights[name] = stored = QuantizedTensor(right.codes.reshape(shape), quantizer)
             self._tensors[name] = stored.dequantize()
-        if offset:
+        if given is not None:
+            new_bias = given
+        elif offset:
             new_bias = absorb_offset(self._tensors[name].flatten(1), new_bias, offset)
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
         if new_bias is not None and new_bias is not bias:

@@ -101,13 +101,16 @@ class Assignment:
     """The quantizers of a product's operands, the fold of its norm, and its output's SQNR [dB] in calibration.
 
     left, right: None for an operand that stays float. right: transposed, as the search sees it; a `QuantizedTensor`
-    where the search has chosen the codes of a weight, a quantizer where each value takes the nearest code.
+    where the search has chosen the codes of a weight, a quantizer where each value takes the nearest code. bias: (O,),
+    what the product's outputs are given in place of the sites' biases, for the operands as they are quantized (with a
+    fold, and with the offset of a lifted input); None: their own.
     """
 
     left: Quantizer | None
     right: Quantizer | QuantizedTensor | None
     fold: Fold | None = None
     sqnr: float = math.nan
+    bias: Tensor | None = None
 
     def to(self, device: torch.device) -> Assignment:
         """The same assignment on another device."""
@@ -117,4 +120,6 @@ class Assignment:
         elif right is not None:
             right = right.to(device)
         left = None if self.left is None else self.left.map(lambda value: value.to(device))
-        return replace(self, left=left, right=right, fold=None if self.fold is None else self.fold.to(device))
+        fold = None if self.fold is None else self.fold.to(device)
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, left=left, right=right, fold=fold, bias=bias)

@@ -255,7 +255,7 @@ def _measure(
 ) -> dict[str, Any]:
     """One configuration, judged in integers if native runs. seconds: CPU time of its searches and all that follows."""
     calibration = calibrated(seed)
-    calibration.quantize(replace(config, refine=None), jobs=jobs if device.type == "cpu" else 1)
+    calibration.quantize(replace(config, stages=()), jobs=jobs if device.type == "cpu" else 1)
     start = time.process_time()
     quantized = calibration.quantize(config)
     seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))

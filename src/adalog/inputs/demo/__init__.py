@@ -29,6 +29,12 @@ def calibration_images() -> Tensor:
     return normalise(_unpack(stored["sheet_webp"])[: len(stored["calibration_index"])])
 
 
+def unlabelled_images() -> Tensor:
+    """1,024 images of the training set, normalised, without labels: `calibration_images`, and 960 more."""
+    more = _read("cifar10_unlabelled.safetensors")
+    return torch.cat([calibration_images(), normalise(_unpack(more["sheet_webp"])[: len(more["train_index"])])])
+
+
 def test_images() -> tuple[Tensor, Tensor]:
     """2,000 images of the test set, 200 per class: normalised (2000, 3, 32, 32), and their labels (2000,)."""
     stored = _read("cifar10.safetensors")

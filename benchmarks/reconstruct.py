@@ -1,0 +1,139 @@
+"""What the stages after the search give back, on the bundled model or on a real pretrained one.
+
+    python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
+        [--stages search correction] [--images 32 128 1024] [--seeds 3] [--work DIR] [--json FILE]
+
+The search is that of `adalog` on 32 images. The correction fits the images asked for, the first 32 of which are those
+of the search. On the bundled model these are drawn from 1,024 training images, and 2,000 test images judge; on TinyViT
+(see `realbench.py`) from the 1,000 support images, and the 1,000 queries judge. No label is used before a result is
+judged. Seconds are CPU time of one thread, of the search or of the correction alone.
+Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows as long
+as the sources of the package are the same.
+"""
+
+from benchmarks.publish import RESULTS, publish
+from benchmarks.realbench import RealBench
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog import Calibration, Config, Correction, QuantizedModel
+from adalog.calibration.compensate import corrected
+from adalog.graph.rewrite import Assigned
+from adalog.inputs import demo
+from adalog.inputs.images import draw_indices
+from adalog.model import quickest
+from adalog.study.doctor import machine
+from adalog.study.evaluate import predict, score
+from adalog.study.tables import kept, packed
+
+IMAGES = 32  # of the search
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the images that may be fitted, drawn with a seed, and what judges: the class of each image."""
+
+    model: nn.Module
+    drawn: Callable[[int, int], Tensor]
+    classes: Callable[[Callable[[Tensor], Any], int], Tensor]
+    labels: Tensor
+
+
+def load_case(name: str, folder: Path | None) -> Case:
+    if name == "demo":
+        images, labels = demo.test_images()
+        pool = demo.unlabelled_images()
+        return Case(
+            demo.load_model(),
+            lambda count, seed: pool[draw_indices(len(pool), count, seed)],
+            lambda network, jobs: predict(network, images, jobs=jobs).argmax(dim=1),
+            labels,
+        )
+    assert folder is not None
+    bench = RealBench.of(folder)
+    return Case(bench.model, lambda count, seed: bench.calibration_images(seed, count), bench.classes, bench.truth)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
+    parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
+    parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
+    parser.add_argument("--stages", nargs="+", choices=("search", "correction"), default=["search", "correction"])
+    parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted")
+    parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
+        print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
+        sys.exit(0)
+    torch.set_num_threads(1)
+    case = load_case(given.model, given.realbench and Path(given.realbench))
+
+    def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+        path = None if given.work is None else given.work / f"{given.model}-{name}.json"
+        return kept(path, {"model": given.model, **key}, make)
+
+    reference = torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
+
+    @cache
+    def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
+        calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
+        start = time.process_time()
+        assigned = calibration.assign(Config.preset(bits))
+        return calibration, assigned, time.process_time() - start
+
+    def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
+        calibration, assigned, seconds = searched(bits, seed)
+        if stage == "correction":
+            start = time.process_time()
+            choices = Correction(images=images)
+            assigned = corrected(calibration.program, [case.drawn(images, seed)], assigned, choices)
+            seconds = time.process_time() - start
+        model = QuantizedModel(calibration.finished(assigned, replace(Config.preset(bits))))
+        runs, executor, at_once = quickest(model, 1)
+        answers = case.classes(runs, at_once)
+        result = score(answers, case.labels, reference)
+        assert result.top1 is not None
+        print(f"{bits} {stage}, {images} images, seed {seed}: {100 * result.top1.value:.2f} %", file=sys.stderr)
+        return {
+            "bits": bits,
+            "stage": stage,
+            "images": images,
+            "seed": seed,
+            "top1": result.top1.value,
+            "agreement": result.agreement,
+            "cpu_seconds": round(seconds, 1),
+            "executor": executor or "fake quantization",
+            "right": packed(answers == case.labels),
+        }
+
+    rows = []
+    for seed, bits in product(range(given.seeds), given.bits):
+        kinds = [("search", IMAGES)] if "search" in given.stages else []
+        kinds += [("correction", images) for images in given.images if "correction" in given.stages]
+        for stage, images in kinds:
+            key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
+            make = partial(measured, bits, seed, stage, images)
+            rows.append(finished(f"{bits}-{stage}-{images}-{seed}", key, make))
+        searched.cache_clear()
+    fp32 = float((reference == case.labels).double().mean())
+    result = {"fp32": fp32, "judged": len(reference), "rows": rows, "machine": machine()}
+    publish(result, given.json or RESULTS / f"reconstruct-{given.model}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What follows the search: stages that change its result, one after another, as `Config.stages` lists them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.blockwise import refined_blocks
+from adalog.calibration.compensate import corrected
+from adalog.calibration.evolution import evolved
+from adalog.calibration.schedule import Progress
+from adalog.calibration.shared import Shared
+from adalog.choices import BlockRefinement, Correction, Stage
+from adalog.errors import CalibrationError
+from adalog.graph.capture import take
+from adalog.graph.program import Program
+from adalog.graph.rewrite import Assigned, SiteGroup
+from adalog.quantizers import Assignment
+
+Judge = Callable[[SiteGroup, Assignment], Assignment]  # an assignment with the SQNR that it has
+
+
+def changed_by(
+    stage: Stage,
+    program: Program,
+    images: Sequence[Tensor],
+    unlabelled: Sequence[Tensor],
+    assigned: Assigned,
+    shared: Shared,
+    judge: Judge,
+    *,
+    seed: int,
+    memory: int,
+    progress: Progress | None = None,
+) -> list[tuple[SiteGroup, Assignment]]:
+    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted.
+
+    Raises CalibrationError where there are fewer than the stage fits.
+    """
+    if isinstance(stage, Correction):
+        found = len(unlabelled[0])
+        if found < stage.images:
+            raise CalibrationError(
+                f"the correction fits {stage.images} images, got {found}: give more, or set Correction(images={found})"
+            )
+        return corrected(program, take(unlabelled, range(stage.images)), assigned, stage, memory, progress)
+    if isinstance(stage, BlockRefinement):
+        changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
+    else:
+        changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed))
+    return [
+        (group, before if after is before else judge(group, after))
+        for (group, before), (_, after) in zip(assigned, changed, strict=True)
+    ]
