@@ -361,6 +361,36 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
     assert sorted(key["seed"] for key in keys if "seed" in key) == [0, 0, 0, 1, 1]
 
 
+# --- as text ---
+
+
+@pytest.mark.slow
+def test_columns_that_say_nothing_are_left_out(bench, two_tables):
+    text = markdown(tables.run(["1", "B"], [bench], seeds=2))
+    assert "| bits | method | top-1 [%] | published [%] | agreement [%] | p, float | CPU s |" in text
+    assert "## Table B: other" in text
+    assert "| W32/A32 | full precision |" in text
+    assert re.search(r"\| W4/A4 \| percentile \| \d+\.\d\d ± \d+\.\d\d \| 69.03 \|", text)
+    assert re.search(r"\| symmetric \| \d+\.\d\d \(1 of 2 draws\) \|", text)
+    assert "FixOPs [M]" in text
+    assert "over 2 draws of 32 calibration images" in text
+    unpublished = replace(bench, model=replace(bench.model, name="demo"))
+    assert "published" not in markdown(tables.run(["1"], [unpublished]))
+
+
+@pytest.mark.slow
+def test_the_docs_claim_a_section_only_where_there_are_results(bench, two_tables, tmp_path, monkeypatch):
+    from benchmarks import tables as generator
+
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    assert generator.paper_tables() == ""
+    result = tables.run(["1"], [bench])
+    (tmp_path / "tables-demo.json").write_text(json.dumps(result))
+    text = generator.paper_tables()
+    assert text.startswith("## The paper's tables")
+    assert markdown(result, "### ").strip() in text
+
+
 # --- the command ---
 
 
