@@ -112,6 +112,7 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
     assert serialise(loaded) == file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -167,6 +168,7 @@ def test_split_quantizers_round_trip(split, images):
     assert serialise(loaded) == content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_gelu", ["adalog", pytest.param("twin", marks=pytest.mark.slow)])
 def test_released_models_round_trip(calibration, images, post_gelu):
     search = ReleasedSearch(steps=1, rounds=1)

@@ -262,6 +262,7 @@ def assert_no_site_is_worse(after, before):
     assert {name: (before[name], after[name]) for name in before if not after[name] >= before[name]} == {}
 
 
+@pytest.mark.slow
 def test_a_start_is_never_exchanged_for_a_worse_assignment(small, fast):
     start = small.assign(fast)
     for search in (fast.search, Search(rounds=2, steps=2)):
@@ -300,6 +301,7 @@ def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
         assert product.assigned(assignment.left, assignment.right).sqnr == pytest.approx(assignment.sqnr, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_start_of_other_bits_is_no_start(small, fast):
     """It would leave less error, with codes that these choices do not allow."""
     start = small.assign(replace(fast, weight_bits=8, activation_bits=8, softmax_bits=8))

@@ -190,6 +190,7 @@ def test_gradients_go_through_a_block():
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "choices"),
     [

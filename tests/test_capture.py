@@ -521,6 +521,7 @@ def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
         capture(tiny, inputs)
 
 
+@pytest.mark.slow
 def test_a_single_image_serves(tiny):
     assert_same(tiny, capture(tiny, IMAGES[:1]), IMAGES)
 

@@ -260,6 +260,7 @@ def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched):
 # --- as a stage ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_stored_and_runs_in_integers(tiniest, pool):
     config = replace(LOW, stages=(STAGE,))
     model = adalog.quantize(tiniest, pool, config)

@@ -291,6 +291,7 @@ def test_products_that_are_no_sites(layer, shape, macs):
 # --- convolutions, shapes, totals ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.sampled_from([(1, 4, 6), (2, 4, 6), (3, 6, 9), (6, 6, 6)]),
@@ -338,6 +339,7 @@ def test_a_weight_that_serves_twice_is_stored_once():
     assert found.size_bytes["float"] == 4 * (36 + 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.lists(

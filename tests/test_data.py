@@ -276,6 +276,7 @@ def test_the_defaults_are_imagenets():
     torch.testing.assert_close(Preprocessing()(image), theirs(image), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(64, 64), (48, 80)])
 @pytest.mark.parametrize(("interpolation", "number"), [("nearest", 0), ("lanczos", 1), ("bilinear", 2), ("bicubic", 3)])
 def test_squashed_it_is_that_of_hugging_face(size, interpolation, number):

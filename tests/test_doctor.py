@@ -164,6 +164,7 @@ def test_inputs_have_the_types_of_the_example(quantized):
     assert torch.equal(first, again)
 
 
+@pytest.mark.slow
 def test_bench(quantized, monkeypatch, capsys, tmp_path):
     file = tmp_path / "file.safetensors"
     quantized.save(file)
@@ -206,6 +207,7 @@ def test_bench_beside_full_precision(quantized, monkeypatch, capsys, tmp_path):
     assert error == "error: --checkpoint and --no-pretrained are of a full-precision model: give --model\n"
 
 
+@pytest.mark.slow
 def test_bench_refuses_what_does_not_run(quantized, monkeypatch, capsys, tmp_path, exchange):
     file = tmp_path / "file.safetensors"
     quantized.save(file)

@@ -151,6 +151,7 @@ def test_wilson_inverts_the_score_test(hits, count):
     assert wilson(hits, count) == pytest.approx((low, high), abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(lost=st.integers(0, 40), gained=st.integers(0, 40))
 def test_mcnemar_is_a_fair_coins_two_tails(lost, gained):

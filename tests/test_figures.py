@@ -445,6 +445,7 @@ def test_what_is_not_drawn_is_told():
         figures.of_model(calibration, "tiny", "w3a3", ["adalog"], site="head")
 
 
+@pytest.mark.slow
 def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
     file = tmp_path / "out.safetensors"
     found = adalog.inputs.images.find_images(folder / "images")

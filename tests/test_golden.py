@@ -125,6 +125,7 @@ def first_block():
     return calibration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name.endswith("w3a3") else pytest.param(name, marks=pytest.mark.slow) for name in RIVALS]
 )

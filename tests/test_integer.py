@@ -316,6 +316,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [15, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_accumulators(product, examples):
@@ -507,6 +508,7 @@ def test_compiled_regions(quantized, images):
     assert torch.equal(model(images), model(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
     [

@@ -145,6 +145,7 @@ def searches(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_methods_share_what_they_share(tiniest, images, searches):
     calibration = Calibration(tiniest, images)
     first = calibration.quantize(BITS4)
@@ -161,6 +162,7 @@ def test_methods_share_what_they_share(tiniest, images, searches):
     assert alone.ledger == second.ledger
 
 
+@pytest.mark.slow
 def test_separate_queries_keys_and_values_are_one_search(images, searches):
     model, _ = zoo.captured("hf_vit")
     calibration = Calibration(model, images)

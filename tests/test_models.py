@@ -172,6 +172,7 @@ def test_other_channels_are_refused(monkeypatch):
     assert refused(TINY, pretrained=False).startswith("timm:test_vit takes images of 1 channels")
 
 
+@pytest.mark.slow
 def test_torchvision_preprocessing():
     own = load_model("torchvision:swin_v2_t", pretrained=False).preprocessing
     assert (own.size, own.resize, own.interpolation) == ((256, 256), 260, "bicubic")
@@ -280,6 +281,7 @@ def saved(tmp_path):
     return tmp_path / "vit", model
 
 
+@pytest.mark.slow
 def test_hf_folder(saved):
     folder, model = saved
     loaded = load_model(f"hf:{folder}")
@@ -354,6 +356,7 @@ def test_hf_damaged_preprocessing(saved, content):
     assert "preprocessing" in refused(f"hf:{folder}")
 
 
+@pytest.mark.slow
 def test_hf_config_alone(tmp_path):
     vit_config(image_size=[32, 48]).save_pretrained(tmp_path)
     loaded = load_model(f"hf:{tmp_path}", pretrained=False)

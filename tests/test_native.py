@@ -42,6 +42,7 @@ def test_a_model(level, quantized, images):
     ]
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_batches_and_threads_change_nothing(quantized, images):
     many = images.repeat(3, 1, 1, 1)[:9]
@@ -55,6 +56,7 @@ def test_batches_and_threads_change_nothing(quantized, images):
     assert alone(many[:0]).shape == (0, 10)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_concurrent_calls(quantized, images):
     model = quantized.compile("native", threads=2)

@@ -181,6 +181,7 @@ def test_parts_in_order_cost_one_forward(share, computed):
     assert computed[first] == (33 if share > 1 else 37 + 37)
 
 
+@pytest.mark.slow
 def test_parts_may_be_asked_for_in_any_order_and_by_threads():
     program = MODELS["demo"]()
     expected, needs = at_once(program, [IMAGES]), needs_of(program)
@@ -220,6 +221,7 @@ class Several(nn.Module):
         return self.tail(torch.cat([first, (scores @ y).flatten(1, 2)], dim=1))
 
 
+@pytest.mark.slow
 def test_several_inputs_and_sizes_go_with_their_images():
     model = Several().eval()
     mask = torch.rand(33, 1, 32, 32, generator=torch.Generator().manual_seed(2)) < 0.7

@@ -172,6 +172,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
         Partial(path, "these")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_an_interrupted_call_ends_in_the_same_bytes(tmp_path, tiniest, images, fast, stop):
     wanted = serialise(adalog.quantize(tiniest, images, fast))

@@ -380,6 +380,7 @@ def test_the_error_of_what_was_found_is_that_of_the_products(calibration):
         assert searched.assignment.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=0.01)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
     config = with_bits("w4a4")

@@ -162,6 +162,7 @@ def refined(program, images, assigned, choices, gradients, seed):
     return refined_blocks(program, images, assigned, choices, gradients)
 
 
+@pytest.mark.slow
 def test_evolution_lowers_the_model_s_loss(calibration):
     choices = Evolution(passes=2, cycles=3)
     config = replace(Config.preset("w3a4", "fq-vit"), images=4)

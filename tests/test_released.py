@@ -339,6 +339,7 @@ def test_linear(bits, search):
     assert_points(found.right, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_linear_in_full(bits):
     left, right = linear(bits)
@@ -428,6 +429,7 @@ def test_queries_and_keys(scored, search):
     assert len(scored) == 2 * search.rounds * (search.steps if search.progressive else 1)
 
 
+@pytest.mark.slow
 @searches
 def test_attention_and_values(search):
     left, right = after_softmax(4)
@@ -461,6 +463,7 @@ def test_fixed_bases_after_softmax_have_scale_one(kind, base):
 # --- after GELU -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @searches
 @pytest.mark.parametrize("bits", [3, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (4, 6))])
 def test_fc2(bits, search):
@@ -549,6 +552,7 @@ def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images
     assert bool(torch.isfinite(result(images)).all())
 
 
+@pytest.mark.slow
 def test_unequal_bits_fold_nothing(calibration):
     config = released_config("w3a4")
     assert all(searched.assignment.fold is None for searched in calibration.search(config))

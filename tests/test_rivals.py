@@ -558,6 +558,7 @@ def test_grouped_convolutions(method):
     assert torch.equal(stored(images), model(images))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [RangeSearch((1.0, 0.99), share="mean"), ScaleSearch("squared", candidates=6)])
 @pytest.mark.parametrize("law", ["log2", pytest.param("log-sqrt2", marks=pytest.mark.slow), "twin"])
 def test_other_quantizers_go_with_either_search(calibrations, law, search):
@@ -575,6 +576,7 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
         assert deserialise(serialise(model.quantized)).config == config
 
 
+@pytest.mark.slow
 def test_methods_fold_as_they_say(calibrations):
     calibration = calibrations("timm_vit")
     reasons = {method: calibration.quantize(brief(method)).refusals for method in ("minmax", "fq-vit", "repq-vit")}

@@ -153,6 +153,7 @@ def hf_yolos():
     return model, model.vit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hf_vit, pytest.param(hf_yolos, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_the_backbone_of_a_transformers_model(make):

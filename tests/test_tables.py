@@ -217,6 +217,7 @@ def test_rows_are_measured_as_evaluate_does(bench, two_tables):
     assert first["top1"] == again["top1"]
 
 
+@pytest.mark.slow
 def test_fixops_are_counted_as_the_papers_are(bench):
     """Not by the tables of integers, whose wider products stand in no published figure."""
     calibration = Calibration(bench.model.module, bench.sample(4, 0, 1))
@@ -227,6 +228,7 @@ def test_fixops_are_counted_as_the_papers_are(bench):
     assert tables._costs(model.program, bench)["fixops"] == printed.fixops + ways < runs.fixops + ways
 
 
+@pytest.mark.slow
 def test_a_row_that_no_file_stores_is_measured(bench, monkeypatch):
     rows = (Row(("repq-vit-released",), quick("repq-vit-released"), "repq-vit"),)
     monkeypatch.setattr(paper, "TABLES", {"1": Table("one", ("method",), rows, cost=True)})
@@ -280,6 +282,7 @@ def test_an_interrupted_run_goes_on(bench, two_tables, tmp_path, monkeypatch):
     assert measured == []
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_told(bench, two_tables):
     seen = []
     tables.run(

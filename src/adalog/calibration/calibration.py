@@ -17,7 +17,7 @@ from adalog.calibration.operands import check_pinned, choices_of, formats_of, op
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
-from adalog.calibration.stages import changed_by
+from adalog.calibration.stages import changed_by, check_images
 from adalog.choices import Correction, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
@@ -143,6 +143,7 @@ class Calibration:
     ) -> list[tuple[SiteGroup, Assignment]]:
         """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
+        check_images(config.stages, self.unlabelled)
         self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
         if given and given.keys() != self._requests.keys():

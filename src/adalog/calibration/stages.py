@@ -20,6 +20,16 @@ from adalog.quantizers import Assignment
 Judge = Callable[[SiteGroup, Assignment], Assignment]  # an assignment with the SQNR that it has
 
 
+def check_images(stages: Sequence[Stage], unlabelled: Sequence[Tensor]) -> None:
+    """Raise CalibrationError where there are fewer images than a stage fits."""
+    found = len(unlabelled[0])
+    for stage in stages:
+        if isinstance(stage, Correction) and found < stage.images:
+            raise CalibrationError(
+                f"the correction fits {stage.images} images, got {found}: give more, or set Correction(images={found})"
+            )
+
+
 def changed_by(
     stage: Stage,
     program: Program,
@@ -33,16 +43,8 @@ def changed_by(
     memory: int,
     progress: Progress | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted.
-
-    Raises CalibrationError where there are fewer than the stage fits.
-    """
+    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted."""
     if isinstance(stage, Correction):
-        found = len(unlabelled[0])
-        if found < stage.images:
-            raise CalibrationError(
-                f"the correction fits {stage.images} images, got {found}: give more, or set Correction(images={found})"
-            )
         return corrected(program, take(unlabelled, range(stage.images)), assigned, stage, memory, progress)
     if isinstance(stage, BlockRefinement):
         changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
