@@ -138,7 +138,8 @@ def golden_settings() -> str:
 def executors_images() -> str:
     many, few = sorted({row["images"] for row in results("executors")["rows"]}, reverse=True)
     return (
-        f"`benchmarks/executors.py` compares executors on the bundled model's {many:,} images ({few} for what is slow)."
+        f"`benchmarks/executors.py` compares executors on the bundled model's {many:,} images ({few} for `reference` "
+        "and for float64), quantized in a run of their own."
     )
 
 

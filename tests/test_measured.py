@@ -52,13 +52,19 @@ SETTINGS: dict[str, str] = {
         - The table gives the milliseconds that our kernels take for a batch, and that time divided by each
           peer's (below 1:
         - we are faster).
-        - The peers keep 8 bits where we keep 3 or 4, which costs accuracy that depends on the model:
+        - Each channel's range behind a norm is its own, as the paper has it; `adalog` changes that above 4 bits
+          ("Folding norms" below).
+        - The rows of `adalog-paper` at W6A6 and W8A8, here and on TinyViT, were measured when it still shared one
+          range in deviations there, and those of `easyquant` before equal cosines went to the least squared error.
+        - The milliseconds are CPU time in every row; the ratios are of CPU time on one thread and of wall time on
+          several. "Error" is the relative error of the logits to the float model; that of a peer stands in brackets
+          behind its ratio.
         - The direct search runs twice:
         - equals:
         - six steps of 128 candidates and up to three rounds, as the released code has, in float32 and with
           compiled kernels.
-        - The direct search with compiled kernels is its equal, so this ratio, in bold, is what the method alone
-          saves.
+        - The direct search with compiled kernels is its equal, so this ratio, in bold, leaves only the difference
+          between the two methods.
         - Its rows with 16 images are of another processor, without instructions for bfloat16:
         - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and
@@ -79,6 +85,8 @@ SETTINGS: dict[str, str] = {
         - For your own model, pass any `nn.Module` that `torch.export` can export, and images (N, 3, H, W)
           normalised as it wants.
         - each of 1,000 photographs takes the label of the nearest of 1,000 others, one per ImageNet class.
+        - The method `adalog+` corrects weights in closed form after the search, from 128 images by default ([what
+          is measured of it](docs/measured.md)).
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
         - Weights are random here, so this table says nothing about accuracy, and the peers keep 8 bits where
           `adalog` keeps 4.

@@ -95,7 +95,8 @@ METHODS: dict[str, Method] = {
     # The paper taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), and each
     # pair of hyperparameters takes one pass of Algorithm 1 on all data.
     "adalog-paper": Method(
-        f"{_ADALOG}, to the letter",
+        f"{_ADALOG}, to the letter but for percentiles and first points from samples, overlapping patches thinned, "
+        "weights searched again once their activation is found, and the image at 8 bits, of which it says nothing",
         {
             "beyond": "saturate",
             "rounding": "log",
