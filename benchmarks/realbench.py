@@ -108,7 +108,9 @@ def main() -> None:
     def measured(bits: str, method: str, seed: int) -> dict[str, Any]:
         if seed not in calibrations:
             calibrations.clear()
-            calibrations[seed] = Calibration(bench.model, bench.calibration_images(seed), seed=seed)
+            wanted = max(Config.preset(bits, name).images_wanted for name in given.methods)
+            more = bench.calibration_images(seed, wanted)
+            calibrations[seed] = Calibration(bench.model, bench.calibration_images(seed), unlabelled=more, seed=seed)
         start = time.process_time()
         quantized = calibrations[seed].quantize(Config.preset(bits, method), jobs=given.jobs)
         seconds = time.process_time() - start

@@ -338,7 +338,7 @@ def speed_table() -> str:
     columns = [(index, batch) for index in range(len(results)) for batch in (1, 8)]
     heads = [f"{LEVELS[results[index]['level']]}, {batch} at once" for index, batch in columns]
     lines = ["| engine | error of the logits | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
-    for name in sorted(errors, key=lambda name: ("/" not in name, list(ENGINES).index(name) if name in ENGINES else 0)):
+    for name in [*(name for name in errors if "/" in name), *(name for name in ENGINES if name in errors)]:
         cells = (times[index].get((name, batch)) for index, batch in columns)
         told = ("" if value is None else f"{value:.1f} ms" for value in cells)
         lines.append(f"| {engine(name)} | {errors[name]:.2f} | {' | '.join(told)} |")
@@ -372,8 +372,8 @@ def accuracy_table() -> str:
     )
     machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}" for each in results)
     text = (
-        f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with other "
-        f"work). All are calibrated on the same 32 images; {'; '.join(tops)}."
+        f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with "
+        f"other work). All are calibrated on the same 32 images; {'; '.join(tops)}."
     )
     return "\n".join([*lines, "", text])
 

@@ -13,6 +13,7 @@ import adalog
 from adalog import Calibration, CalibrationError, Config, Correction, QuantizedModel, Search
 from adalog.calibration.compensate import (
     Moments,
+    _held,
     _in_turn,
     _least_squares,
     _swept,
@@ -240,6 +241,36 @@ def test_what_has_no_codes_stays(pool, searched):
         assert other.left is one.left
 
 
+@pytest.mark.parametrize("images", [1, 3, 5])
+def test_few_images_are_enough(pool, searched, images):
+    calibration, before = searched
+    for _, found in corrected(calibration.program, [pool[:images]], before, Correction(images)):
+        assert found.bias is None or bool(torch.isfinite(found.bias).all())
+
+
+def test_inputs_that_never_change_move_the_bias_alone():
+    """Their moments about the mean are zero but for rounding, and so nothing is known of the weight."""
+    rows, start = torch.full((1, 50, 6), 100.1) + 1e-7 * normal(1, 50, 6), normal(1, 3, 6, seed=1)
+    moments = Moments.of(rows, rows @ start.mT)
+    centred = moments.about(*moments.means())
+    for ridge in (0.1, math.inf):
+        form, target = _target(centred, start, ridge, 1e-10 * 50 * moments.means()[0].square().mean(1))
+        assert torch.allclose(target, start, atol=0.02)
+        codes, quantizer = rounded(target, form, levels(1, 3))
+        assert bool(torch.isfinite(quantizer.dequantize(codes)).all())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_held_rows_are_those_of_whole_images(searched, dim):
+    """Also where tokens come first and images second, as in attention that wants its sequences so."""
+    group = next(group for group in searched[0].groups if group.first.role == "linear")
+    images = torch.arange(8.0).unflatten(0, (8, 1) if dim == 0 else (1, 8))[..., None]
+    values = images.expand(*(8 if index == dim else 5 for index in range(2)), 3)
+    held = _held(group, values, (dim, 1), 0, 40)
+    assert set(values[..., 0].flatten()[held].tolist()) == {3.0, 7.0}
+    assert int(held.sum()) == 10
+
+
 def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, Correction(24, ridge=False, compensate=False))
@@ -305,8 +336,8 @@ def test_too_few_images_are_refused(tiniest, pool):
 
 def test_stages_are_written_as_format_3_has_them():
     """None, one object, or a list: earlier files have the first two."""
-    some = (Correction(images=8), adalog.Evolution(passes=2))
-    for stages, told in ((), None), (some[:1], "correction"), (some, ["correction", "evolution"]):
+    some = (adalog.Evolution(passes=2), Correction(images=8))
+    for stages, told in ((), None), (some[1:], "correction"), (some, ["evolution", "correction"]):
         config = Config(stages=stages)
         fields = json.loads(config.to_json())["refine"]
         kinds = [each["kind"] for each in fields] if isinstance(fields, list) else fields and fields["kind"]
@@ -314,6 +345,8 @@ def test_stages_are_written_as_format_3_has_them():
         assert Config.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match=r"stages = \[\] is not a tuple of stages"):
         Config(stages=[])
+    with pytest.raises(ValueError, match="a Correction is the last stage"):
+        Config(stages=some[::-1])
     assert Config.preset("w2a2", "adalog+").fitting(1024).images_wanted == 1024
     with pytest.raises(ValueError, match="no stage fits any: choose the method adalog"):
         Config().fitting(64)

@@ -248,6 +248,8 @@ STAGE_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evolution
 def check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
+    if any(isinstance(stage, Correction) for stage in stages[:-1]):
+        raise ValueError("a Correction is the last stage: others judge what they change beside exact inputs")
 
 
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory, size_in_bytes
 from adalog.graph.program import Program, Ref
 from adalog.graph.sites import Block
-from adalog.graph.tracing import trace
+from adalog.graph.tracing import Axis, trace
 
 
 class Blocks:
@@ -35,7 +35,20 @@ class Blocks:
     made from the images, or `restore` the input of that block. memory: None for no limit.
     """
 
-    def __init__(self, program: Program, images: Sequence[Tensor], blocks: Sequence[Block], memory: int | None = None):
+    def __init__(
+        self,
+        program: Program,
+        images: Sequence[Tensor],
+        blocks: Sequence[Block],
+        memory: int | None = None,
+        *,
+        like: "Blocks | None" = None,
+    ):
+        """like: blocks of the float program, which say what keeps its images apart in this quantized one too.
+
+        In a quantized program one code at a threshold would look as if images were mixed. Its blocks are changed in
+        order, so the inputs of later ones are not made along.
+        """
         self.blocks = tuple(blocks)
         self._batches = Batches(program, images)
         self._count = self._batches.count
@@ -43,8 +56,10 @@ class Blocks:
         names = [block.value_in for block in blocks if block.value_in not in program.inputs]
         self._bytes = {name: size_in_bytes(shapes[name]) for name in names}
         self._held: Chunk = {}
-        self._apart: set[str] = set(program.inputs)  # values that keep their images apart
-        self._mixed: set[str] = set()  # values that do not, or of which it is not known
+        self._ahead = like is None
+        # Values that keep their images apart; values that do not, or of which it is not known.
+        self._apart: set[str] = set(program.inputs) if like is None else like._apart
+        self._mixed: set[str] = set() if like is None else like._mixed
         peak = _peak(program, shapes)
         self._all_fit = memory is None or sum(self._bytes.values()) + peak <= memory
         self._limit = 0 if memory is None else memory * 3 // 8
@@ -56,6 +71,10 @@ class Blocks:
     def count(self) -> int:
         """The number of images."""
         return self._count
+
+    def axis(self, name: str) -> Axis:
+        """The axis of images of a value, where its shapes tell it."""
+        return self._batches.axes.get(name)
 
     def cut(self, number: int, program: Program | None = None, count: int | None = None) -> Program:
         """The program of a block alone, which takes the model's inputs and, unless it is the first, the block's input.
@@ -86,7 +105,7 @@ class Blocks:
         if name not in self._held:
             source = self._source(number)
             later = [block.value_in for block in self.blocks[number + 1 :]]
-            made = self.run(source, [name, *(later if self._all_fit else ())])
+            made = self.run(source, [name, *(later if self._all_fit and self._ahead else ())])
             if not self._all_fit and self._bytes[name] > self._limit:
                 return {**images, name: made[name]}
             self._held = {**(self._held if self._all_fit else {}), **made}
@@ -107,8 +126,12 @@ class Blocks:
 
     def keeps_apart(self, number: int, names: Collection[str], program: Program | None = None) -> bool:
         """Whether these values of a block, and its input, can be made in batches of images. program: as of `run`."""
-        source = self._source(number)
-        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(source, names, program)
+        if self._count < 2:
+            return False
+        source, given = self._source(number), self.blocks[number].value_in
+        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(
+            source, [given, *names], program
+        )
 
     @torch.no_grad()
     def streamed(

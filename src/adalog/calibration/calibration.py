@@ -172,7 +172,7 @@ class Calibration:
                 self._shared,
                 lambda group, assignment: self._judged(group, assignment, config),
                 seed=self.seed,
-                memory=self._memory,
+                memory=self._memory // 2,
                 progress=progress,
             )
         if progress is not None:

@@ -34,6 +34,10 @@ _HELD_OUT = 4
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 # Where the weight itself is not fitted, this share of the mean variance keeps the inputs' moments definite.
 _DAMPING = 1e-2
+# Inputs whose variance is below this share of their mean square are constant but for rounding.
+_ROUNDING = 1e-10
+# The bytes that the patches of a convolution may take at a time.
+_PATCHES = 2**26
 # How often all codes are gone through once more, at most.
 _SWEEPS = 4
 
@@ -105,7 +109,7 @@ def corrected(
     share = None if memory is None else memory // 2
     blocks = find_blocks(program)
     floats = Blocks(program, images, blocks, share)
-    quantized = Blocks(rewritten(program, current), images, blocks, share)
+    quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
     done = 0
     for number, block in enumerate(blocks):
@@ -115,8 +119,10 @@ def corrected(
                 continue
             if assignment.right is not None and group.first.role in ("linear", "conv"):
                 whole = rewritten(program, current)
-                fit, held = _moments(floats, quantized, number, group, whole)
-                current[index] = group, _refitted(program, group, assignment, fit, held, choices)
+                current[index] = (
+                    group,
+                    _refitted(program, group, assignment, _seen(floats, quantized, number, group, whole), choices),
+                )
             done += 1
             if progress is not None:
                 progress(done, len(current), f"{group.name} corrected")
@@ -124,45 +130,75 @@ def corrected(
     return current
 
 
-def _moments(
-    floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, program: Program
-) -> tuple[Moments, Moments | None]:
-    """The moments of a group's rows: of the images that are fitted, and of those held out."""
+@dataclass(frozen=True)
+class _Seen:
+    """The moments of a group's rows about an origin, (G, K) and (G, O): of the images that are fitted, and held out."""
+
+    fit: Moments
+    held: Moments | None
+    origin: tuple[Tensor, Tensor]
+
+
+def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, program: Program) -> _Seen:
+    """What a group's sites read in the quantized network, and are to put out, over all images.
+
+    Every fourth image is held out, unless there are few, or images cannot be told apart.
+    """
     nodes = {node.name: node for node in program.nodes}
-    read = nodes[group.first.node.name].args[0].name
-    outputs = [site.node.name for site in group.sites]
-    origin: tuple[Tensor, Tensor] | None = None
-    sums: list[Moments | None] = [None, None]
-    first = 0
-    total = floats.count
-    for wanted, given in _paired(floats, quantized, number, outputs, read, program):
-        x, y = rows_of(group, given, wanted, program)
-        if origin is None:
-            origin = x.mean(1), y.mean(1)
-        x, y = x - origin[0][:, None], y - origin[1][:, None]
-        images = min(quantized.batch, total - first)
-        numbers = torch.arange(first, first + images, device=x.device)
-        held = (numbers % _HELD_OUT == _HELD_OUT - 1).repeat_interleave(x.shape[1] // images)
-        for index, chosen in enumerate((~held, held) if total > _HELD_OUT else (held | True,)):
-            if bool(chosen.any()):
-                part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
-                sums[index] = part if before is None else before + part
-        first += images
-    assert origin is not None
-    assert sums[0] is not None
-    back = tuple(-value.double() for value in origin)
-    return sums[0].about(*back), None if sums[1] is None else sums[1].about(*back)
-
-
-def _paired(
-    floats: Blocks, quantized: Blocks, number: int, outputs: Sequence[str], read: str, program: Program
-) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """What a group's sites put out in the float network and read in the quantized one, by batches of images."""
-    apart = floats.keeps_apart(number, outputs) and quantized.keeps_apart(number, [read], program)
+    read, outputs = nodes[group.first.node.name].args[0].name, [site.node.name for site in group.sites]
+    apart = floats.keeps_apart(number, [group.first.left, *outputs])
+    axis = floats.axis(group.first.left) if apart and floats.count > _HELD_OUT else None
     wanted = floats.streamed(number, outputs, apart=apart)
     given = quantized.streamed(number, [read], program, apart=apart)
+    sums: list[Moments | None] = [None, None]
+    origin: tuple[Tensor, Tensor] | None = None
+    first = 0
     for one, other in zip(wanted, given, strict=True):
-        yield [one[name] for name in outputs], other[read]
+        for inputs, targets in _pieces(group, other[read], [one[name] for name in outputs], program):
+            x, y = rows_of(group, inputs, targets, program)
+            x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
+            if origin is None:
+                origin = x.mean(1), y.mean(1)
+            held = _held(group, inputs, axis, first, x.shape[1])
+            first += 0 if axis is None else inputs.shape[axis[0]] // axis[1]
+            x, y = x - origin[0][:, None], y - origin[1][:, None]
+            for index, chosen in enumerate((~held, held)):
+                if bool(chosen.any()):
+                    part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
+                    sums[index] = part if before is None else before + part
+    assert origin is not None
+    fit, rest = sums
+    if fit is None:
+        fit, rest = rest, None
+    assert fit is not None
+    return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
+
+
+def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
+    """Which rows are of images that are held out: (rows,). axis: of the images; first: the number of the first one."""
+    if axis is None:
+        return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
+    dim, each = axis
+    numbers = first + torch.arange(inputs.shape[dim], device=inputs.device) // each
+    held = numbers % _HELD_OUT == _HELD_OUT - 1
+    if group.first.role == "conv":
+        return held.repeat_interleave(rows // len(held))
+    shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
+    return held.reshape(shape).expand(inputs.shape[:-1]).flatten()
+
+
+def _pieces(
+    group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Program
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Inputs and outputs of a batch, in pieces whose patches take little memory; a linear's are whole."""
+    if group.first.role == "linear":
+        yield x, list(outputs)
+        return
+    taps = math.prod(program.tensors[group.first.right].shape[2:])
+    size = max(1, _PATCHES // max(1, taps * x[0].numel() * x.element_size()))
+    for start in range(0, len(x), size):
+        part = x[start : start + size]
+        yield part, [value[start : start + size] for value in outputs]
 
 
 def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Program) -> tuple[Tensor, Tensor]:
@@ -179,14 +215,9 @@ def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Pro
 
 
 def _refitted(
-    program: Program,
-    group: SiteGroup,
-    assignment: Assignment,
-    fit: Moments,
-    held: Moments | None,
-    choices: Correction,
+    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction
 ) -> Assignment:
-    """The assignment of a group with the codes, scales and bias that fit these moments."""
+    """The assignment of a group with the codes, scales and bias that fit what was seen."""
     right = assignment.right
     weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
     if assignment.fold is not None:
@@ -194,30 +225,31 @@ def _refitted(
     if isinstance(right, UniformQuantizer):
         right = QuantizedTensor.nearest(weight.reshape(_shape(right, weight)), right)
     assert isinstance(right, QuantizedTensor)
-    groups = len(fit.x)
-    both = fit if held is None else fit + held
-    mean_x, mean_y = both.means()
-    whole = both.about(mean_x, mean_y)
+    groups, held = len(seen.fit.x), seen.held
+    both = seen.fit if held is None else seen.fit + held
+    means = both.means()
+    whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    ridge = math.inf if not choices.ridge else 1e-2 if held is None else chosen_ridge(fit, held, start)
+    ridge = math.inf if not choices.ridge else 1e-2 if held is None else chosen_ridge(seen.fit, held, start)
     if held is not None:
-        ridge *= fit.count / both.count
-    moments, target = _target(whole, start, ridge)
+        ridge *= seen.fit.count / both.count
+    form, target = _target(whole, start, ridge, _ROUNDING * both.count * mean_x.square().mean(1))
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
-        codes, levels = rounded(target, moments, levels)
+        codes, levels = rounded(target, form, levels)
     elif choices.ridge:
         codes = levels.quantize(target)
     else:
         codes = right.codes.double().reshape(start.shape)
-    found = levels.dequantize(codes)
+    shape, dtype = right.codes.shape, right.quantizer.scale.dtype
+    stored = QuantizedTensor(
+        codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
+    )
+    found = stored.dequantize().double().reshape(start.shape)
     bias = (mean_y - (found @ mean_x[..., None])[..., 0]).flatten()
     noise, power = float(whole.error(found).sum()), float(whole.yy.sum())
-    dtype, shape = weight.dtype, right.codes.shape
-    scale = levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
-    stored = QuantizedTensor(codes.to(torch.uint8).reshape(shape), scale)
     sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
-    return replace(assignment, right=stored, bias=bias.to(dtype), sqnr=sqnr)
+    return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
 
 def _shape(quantizer: UniformQuantizer, weight: Tensor) -> tuple[int, ...]:
@@ -237,9 +269,14 @@ def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     return min(_RIDGES, key=error)
 
 
-def _target(moments: Moments, start: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The quadratic form whose least value is wanted, (G, K, K), and the weight, (G, O, K), that has it."""
-    variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """The quadratic form whose least value is wanted, (G, K, K), and the weight, (G, O, K), that has it.
+
+    floor: (G,), a variance below which inputs count as constant but for rounding.
+    """
+    variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1)
+    variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
+    variance = torch.where(variance > 0, variance, 1.0)
     unit = torch.eye(start.shape[2], dtype=torch.float64, device=start.device)
     if math.isinf(ridge):
         return moments.xx + _DAMPING * variance[:, None, None] * unit, start
@@ -261,12 +298,12 @@ def rounded(target: Tensor, form: Tensor, levels: UniformQuantizer) -> tuple[Ten
         codes = _swept(target, form, codes, levels)
         if torch.equal(codes, before):
             break
-    return codes, levels
+    return codes, _least_squares(target, form, codes, levels)
 
 
 def _in_turn(target: Tensor, form: Tensor, levels: UniformQuantizer) -> Tensor:
     """Codes chosen column by column, those that matter most first; each hands its error to the columns that follow."""
-    order = form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True)
+    order = form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(sorted_form))
     factor = torch.linalg.cholesky(inverse).mT  # upper triangular: inverse = factor^T factor
