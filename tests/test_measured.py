@@ -88,8 +88,6 @@ SETTINGS: dict[str, str] = {
         - The method `adalog+` corrects weights in closed form after the search, from 128 images by default ([what
           is measured of it](docs/measured.md)).
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
-        - Weights are random here, so this table says nothing about accuracy, and the peers keep 8 bits where
-          `adalog` keeps 4.
         - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AVX2, AVX-512-VNNI or
           AMX; there are no ARM kernels); `.compile("torch")` does so with PyTorch's products, wherever PyTorch
           runs.
