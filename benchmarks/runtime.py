@@ -80,7 +80,8 @@ class Made:
     weight_bytes: int
 
     def logits(self, images: Tensor) -> Tensor:
-        return torch.as_tensor(self.run(self.take(images))).float()
+        """A copy: some engines write every answer to the same memory."""
+        return torch.as_tensor(self.run(self.take(images))).float().clone()
 
 
 @dataclass(frozen=True)
