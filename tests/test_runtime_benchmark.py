@@ -151,3 +151,22 @@ def test_a_measurement_tells_the_sources_it_was_made_with(tmp_path, monkeypatch)
         keys.append(version.source_hash.__wrapped__())
     assert len(set(keys[:3])) == 3
     assert keys[2] == keys[3]
+
+
+def test_answers_that_share_their_memory_are_told_apart(tiniest, monkeypatch):
+    """An engine that writes every answer to the same place is judged like one that does not."""
+    monkeypatch.setattr(runtime.library, "levels", list)
+    place = torch.zeros(1, 10)
+
+    def shares(model, files, images, threads):
+        return runtime.Made(lambda given: place.copy_(model(given)), lambda given: given, None, 0)
+
+    monkeypatch.setitem(runtime.PEERS, "openvino", ((), shares))
+    images = noise(5, seed=3)
+
+    def classes(network, batch):
+        return torch.cat([network(one) for one in images.split(batch)])[:, 0].argsort()  # tells all images apart
+
+    case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2), classes, torch.zeros(5))
+    result = runtime.compare(case, bits=["w4a4"], batches=[1], peers=["openvino"], threads=1, seconds=0)
+    assert result["accuracy"]["openvino"]["agreement"] == 1
