@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w8a8", "w6a6", "w4a4", "w3a3"])
     parser.add_argument("--methods", nargs="+", default=["adalog", "uniform"], choices=METHODS)
-    parser.add_argument("--seeds", type=int, default=1, help="number of draws of calibration images")
+    parser.add_argument("--seed", type=int, default=0, help="that of the first draw of calibration images")
+    parser.add_argument("--seeds", type=int, default=1, help="number of draws")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "realbench.json")
@@ -109,8 +110,8 @@ def main() -> None:
         if seed not in calibrations:
             calibrations.clear()
             wanted = max(Config.preset(bits, name).images_wanted for name in given.methods)
-            more = bench.calibration_images(seed, wanted)
-            calibrations[seed] = Calibration(bench.model, bench.calibration_images(seed), unlabelled=more, seed=seed)
+            images = bench.calibration_images(seed, wanted)
+            calibrations[seed] = Calibration(bench.model, images[:IMAGES], unlabelled=images, seed=seed)
         start = time.process_time()
         quantized = calibrations[seed].quantize(Config.preset(bits, method), jobs=given.jobs)
         seconds = time.process_time() - start
@@ -135,7 +136,8 @@ def main() -> None:
         }
 
     rows: list[dict[str, Any]] = []
-    for seed, bits, method in product(range(given.seeds), given.bits, given.methods):
+    seeds = range(given.seed, given.seed + given.seeds)
+    for seed, bits, method in product(seeds, given.bits, given.methods):
         config = Config.preset(bits, method).to_json()
         key = {**data, "config": config, "seed": seed, "calibration_images": IMAGES}
         rows.append(finished(f"{bits}-{method}-{seed}", key, partial(measured, bits, method, seed)))
@@ -148,7 +150,8 @@ def main() -> None:
         "fp32": {"top1": float_score.top1.value, "low": float_score.top1.low, "high": float_score.top1.high},
         "queries": len(bench.truth),
         "calibration_images": IMAGES,
-        "seeds": list(range(given.seeds)),
+        "seed": given.seed,
+        "seeds": list(seeds),
         "rows": rows,
         "machine": machine(),
     }

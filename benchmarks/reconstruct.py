@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -103,7 +103,7 @@ def main() -> None:
             choices = Correction(images=images)
             assigned = corrected(calibration.program, [case.drawn(images, seed)], assigned, choices)
             seconds = time.process_time() - start
-        model = QuantizedModel(calibration.finished(assigned, replace(Config.preset(bits))))
+        model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
         answers = case.classes(runs, at_once)
         result = score(answers, case.labels, reference)

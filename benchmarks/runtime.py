@@ -13,7 +13,7 @@ over the peer's: CPU time on one thread, wall time on several ("by").
 the same 32 images, ours by the search as it comes; "accuracy" has the top-1 of each, and its agreement with the float
 model, on 2,000 and 1,000 images, at the largest batch. A timm model has random weights, unless --pretrained. Images are
 noise then, the peers get eight of them, and our search is short, since values do not change the time except through the
-widths of the tables, which calibration chooses ("tables"). Its errors therefore say what the bits cost at most.
+widths of the tables, which calibration chooses ("tables"). A whole search may leave smaller errors.
 
 Install the peers with `pip install -e ".[timm,peers]"`; what is not installed is listed in "absent". With several
 threads each run comes after a rest, in which the threads of the run before stop spinning; while ours run, PyTorch has

@@ -5,20 +5,19 @@
 With --check nothing is written; the exit code is 1 if a table is out of date.
 """
 
-from benchmarks.publish import RESULTS
+from benchmarks.publish import RESULTS, ROOT
 
 import json
 import re
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from statistics import mean, median, stdev
 from typing import Annotated, Any
 
 import typer
 
 from adalog.methods import labelled
 from adalog.study.markdown import markdown
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def demo_table() -> str:
@@ -95,21 +94,41 @@ def cost_table() -> str:
     return "\n".join(lines)
 
 
+def real_rows(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of realbench.json by bits and method, those of all draws together."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["bits"], row["method"]), []).append(row)
+    return found
+
+
+def share_text(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """A share in percent: its mean, and its standard deviation where there are several draws."""
+    values = [100 * row[name] for row in rows]
+    return f"{mean(values):.1f}{f' ± {stdev(values):.1f}' if len(values) > 1 else ''} %"
+
+
+def draws_text(result: dict[str, Any]) -> str:
+    """Which draws of calibration images realbench.json has."""
+    seeds = result.get("seeds", [result["seed"]])
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"mean ± standard deviation over {len(seeds)} draws"
+
+
 def real_table() -> str:
     """Top-1 of every method at every width on the real images of realbench.json, a row per method."""
     result = json.loads((RESULTS / "realbench.json").read_text())
-    fp32, top1 = result["fp32"], {(row["method"], row["bits"]): row["top1"] for row in result["rows"]}
-    bits, methods = (list(dict.fromkeys(row[key] for row in result["rows"])) for key in ("bits", "method"))
+    fp32, found = result["fp32"], real_rows(result)
+    bits, methods = (list(dict.fromkeys(key[index] for key in found)) for index in (0, 1))
     lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
     for method in methods:
         strong = "**" if method == "adalog" else ""
-        found = (top1.get((method, width)) for width in bits)
-        cells = (labelled(method), *("" if value is None else f"{100 * value:.1f} %" for value in found))
+        rows = (found.get((width, method)) for width in bits)
+        cells = (labelled(method), *("" if each is None else share_text(each, "top1") for each in rows))
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in cells) + " |")
     note = (
         f"Top-1 on {result['queries']:,} images; full precision has {100 * fp32['top1']:.1f} % (95 % interval "
         f"{100 * fp32['low']:.1f} to {100 * fp32['high']:.1f}). {result['calibration_images']} unlabelled images "
-        f"calibrate (seed {result['seed']}), and nothing is trained. Figures: `benchmarks/results/realbench.json`; "
+        f"calibrate ({draws_text(result)}), and nothing is trained. Figures: `benchmarks/results/realbench.json`; "
         "McNemar's tests, seconds and the worst sites: [measured](docs/measured.md)."
     )
     return "\n".join([*lines, "", note])
@@ -123,29 +142,30 @@ def realbench_table() -> str:
     lines = [f"| {heads} |", "|---" * 8 + "|"]
     interval = f"{100 * fp32['top1']:.1f} % ({100 * fp32['low']:.1f}-{100 * fp32['high']:.1f})"
     lines.append(f"| fp32 | | {interval} | | | | | |")
-    for row in result["rows"]:
-        lost, beside = 100 * (fp32["top1"] - row["top1"]), row["mcnemar_p_adalog"]
-        cells = (row["bits"].upper(), labelled(row["method"]), f"{100 * row['top1']:.1f} %", f"{lost:.1f}")
-        cells += (f"{100 * row['agreement']:.1f} %", f"{row['mcnemar_p']:.2g}")
-        cells += ("" if beside is None else f"{beside:.2g}", f"{row['seconds']:.0f}")
+    for (bits, method), rows in real_rows(result).items():
+        lost = 100 * (fp32["top1"] - mean(row["top1"] for row in rows))
+        beside = [row["mcnemar_p_adalog"] for row in rows if row["mcnemar_p_adalog"] is not None]
+        cells = (bits.upper(), labelled(method), share_text(rows, "top1"), f"{lost:.1f}")
+        cells += (share_text(rows, "agreement"), f"{median(row['mcnemar_p'] for row in rows):.2g}")
+        cells += (f"{median(beside):.2g}" if beside else "", f"{mean(row['seconds'] for row in rows):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
+    several = ", of several draws the median" if len(result.get("seeds", [])) > 1 else ""
     note = (
-        f"{result['queries']:,} queries, {result['calibration_images']} support images for calibration, seed "
-        f"{result['seed']}, torch {result['machine']['torch']}; p: McNemar's exact test beside full precision "
-        "and beside adalog at the same bits; figures: `benchmarks/results/realbench.json`."
+        f"{result['queries']:,} queries, {result['calibration_images']} support images for calibration, "
+        f"{draws_text(result)}, torch {result['machine']['torch']}; p: McNemar's exact test beside full precision "
+        f"and beside adalog at the same bits{several}; figures: `benchmarks/results/realbench.json`."
     )
     return "\n".join([*lines, "", note])
 
 
 def realbench_sites_table() -> str:
     """The sites with the least SQNR under adalog, at each of the bits of realbench.json."""
-    rows = json.loads((RESULTS / "realbench.json").read_text())["rows"]
+    found = real_rows(json.loads((RESULTS / "realbench.json").read_text()))
     lines = ["| bits | mean SQNR [dB] | the five sites with the least |", "|---|---|---|"]
-    for row in (row for row in rows if row["method"] == "adalog"):
+    for row in (rows[0] for (_, method), rows in found.items() if method == "adalog"):  # of the first draw
         worst = sorted(row["sqnr"], key=row["sqnr"].__getitem__)[:5]
         told = ", ".join(f"{site} {row['sqnr'][site]:.1f} ({row['left'][site]})" for site in worst)
-        mean = sum(row["sqnr"].values()) / len(row["sqnr"])
-        lines.append(f"| {row['bits'].upper()} | {mean:.1f} | {told} |")
+        lines.append(f"| {row['bits'].upper()} | {mean(row['sqnr'].values()):.1f} | {told} |")
     return "\n".join(lines)
 
 

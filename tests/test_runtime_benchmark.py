@@ -1,6 +1,6 @@
 """The kernels beside their peers, as `benchmarks/runtime.py` compares them, and how results are published."""
 
-from benchmarks import publish, runtime
+from benchmarks import publish, runtime, tables
 
 import json
 import subprocess
@@ -170,3 +170,26 @@ def test_answers_that_share_their_memory_are_told_apart(tiniest, monkeypatch):
     case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2), classes, torch.zeros(5))
     result = runtime.compare(case, bits=["w4a4"], batches=[1], peers=["openvino"], threads=1, seconds=0)
     assert result["accuracy"]["openvino"]["agreement"] == 1
+
+
+def test_rows_of_several_draws_are_told_by_their_mean(tmp_path, monkeypatch):
+    """One draw is told as it is."""
+    share = {"bits": "w4a4", "method": "adalog", "agreement": 0.5, "mcnemar_p": 0.04, "mcnemar_p_adalog": None}
+    rows = [{**share, "seed": seed, "top1": top1, "seconds": 10.0} for seed, top1 in ((0, 0.3), (1, 0.32))]
+    whole = {
+        "fp32": {"top1": 0.6, "low": 0.57, "high": 0.63},
+        "queries": 1000,
+        "calibration_images": 32,
+        "seed": 0,
+        "machine": {"torch": "2"},
+    }
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for seeds, top1, lost, told in (
+        ([0], "30.0 %", "30.0", "seed 0"),
+        ([0, 1], "31.0 ± 1.4 %", "29.0", "mean ± standard deviation over 2 draws"),
+    ):
+        found = {**whole, "seeds": seeds, "rows": rows[: len(seeds)]}
+        (tmp_path / "realbench.json").write_text(json.dumps(found))
+        assert f"| **adalog** | **{top1}** |" in tables.real_table()
+        assert f"({told})" in tables.real_table()
+        assert f"| W4A4 | adalog | {top1} | {lost} |" in tables.realbench_table()

@@ -133,19 +133,22 @@ class Config:
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)
 
     def fitting(self, images: int) -> "Config":
-        """These choices with so many images for the stages that fit weights. Raises ValueError if there is none."""
-        if not any(isinstance(stage, Correction) for stage in self.stages):
+        """These choices with so many images for the stage that fits weights. Raises ValueError if there is none."""
+        last = self.stages[-1] if self.stages else None
+        if not isinstance(last, Correction):
             raise ValueError(f"{images} images are to be fitted, but no stage fits any: choose the method adalog+")
-        stages = [
-            dataclasses.replace(stage, images=images) if isinstance(stage, Correction) else stage
-            for stage in self.stages
-        ]
-        return dataclasses.replace(self, stages=tuple(stages))
+        return dataclasses.replace(self, stages=(*self.stages[:-1], dataclasses.replace(last, images=images)))
+
+    @property
+    def images_fitted(self) -> int:
+        """How many images the last stage fits; 0 if it fits none, as all others do."""
+        last = self.stages[-1] if self.stages else None
+        return last.images if isinstance(last, Correction) else 0
 
     @property
     def images_wanted(self) -> int:
-        """How many images the search, and the stages that fit more, take in all."""
-        return max([self.images, *(stage.images for stage in self.stages if isinstance(stage, Correction))])
+        """How many images the search and the stages take in all."""
+        return max(self.images, self.images_fitted)
 
     @property
     def bits(self) -> str:

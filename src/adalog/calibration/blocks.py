@@ -51,7 +51,7 @@ class Blocks:
         """
         self.blocks = tuple(blocks)
         self._batches = Batches(program, images)
-        self._count = self._batches.count
+        self.count = self._batches.count
         shapes = trace(program, images)
         names = [block.value_in for block in blocks if block.value_in not in program.inputs]
         self._bytes = {name: size_in_bytes(shapes[name]) for name in names}
@@ -63,14 +63,9 @@ class Blocks:
         peak = _peak(program, shapes)
         self._all_fit = memory is None or sum(self._bytes.values()) + peak <= memory
         self._limit = 0 if memory is None else memory * 3 // 8
-        self.batch = self._count
+        self.batch = self.count
         if memory is not None and not self._all_fit:
-            self.batch = min(self._count, max(1, memory * self._count // (4 * max(peak, 1))))
-
-    @property
-    def count(self) -> int:
-        """The number of images."""
-        return self._count
+            self.batch = min(self.count, max(1, memory * self.count // (4 * max(peak, 1))))
 
     def axis(self, name: str) -> Axis:
         """The axis of images of a value, where its shapes tell it."""
@@ -83,7 +78,7 @@ class Blocks:
         number of images that it is to take; all, if not given. It may be run with gradients.
         """
         block = self.blocks[number]
-        fixed = self._batches.sizes(count or self._count)
+        fixed = self._batches.sizes(count or self.count)
         return cut(program or self._batches.program, [block.value_in], Ref(block.value_out), fixed)
 
     def nodes(self, number: int) -> Program:
@@ -118,20 +113,18 @@ class Blocks:
         whole = name in self._batches.images or name in self._held or self._all_fit
         if whole or self._bytes[name] <= self._limit or not self._splits(self._source(number), [name]):
             chunk = self.inputs(number)
-            yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self._count)
+            yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self.count)
             return
         for chunk in self._batches.split(self._source(number), self.batch):
             inputs = {key: chunk[key] for key in self._batches.images}
             yield {**inputs, **self._batches.run(chunk, [name])}
 
-    def keeps_apart(self, number: int, names: Collection[str], program: Program | None = None) -> bool:
-        """Whether these values of a block, and its input, can be made in batches of images. program: as of `run`."""
-        if self._count < 2:
+    def keeps_apart(self, number: int, names: Collection[str]) -> bool:
+        """Whether these values of a block, and its input, can be made in batches of images."""
+        if self.count < 2:
             return False
-        source, given = self._source(number), self.blocks[number].value_in
-        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(
-            source, [given, *names], program
-        )
+        source, names = self._source(number), [self.blocks[number].value_in, *names]
+        return self._keep_apart(self._batches.images, source, None) and self._keep_apart(source, names, None)
 
     @torch.no_grad()
     def streamed(
@@ -142,8 +135,7 @@ class Blocks:
         apart: what `keeps_apart` says of these values. program: as of `run`.
         """
         for chunk in self.batches(number) if apart else [self.inputs(number)]:
-            for part in self._batches.split(chunk, self.batch if apart else self._count):
-                yield self._batches.run(part, names, program)
+            yield self._batches.run(chunk, names, program)
 
     @torch.no_grad()
     def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:
@@ -164,7 +156,7 @@ class Blocks:
                     continue
                 dim, each = axis
                 if name not in result:
-                    result[name] = value.new_empty((*value.shape[:dim], each * self._count, *value.shape[dim + 1 :]))
+                    result[name] = value.new_empty((*value.shape[:dim], each * self.count, *value.shape[dim + 1 :]))
                 result[name].narrow(dim, before * each, value.shape[dim]).copy_(value)
             before += self._batches.count_of(chunk)
         return result
@@ -188,7 +180,7 @@ class Blocks:
 
     def _splits(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
         """Whether values may be given, and others made of them, in batches; new ones are tried on two images."""
-        if self.batch >= self._count:
+        if self.batch >= self.count:
             return False
         return self._keep_apart(self._batches.images, given, None) and self._keep_apart(given, names, program)
 

@@ -18,7 +18,7 @@ from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import changed_by, check_images
-from adalog.choices import Correction, Search
+from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import batched, capture, take
@@ -143,7 +143,7 @@ class Calibration:
     ) -> list[tuple[SiteGroup, Assignment]]:
         """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
-        check_images(config.stages, self.unlabelled)
+        check_images(config, self.unlabelled)
         self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
         if given and given.keys() != self._requests.keys():
@@ -189,9 +189,9 @@ class Calibration:
             if choices != config and choices.activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
-        fitted = max((stage.images for stage in config.stages if isinstance(stage, Correction)), default=0)
-        if fitted:
-            provenance |= {"fitted": digest(take(self.unlabelled, range(fitted))), "fitted_images": fitted}
+        if config.images_fitted:
+            fitted = take(self.unlabelled, range(config.images_fitted))
+            provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned))
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)

@@ -32,6 +32,8 @@ from adalog.quantizers import Assignment, QuantizedTensor, UniformQuantizer
 _HELD_OUT = 4
 # Strengths of the ridge that are tried, as shares of the inputs' mean variance; the weight stays as it is by the last.
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
+# The strength where no image is held out to choose it.
+_RIDGE = 1e-2
 # Where the weight itself is not fitted, this share of the mean variance keeps the inputs' moments definite.
 _DAMPING = 1e-2
 # Inputs whose variance is below this share of their mean square are constant but for rounding.
@@ -166,10 +168,8 @@ def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, prog
                 if bool(chosen.any()):
                     part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
                     sums[index] = part if before is None else before + part
+    fit, rest = sums  # the first image is never held out
     assert origin is not None
-    fit, rest = sums
-    if fit is None:
-        fit, rest = rest, None
     assert fit is not None
     return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
 
@@ -230,9 +230,9 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    ridge = math.inf if not choices.ridge else 1e-2 if held is None else chosen_ridge(seen.fit, held, start)
-    if held is not None:
-        ridge *= seen.fit.count / both.count
+    ridge = math.inf if not choices.ridge else _RIDGE
+    if choices.ridge and held is not None:
+        ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
     form, target = _target(whole, start, ridge, _ROUNDING * both.count * mean_x.square().mean(1))
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:

@@ -11,6 +11,7 @@ from adalog.calibration.evolution import evolved
 from adalog.calibration.schedule import Progress
 from adalog.calibration.shared import Shared
 from adalog.choices import BlockRefinement, Correction, Stage
+from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import take
 from adalog.graph.program import Program
@@ -20,14 +21,13 @@ from adalog.quantizers import Assignment
 Judge = Callable[[SiteGroup, Assignment], Assignment]  # an assignment with the SQNR that it has
 
 
-def check_images(stages: Sequence[Stage], unlabelled: Sequence[Tensor]) -> None:
-    """Raise CalibrationError where there are fewer images than a stage fits."""
-    found = len(unlabelled[0])
-    for stage in stages:
-        if isinstance(stage, Correction) and found < stage.images:
-            raise CalibrationError(
-                f"the correction fits {stage.images} images, got {found}: give more, or set Correction(images={found})"
-            )
+def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
+    """Raise CalibrationError where there are fewer images than the stages fit."""
+    wanted, found = config.images_fitted, len(unlabelled[0])
+    if found < wanted:
+        raise CalibrationError(
+            f"the correction fits {wanted} images, got {found}: give more, or set Correction(images={found})"
+        )
 
 
 def changed_by(
