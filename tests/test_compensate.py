@@ -330,7 +330,7 @@ def test_too_few_images_are_refused(tiniest, pool):
     with pytest.raises(CalibrationError, match=r"takes 24 images, got 20: give more"):
         adalog.quantize(tiniest, pool[:20], replace(LOW, stages=(STAGE,)))
     calibration = Calibration(tiniest, pool[:8])
-    with pytest.raises(CalibrationError, match=r"fits 24 images, got 8: give more, or set Correction\(images=8\)"):
+    with pytest.raises(CalibrationError, match=r"fit 24 images, got 8: give more, or fit fewer"):
         calibration.quantize(replace(LOW, stages=(STAGE,)))
 
 
@@ -345,7 +345,7 @@ def test_stages_are_written_as_format_3_has_them():
         assert Config.from_json(config.to_json()) == config
     with pytest.raises(ValueError, match=r"stages = \[\] is not a tuple of stages"):
         Config(stages=[])
-    with pytest.raises(ValueError, match="a Correction is the last stage"):
+    with pytest.raises(ValueError, match="stages that fit images come last"):
         Config(stages=some[::-1])
     assert Config.preset("w2a2", "adalog+").fitting(1024).images_wanted == 1024
     with pytest.raises(ValueError, match="no stage fits any: choose the method adalog"):

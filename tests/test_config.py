@@ -24,6 +24,11 @@ RIVALS = {
     "apq-vit": ("max-kept", "twin"),
     "repq-vit": ("log-sqrt2", "uniform"),
     "evol-q": ("log2", "uniform"),
+    "brecq": ("uniform", "uniform"),
+    "brecq-adalog": ("adalog", "adalog"),
+    "qdrop": ("uniform", "uniform"),
+    "aphq-vit": ("uniform", "uniform"),
+    "erq": ("log-sqrt2", "uniform"),
 }
 
 
@@ -117,7 +122,10 @@ def test_json_names_the_rivals_searches(kind, search, refine):
 
 def test_json_of_another_refinement_is_refused():
     for text, told in (
-        ('{"refine": {"kind": "train"}}', "stages of the kind 'train' is none of blocks, evolution, correction"),
+        (
+            '{"refine": {"kind": "train"}}',
+            "stages of the kind 'train' is none of blocks, evolution, correction, reconstruction",
+        ),
         ('{"refine": 3}', "stages = 3 is no object"),
         ('{"refine": {"kind": "blocks", "cycles": 3}}', "cycles: no such choice in BlockRefinement"),
         ('{"search": {"kind": "ranges", "steps": 3}}', "steps: no such choice in RangeSearch"),

@@ -139,7 +139,7 @@ UNIFORM = {"dtype": "float32", "kind": "uniform", "bits": 4, "shape": [1], "scal
 
 def line(**changes):
     """A file of one search, after these changes of it."""
-    fields = {"name": "a", "left": UNIFORM, "right": None, "sqnr": 1.0, "fold": None} | changes
+    fields = {"name": "a", "left": UNIFORM, "right": None, "sqnr": 1.0, "fold": None, "bias": None} | changes
     return b'{"searches": "these"}\n' + json.dumps(fields).encode() + b"\n"
 
 

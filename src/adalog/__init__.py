@@ -1,7 +1,16 @@
 """adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers."""
 
 from adalog.calibration.calibration import Calibration
-from adalog.choices import BlockRefinement, Correction, Evolution, RangeSearch, ReleasedSearch, ScaleSearch, Search
+from adalog.choices import (
+    BlockRefinement,
+    Correction,
+    Evolution,
+    RangeSearch,
+    Reconstruction,
+    ReleasedSearch,
+    ScaleSearch,
+    Search,
+)
 from adalog.config import Config
 from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
 from adalog.inputs import demo
@@ -27,6 +36,7 @@ __all__ = [
     "ProgramError",
     "QuantizedModel",
     "RangeSearch",
+    "Reconstruction",
     "ReleasedSearch",
     "ScaleSearch",
     "Search",

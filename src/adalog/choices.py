@@ -16,6 +16,8 @@ Sharing = Literal["none", "mean", "power-of-two"]
 Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
+WeightRounding = Literal["latent", "adaround"]
+BlockLoss = Literal["squared", "fisher", "averaged"]
 FoldRanges = Literal["own", "deviations", "by-bits"]
 
 
@@ -232,8 +234,46 @@ class Correction:
             check_flag(name, getattr(self, name))
 
 
+@dataclass(frozen=True)
+class Reconstruction:
+    """Codes, biases and scales are trained, block by block, by the block's output: see `calibration.reconstruct`.
+
+    images: how many unlabelled images are fitted, every eighth of which judges. iterations: the steps of each block,
+    with `batch` images each. weights: codes are the float weight's rounded up or down ("adaround"), or "latent" values
+    rounded straight through, whose scales are trained as well. scales: whether activations' scales and zero points are
+    trained. biases: whether biases are. loss: the squared error of the block's output, all of it the same ("squared"),
+    or weighted by the squared gradients of the model's loss, image by image ("fisher") or their average ("averaged").
+    drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of codes, in units of
+    codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
+    """
+
+    images: int = 1024
+    iterations: int = 200
+    batch: int = 8
+    weights: WeightRounding = "latent"
+    scales: bool = True
+    biases: bool = True
+    loss: BlockLoss = "squared"
+    drop: float = 0.1
+    rate: float = 0.05
+    scale_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("images", "iterations", "batch"):
+            check_whole(name, getattr(self, name), 1)
+        check_choice("weights", self.weights, WeightRounding)
+        check_choice("loss", self.loss, BlockLoss)
+        for name in ("scales", "biases"):
+            check_flag(name, getattr(self, name))
+        for name in ("rate", "scale_rate"):
+            check_number(name, getattr(self, name), 0)
+        if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
+            raise ValueError(f"drop = {self.drop!r} is not at least 0 and below 1")
+
+
 AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
-Stage = BlockRefinement | Evolution | Correction
+Fitting = Correction | Reconstruction  # the stages that fit unlabelled images
+Stage = BlockRefinement | Evolution | Correction | Reconstruction
 
 # The kinds by their names in JSON.
 SEARCH_KINDS: dict[str, Any] = {
@@ -242,14 +282,23 @@ SEARCH_KINDS: dict[str, Any] = {
     "ranges": RangeSearch,
     "scales": ScaleSearch,
 }
-STAGE_KINDS: dict[str, Any] = {"blocks": BlockRefinement, "evolution": Evolution, "correction": Correction}
+STAGE_KINDS: dict[str, Any] = {
+    "blocks": BlockRefinement,
+    "evolution": Evolution,
+    "correction": Correction,
+    "reconstruction": Reconstruction,
+}
 
 
 def check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
-    if any(isinstance(stage, Correction) for stage in stages[:-1]):
-        raise ValueError("a Correction is the last stage: others judge what they change beside exact inputs")
+    order = [(Correction, Reconstruction).index(type(stage)) if isinstance(stage, Fitting) else -1 for stage in stages]
+    if order != sorted(order):
+        raise ValueError(
+            "stages that fit images come last, a Correction before a Reconstruction: others judge what they change "
+            "beside exact inputs"
+        )
 
 
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:

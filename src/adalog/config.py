@@ -12,7 +12,7 @@ from typing import Any
 from adalog.choices import (
     SEARCH_KINDS,
     AnySearch,
-    Correction,
+    Fitting,
     PostSoftmax,
     PowerLaw,
     RangeSearch,
@@ -133,17 +133,18 @@ class Config:
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)
 
     def fitting(self, images: int) -> "Config":
-        """These choices with so many images for the stage that fits weights. Raises ValueError if there is none."""
-        last = self.stages[-1] if self.stages else None
-        if not isinstance(last, Correction):
+        """These choices with so many images for the stages that fit any. Raises ValueError if there is none."""
+        if not self.images_fitted:
             raise ValueError(f"{images} images are to be fitted, but no stage fits any: choose the method adalog+")
-        return dataclasses.replace(self, stages=(*self.stages[:-1], dataclasses.replace(last, images=images)))
+        stages = [
+            dataclasses.replace(each, images=images) if isinstance(each, Fitting) else each for each in self.stages
+        ]
+        return dataclasses.replace(self, stages=tuple(stages))
 
     @property
     def images_fitted(self) -> int:
-        """How many images the last stage fits; 0 if it fits none, as all others do."""
-        last = self.stages[-1] if self.stages else None
-        return last.images if isinstance(last, Correction) else 0
+        """How many images the stages fit; 0 if none fits any."""
+        return max((stage.images for stage in self.stages if isinstance(stage, Fitting)), default=0)
 
     @property
     def images_wanted(self) -> int:

@@ -11,6 +11,7 @@ from adalog.choices import (
     Correction,
     Evolution,
     RangeSearch,
+    Reconstruction,
     ReleasedSearch,
     ScaleSearch,
     Search,
@@ -73,6 +74,10 @@ _FQ_VIT: dict[str, Any] = {
 }
 _REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean")
 _REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
+
+# Reconstruction as published takes 20,000 steps of 32 images a block, for which a GPU is used; these rows take fewer.
+_SHORTENED = "in 200 steps of 8 images a block (published: 20,000 of 32)"
+_BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1)
 
 # There is one row per method. A row "-released" computes what the authors' released code does, where that is not what
 # the row without this word computes; benchmarks/golden.py compares it with outputs of that code. The first
@@ -161,6 +166,29 @@ METHODS: dict[str, Method] = {
         {**_REPQ_VIT_CHOICES, "search": replace(_REPQ_VIT_SEARCH, round_zero_point=False, in_order=True)},
     ),
     "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "stages": (Evolution(),)}),
+    # BRECQ weights errors by the loss of labels; here it is the distance to the float network's outputs.
+    "brecq": Method(
+        f"BRECQ (Li et al., ICLR 2021) after the search of AdaLog, without labels, {_SHORTENED}",
+        {**_UNIFORM, "stages": (_BRECQ,)},
+    ),
+    "brecq-adalog": Method(
+        f"{_ADALOG}, then BRECQ as in its Table 4, without labels, {_SHORTENED}", {"stages": (_BRECQ,)}
+    ),
+    "qdrop": Method(
+        f"QDrop (Wei et al., ICLR 2022) after the search of AdaLog, {_SHORTENED}",
+        {**_UNIFORM, "stages": (replace(_BRECQ, loss="squared", drop=0.5),)},
+    ),
+    "aphq-vit": Method(
+        "APHQ-ViT (Wu et al., CVPR 2025): its averaged Hessian, by random probes, without its MLPs of ReLU; after the "
+        f"search of AdaLog, {_SHORTENED}",
+        {**_UNIFORM, "stages": (replace(_BRECQ, loss="averaged", drop=0.5),)},
+        label="our reading",
+    ),
+    "erq": Method(
+        "ERQ (Zhong et al., ICML 2024): its ridge regressions, with codes rounded as GPTQ does",
+        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=32),)},
+        label="our reading",
+    ),
 }
 
 

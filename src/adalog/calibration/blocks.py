@@ -5,7 +5,7 @@ blocks one after the other from here: `Blocks.inputs` of a block, `Blocks.cut` f
 `Blocks.change` once the block is replaced by a quantized one.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory, size_in_bytes
-from adalog.graph.program import Program, Ref
+from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import Block
 from adalog.graph.tracing import Axis, trace
 
@@ -136,6 +136,16 @@ class Blocks:
         """
         for chunk in self.batches(number) if apart else [self.inputs(number)]:
             yield self._batches.run(chunk, names, program)
+
+    def values(
+        self,
+        chunk: Chunk,
+        names: Collection[str],
+        program: Program | None = None,
+        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
+    ) -> Chunk:
+        """Values of a program for the images of a chunk at once, also with gradients. Its arguments: as of `run`."""
+        return self._batches.run(chunk, names, program, watch)
 
     @torch.no_grad()
     def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:

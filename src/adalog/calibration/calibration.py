@@ -146,6 +146,7 @@ class Calibration:
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
+        file = None if partial is None else Partial(partial, self._fingerprint(config, given))
         if given and given.keys() != self._requests.keys():
             raise ValueError(
                 "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
@@ -158,7 +159,7 @@ class Calibration:
             memory=self._memory // 2,
             device=self.images[0].device,
             jobs=jobs,
-            partial=None if partial is None else Partial(partial, self._fingerprint(config, given)),
+            partial=file,
             progress=progress,
         )
         assigned = [(group, found[group.name]) for group in self.groups]
@@ -173,6 +174,7 @@ class Calibration:
                 lambda group, assignment: self._judged(group, assignment, config),
                 seed=self.seed,
                 memory=self._memory // 2,
+                partial=file,
                 progress=progress,
             )
         if progress is not None:
@@ -286,13 +288,17 @@ class Calibration:
     # --- all groups ---
 
     def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
-        """A digest of everything that decides what the searches find."""
+        """A digest of everything that decides what the searches and stages find."""
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(start[name])) for name in sorted(start)]
-        tensors = (*self.program.tensors.items(), *(("image", value) for value in self.images), *self._shared.probes())
+        fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else []
+        memory = self._memory if fitted else 0  # for these it decides what is summed together
+        seen = [("image", value) for value in (*self.images, *fitted)]
+        tensors = (*self.program.tensors.items(), *seen, *self._shared.probes())
         graph = self.program.inputs, self.program.nodes, self.program.output
         return fingerprint(
-            (graph, config.to_json(), self.seed, strides, source_hash(), torch.__version__, begun), tensors
+            (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun),
+            tensors,
         )
 
     def _splits(self) -> list[list[SiteGroup]]:

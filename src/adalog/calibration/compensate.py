@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.blocks import Blocks
+from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Correction
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
-from adalog.quantizers import Assignment, QuantizedTensor, UniformQuantizer
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer
 
 # Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
 _HELD_OUT = 4
@@ -100,12 +101,14 @@ def corrected(
     assigned: Assigned,
     choices: Correction,
     memory: int | None = None,
+    partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
     """The assignments with other codes, scales and biases for every weight that has codes.
 
     Sites of attention, and weights that stay float, keep what they have. memory: bytes for the values that are held at
-    a time, those of both networks together; the moments of one site come on top.
+    a time, those of both networks together; the moments of one site come on top. partial: sites that are done are
+    read from it, and written to it.
     """
     current = list(assigned)
     share = None if memory is None else memory // 2
@@ -120,11 +123,14 @@ def corrected(
             if group.first.node.name not in names:
                 continue
             if assignment.right is not None and group.first.role in ("linear", "conv"):
-                whole = rewritten(program, current)
-                current[index] = (
-                    group,
-                    _refitted(program, group, assignment, _seen(floats, quantized, number, group, whole), choices),
-                )
+                key = f"correction of {group.name}"
+                found = None if partial is None else partial.get(key)
+                if found is None:
+                    seen = _seen(floats, quantized, number, group, rewritten(program, current))
+                    found = _refitted(program, group, assignment, seen, choices)
+                    if partial is not None:
+                        partial.add(key, found)
+                current[index] = (group, found)
             done += 1
             if progress is not None:
                 progress(done, len(current), f"{group.name} corrected")
@@ -222,9 +228,8 @@ def _refitted(
     weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
     if assignment.fold is not None:
         weight = assignment.fold.weight(weight)
-    if isinstance(right, UniformQuantizer):
-        right = QuantizedTensor.nearest(weight.reshape(_shape(right, weight)), right)
-    assert isinstance(right, QuantizedTensor)
+    assert right is not None
+    right = with_codes(right, weight)
     groups, held = len(seen.fit.x), seen.held
     both = seen.fit if held is None else seen.fit + held
     means = both.means()
@@ -252,10 +257,17 @@ def _refitted(
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
 
-def _shape(quantizer: UniformQuantizer, weight: Tensor) -> tuple[int, ...]:
-    """The shape in which a search saw a weight, (O, K): (G, O / G, K) if its scales are (G, O / G, 1)."""
-    lead = quantizer.scale.shape[:-1]
-    return (*lead, weight.shape[1]) if math.prod(lead) == len(weight) else tuple(weight.shape)
+def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedTensor:
+    """A weight's codes, or the nearest ones where its assignment has a quantizer alone.
+
+    weight: (O, K), folded if its norm is. The codes have the shape in which a search saw it: (G, O / G, K) if its
+    scales are (G, O / G, 1).
+    """
+    if isinstance(right, QuantizedTensor):
+        return right
+    assert isinstance(right, UniformQuantizer)
+    lead = right.scale.shape[:-1]
+    return QuantizedTensor.nearest(weight.reshape(*lead, -1) if math.prod(lead) == len(weight) else weight, right)
 
 
 def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:

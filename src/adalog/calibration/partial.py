@@ -1,4 +1,4 @@
-"""A file of the finished searches of a calibration, one line each, from which a killed calibration goes on."""
+"""A file of what a calibration has finished (searches, and stages), one line each, from which a killed one goes on."""
 
 import hashlib
 import json
@@ -68,11 +68,11 @@ class Partial:
             self._append(header)
 
     def get(self, name: str) -> Assignment | None:
-        """The assignment of the group of this name; None where its search is not finished."""
+        """The assignment of this name, a group's for its search; None where it is not finished."""
         return self._found.get(name)
 
     def add(self, name: str, assignment: Assignment) -> None:
-        """Write the assignment of the group of this name to the file."""
+        """Write the assignment of this name to the file."""
         self._append({"name": name, **assignment_json(assignment)})
 
     def _append(self, line: Any) -> None:
@@ -93,6 +93,7 @@ def assignment_json(assignment: Assignment) -> dict[str, Any]:
         "right": _fields(assignment.right),
         "sqnr": float(assignment.sqnr),
         "fold": None if fold is None else [_plain(fold.ratio), _plain(fold.beta)],
+        "bias": None if assignment.bias is None else _plain(assignment.bias),
     }
 
 
@@ -104,7 +105,8 @@ def _read(line: dict[str, Any]) -> tuple[str, Assignment]:
     left, right = _side(name, line["left"]), _side(name, line["right"])
     if isinstance(left, QuantizedTensor):
         raise TypeError(f"the left operand of {name!r} has codes")
-    return name, Assignment(left, right, fold, sqnr)
+    bias = None if line["bias"] is None else _tensor(line["bias"])
+    return name, Assignment(left, right, fold, sqnr, bias)
 
 
 def _dtype_name(value: Tensor) -> str:

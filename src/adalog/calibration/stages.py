@@ -8,9 +8,11 @@ from torch import Tensor
 from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.compensate import corrected
 from adalog.calibration.evolution import evolved
+from adalog.calibration.partial import Partial
+from adalog.calibration.reconstruct import reconstructed
 from adalog.calibration.schedule import Progress
 from adalog.calibration.shared import Shared
-from adalog.choices import BlockRefinement, Correction, Stage
+from adalog.choices import BlockRefinement, Correction, Fitting, Stage
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import take
@@ -26,7 +28,7 @@ def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
     wanted, found = config.images_fitted, len(unlabelled[0])
     if found < wanted:
         raise CalibrationError(
-            f"the correction fits {wanted} images, got {found}: give more, or set Correction(images={found})"
+            f"the stages fit {wanted} images, got {found}: give more, or fit fewer, as Config.fitting({found}) does"
         )
 
 
@@ -41,11 +43,20 @@ def changed_by(
     *,
     seed: int,
     memory: int,
+    partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted."""
-    if isinstance(stage, Correction):
-        return corrected(program, take(unlabelled, range(stage.images)), assigned, stage, memory, progress)
+    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted.
+
+    partial: what stages that fit images have done so far is read from it, and written to it.
+    """
+    if isinstance(stage, Fitting):
+        fitted = take(unlabelled, range(stage.images))
+        if isinstance(stage, Correction):
+            return corrected(program, fitted, assigned, stage, memory, partial, progress)
+        return reconstructed(
+            program, fitted, assigned, stage, seed=seed, memory=memory, partial=partial, progress=progress
+        )
     if isinstance(stage, BlockRefinement):
         changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
     else:

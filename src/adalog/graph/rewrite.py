@@ -52,6 +52,11 @@ def rewritten(program: Program, assigned: Assigned) -> Program:
     return build.program()
 
 
+def absorbs_offset(site: Site) -> bool:
+    """Whether the bias of a linear or convolution can absorb its input's offset: padding is zero before it is added."""
+    return site.role == "linear" or (site.role == "conv" and not any(conv_geometry(site.node)[1]))
+
+
 def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
     """Eq. 15: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
     shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
@@ -89,8 +94,8 @@ class _Build:
             self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
             return
         quantizer, offset = assignment.left, 0.0
-        _, padding, _, groups = conv_geometry(first.node) if first.role == "conv" else ((), (0,), (), 1)
-        if quantizer is not None and not any(padding):  # padding is zero before the offset is added
+        groups = conv_geometry(first.node)[-1] if first.role == "conv" else 1
+        if quantizer is not None and absorbs_offset(first):
             offset, quantizer = quantizer.absorbed()
         if quantizer is not None and groups > 1 and quantizer.scale.numel() > 1:
             channels = self._program.tensors[first.right].shape[1]

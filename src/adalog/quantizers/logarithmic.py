@@ -335,6 +335,10 @@ class LogQuantizer(Quantizer):
     def absorbed(self) -> "tuple[float, LogQuantizer]":
         return self.offset, replace(self, keeps_offset=True) if self.offset else self
 
+    @property
+    def kept_offset(self) -> float:
+        return self.offset if self.keeps_offset else 0.0
+
     def unabsorbed(self) -> "LogQuantizer":
         return replace(self, keeps_offset=False)
 

@@ -137,6 +137,11 @@ class Quantizer(ABC):
         """The offset that a consumer's bias can absorb (Eq. 15), and the quantizer after that; 0: there is none."""
         return 0.0, self
 
+    @property
+    def kept_offset(self) -> float:
+        """How far the values that codes stand for are above those of x, because a bias has absorbed the offset."""
+        return 0.0
+
     def unabsorbed(self: Same) -> Same:
         """The quantizer whose values are those of x itself: the offset is taken off even if a bias has absorbed it."""
         return self

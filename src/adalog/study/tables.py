@@ -169,6 +169,7 @@ def run(
     Raises ValueError for a name that no table has.
     """
     planned, place = plan(names, images), device or torch.device("cpu")
+    fitted = max(config.images_fitted for config in planned)
     runs = [(config, seed) for seed in range(seeds) for config, row in planned.items() if not (seed and row.once)]
     result: dict[str, Any] = {
         "tables": {name: _described(name) for name in sorted(set(names))},
@@ -189,7 +190,9 @@ def run(
         def calibrated(seed: int, bench: Bench = bench, known: dict[int, Calibration] = calibrations) -> Calibration:
             if seed not in known:
                 known.clear()
-                known[seed] = Calibration(bench.model.module, bench.sample(images, seed, jobs).to(place), seed=seed)
+                drawn = bench.sample(max(images, fitted), seed, jobs).to(place)
+                calibrates = drawn[:images]
+                known[seed] = Calibration(bench.model.module, calibrates, unlabelled=drawn, seed=seed)
             return known[seed]
 
         finished = _Finished(work, bench)
@@ -311,7 +314,9 @@ def _rows(
                     p_value(beside[seed], record) if beside is not found and seed in beside else None
                     for seed, record in found.items()
                 ],
-                "published": find_published(name, model, row.config.bits, row.method, images),
+                "published": find_published(
+                    name, model, row.config.bits, row.method, row.config.images_fitted or images
+                ),
             }
 
 

@@ -1,0 +1,416 @@
+"""Reconstruction by gradients: what a block's codes, biases and scales stand for is trained, one block after another.
+
+A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
+gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
+share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022).
+
+A weight's codes are either the float ones rounded up or down (AdaRound, Nagel et al., ICML 2020) or latent values that
+are rounded straight through. Scales, of weights with latent codes and of activations, are trained as in LSQ (Esser et
+al., ICLR 2020), through their logarithm, so that they stay positive.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.batches import Chunk
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.compensate import with_codes
+from adalog.calibration.gradients import hessian_probe, squared_gradients
+from adalog.calibration.partial import Partial
+from adalog.calibration.schedule import Progress
+from adalog.choices import Reconstruction
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program
+from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
+from adalog.graph.sites import find_blocks
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
+
+# Every n-th image is held out of the training of a block and judges its states; of fewer images none is.
+_HELD_OUT = 8
+# How often a block's state is judged on the images held out.
+_CHECKS = 8
+# AdaRound's rectified sigmoid reaches beyond 0 and 1 by this much.
+_STRETCH = 0.1
+# The exponent of AdaRound's regulariser falls from the first to the second number after the first fifth of the steps.
+_ANNEALING = (20.0, 2.0)
+_WARM_UP = 0.2
+
+
+def rectified_sigmoid(v: Tensor) -> Tensor:
+    """AdaRound's h(V), from 0 to 1: a sigmoid stretched by 0.1 to either side and clipped (Eq. 23 there)."""
+    return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
+
+
+def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
+    """AdaRound's 1 - |2 h - 1|^exponent, which is 0 where h is 0 or 1 (Eq. 24 there)."""
+    return 1 - (2 * h - 1).abs().pow(exponent)
+
+
+class _Rounding:
+    """A weight's codes as something to train: latent values in units of codes.
+
+    They begin in the bins of the codes that the weight has, as near to the float weight as these allow.
+    """
+
+    def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
+        quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
+        self._top = 2**quantizer.bits - 1
+        self._quantizer = quantizer
+        place = weight.reshape(codes.shape) / quantizer.scale + quantizer.zero_point
+        inside = 0.5 - 2**-10
+        place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)
+        self._up_or_down = choices.weights == "adaround"
+        if self._up_or_down:
+            self._floor = place.floor().clamp(max=self._top - 1)
+            share = ((place - self._floor).clamp(0.01, 0.99) + _STRETCH) / (1 + 2 * _STRETCH)
+            self.latent = torch.logit(share).requires_grad_()
+            self.log_scale = None
+        else:
+            self.latent = place.clone().requires_grad_()
+            self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
+
+    def soft(self) -> QuantizedTensor:
+        """The weight to train with: its codes are not whole numbers where they are rounded up or down."""
+        if self.log_scale is None:
+            return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
+        return QuantizedTensor(round_ste(self.latent), self._scaled())
+
+    @torch.no_grad()
+    def hard(self) -> QuantizedTensor:
+        """The weight as it is stored."""
+        if self.log_scale is None:
+            return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
+        return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
+
+    def _scaled(self) -> UniformQuantizer:
+        assert self.log_scale is not None
+        return replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())
+
+    def regulariser(self, exponent: float) -> Tensor:
+        """The mean of AdaRound's regulariser over the values."""
+        return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Keep latent codes among the codes, since no gradient brings back those that leave."""
+        if self.log_scale is not None:
+            self.latent.clamp_(0, self._top)
+
+
+class _Levels:
+    """The scale of an activation's quantizer, and the zero point of a uniform one, as something to train."""
+
+    def __init__(self, quantizer: Quantizer):
+        self._quantizer = quantizer
+        self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
+        self.moved = (
+            torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
+        )
+
+    def soft(self) -> Quantizer:
+        found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
+        if self.moved is None or not isinstance(found, UniformQuantizer):
+            return found
+        return replace(found, zero_point=round_ste(found.zero_point + self.moved).clamp(0, 2**found.bits - 1))
+
+    @torch.no_grad()
+    def hard(self) -> Quantizer:
+        return self.soft()
+
+
+class _Group:
+    """A group of sites with all of its assignment that is trained."""
+
+    def __init__(
+        self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
+    ):
+        """quantized: the program rewritten, which holds the biases that the sites have in it."""
+        self.group, self._start = group, start
+        self._left = _Levels(start.left) if choices.scales and start.left is not None else None
+        self._right: _Levels | _Rounding | None = None
+        self._bias: Tensor | None = None
+        self._now: Tensor | None = None
+        right = start.right
+        if right is None:
+            return
+        if group.first.role in ("qk", "av"):
+            assert isinstance(right, Quantizer)
+            self._right = _Levels(right) if choices.scales else None
+            return
+        weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
+        if start.fold is not None:
+            weight = start.fold.weight(weight)
+        stored = with_codes(right, weight)
+        self._right = _Rounding(stored, weight, choices)
+        if choices.biases or start.bias is not None:
+            nodes = {node.name: node for node in quantized.nodes}
+            self._now = torch.cat([_bias_of(nodes[site.node.name], quantized) for site in group.sites])
+            self._offset = start.left.absorbed()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
+            self._sums = stored.dequantize().reshape(weight.shape).sum(1)
+        if choices.biases:
+            self._unit = weight.square().sum(1).sqrt()
+            self._bias = torch.zeros_like(self._unit).requires_grad_()
+
+    def trained(self) -> dict[str, list[Tensor]]:
+        """The tensors to train, by the kind that decides their learning rate."""
+        found: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
+        for side in (self._left, self._right):
+            if isinstance(side, _Rounding):
+                found["codes"].append(side.latent)
+                found["scales"] += [] if side.log_scale is None else [side.log_scale]
+            elif side is not None:
+                found["scales"].append(side.log_scale)
+                found["codes"] += [] if side.moved is None else [side.moved]
+        found["biases"] += [] if self._bias is None else [self._bias]
+        return found
+
+    def soft(self) -> Assignment:
+        """The assignment to train with."""
+        return self._with(lambda side: side.soft())
+
+    @torch.no_grad()
+    def hard(self) -> Assignment:
+        """The assignment as it is stored."""
+        return self._with(lambda side: side.hard())
+
+    def _with(self, made: Callable[[Any], Any]) -> Assignment:
+        left = self._start.left if self._left is None else made(self._left)
+        right = self._start.right if self._right is None else made(self._right)
+        found = replace(self._start, left=left, right=right)
+        if self._now is None:
+            return found
+        bias = self._now if self._bias is None else self._now + self._bias * self._unit
+        if self._offset:  # the bias follows the weight that meets the lifted input, as in Eq. 15
+            assert isinstance(right, QuantizedTensor)
+            bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
+        return replace(found, bias=bias)
+
+    def regulariser(self, exponent: float) -> Tensor | float:
+        return self._right.regulariser(exponent) if isinstance(self._right, _Rounding) else 0.0
+
+    def confine(self) -> None:
+        if isinstance(self._right, _Rounding):
+            self._right.confine()
+
+
+def _bias_of(node: Node, program: Program) -> Tensor:
+    """The bias of a linear or convolution: (O,), zeros where it has none."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    weight = program.tensors[node.args[1].name]
+    return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name]
+
+
+def reconstructed(
+    program: Program,
+    images: Sequence[Tensor],
+    assigned: Assigned,
+    choices: Reconstruction,
+    *,
+    seed: int = 0,
+    memory: int | None = None,
+    partial: Partial | None = None,
+    progress: Progress | None = None,
+) -> list[tuple[SiteGroup, Assignment]]:
+    """The assignments with codes, biases and scales that were trained, block by block.
+
+    memory: bytes for the values of both networks that are held at a time, as for `Blocks`; a block's inputs and outputs
+    on all images are held whatever it says. partial: finished blocks are read from it, and written to it.
+    """
+    current = list(assigned)
+    share = None if memory is None else memory // 2
+    blocks = find_blocks(program)
+    floats = Blocks(program, images, blocks, share)
+    quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
+    for number, block in enumerate(blocks):
+        names = set(block.nodes)
+        members = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
+        keys = [f"reconstruction of {current[index][0].name}" for index in members]
+        done = {key: found for key in keys if partial is not None and (found := partial.get(key)) is not None}
+        if len(done) < len(keys):
+            here = _Block(program, floats, quantized, number, [current[index] for index in members], choices, seed)
+            done = dict(zip(keys, (assignment for _, assignment in here.trained()), strict=True))
+            if partial is not None:
+                for key, assignment in done.items():
+                    partial.add(key, assignment)
+        for index, key in zip(members, keys, strict=True):
+            current[index] = (current[index][0], done[key])
+        quantized.change(number, rewritten(program, current))
+        if progress is not None:
+            progress(number + 1, len(blocks), f"block {number + 1} of {len(blocks)} reconstructed")
+    return current
+
+
+class _Block:
+    """One block while it is trained."""
+
+    def __init__(
+        self,
+        program: Program,
+        floats: Blocks,
+        quantized: Blocks,
+        number: int,
+        assigned: Assigned,
+        choices: Reconstruction,
+        seed: int,
+    ):
+        self._blocks, self._number, self._choices = floats, number, choices
+        self._nodes, self._assigned = floats.nodes(number), list(assigned)
+        whole = rewritten(self._nodes, self._assigned)
+        self._groups = [_Group(group, found, program, whole, choices) for group, found in assigned]
+        block = floats.blocks[number]
+        self._given, self._out = quantized.inputs(number), block.value_out
+        self._exact = floats.inputs(number)
+        wanted = floats.run(self._exact, [block.value_out])
+        self._wanted = {**self._exact, **wanted}
+        device = wanted[block.value_out].device
+        self._generator = torch.Generator(device).manual_seed(seed + 1000 * number)
+        # Where images cannot be told apart, all of them make a step, and judge it.
+        apart = floats.keeps_apart(number, [block.value_out])
+        numbers = torch.arange(floats.count, device=device)
+        held = numbers % _HELD_OUT == _HELD_OUT - 1
+        self._fitted, self._judging = numbers, numbers
+        if apart and bool(held.any()):
+            self._fitted, self._judging = numbers[~held], numbers[held]
+        self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
+        self._weights = self._error_weights(program, block.value_out, seed)
+
+    def trained(self) -> list[tuple[SiteGroup, Assignment]]:
+        """The best assignments on the images held out, those at the start among them."""
+        choices = self._choices
+        kinds = [each.trained() for each in self._groups]
+        rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
+        parameters = [
+            {"params": found, "lr": rate}
+            for kind, rate in rates.items()
+            if (found := [value for each in kinds for value in each[kind]])
+        ]
+        best, least = list(self._assigned), self._judged(self._assigned)
+        unit = max(least, torch.finfo(torch.float32).tiny)
+        if not parameters or not math.isfinite(least):
+            return self._measured(best)
+        optimizer = torch.optim.Adam(parameters)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
+        check = max(1, choices.iterations // _CHECKS)
+        for step, numbers in enumerate(self._draws(), 1):
+            with torch.enable_grad():
+                loss = self._loss([(each.group, each.soft()) for each in self._groups], numbers, self._choices.drop)
+                loss = loss / unit + self._regulariser(step / choices.iterations)
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            schedule.step()
+            for each in self._groups:
+                each.confine()
+            if step % check == 0 or step == choices.iterations:
+                tried = [(each.group, each.hard()) for each in self._groups]
+                error = self._judged(tried)
+                if error < least:
+                    best, least = tried, error
+        return self._measured(best)
+
+    @torch.no_grad()
+    def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
+        """The assignments with their outputs' SQNR about the mean, in the quantized network, on the images held out."""
+        program = rewritten(self._nodes, assigned)
+        names = [site.node.name for group, _ in assigned for site in group.sites]
+        sums = {name: torch.zeros(4, dtype=torch.float64) for name in names}
+        for numbers in self._judging.split(self._batch):
+            chunks = (self._picked(chunk, numbers) for chunk in (self._exact, self._given))
+            exact, given = (
+                self._blocks.values(chunk, names, each)
+                for chunk, each in zip(chunks, (self._nodes, program), strict=True)
+            )
+            for name in names:
+                y, error = exact[name].double(), (given[name] - exact[name]).double()
+                parts = (error.square().sum(), y.square().sum(), y.sum(), torch.tensor(y.numel()))
+                sums[name] += torch.stack([part.double().cpu() for part in parts])
+        found = []
+        for group, assignment in assigned:
+            noise, square, total, count = torch.stack([sums[site.node.name] for site in group.sites]).sum(0).tolist()
+            power = square - total * total / count
+            sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
+            found.append((group, replace(assignment, sqnr=sqnr)))
+        return found
+
+    def _draws(self) -> Iterator[Tensor]:
+        """The numbers of the images of each step: all images in random order, then again."""
+        left = self._fitted[:0]
+        for _ in range(self._choices.iterations):
+            if len(left) < self._batch:
+                order = torch.randperm(len(self._fitted), generator=self._generator, device=left.device)
+                left = torch.cat([left, self._fitted[order]])
+            yield left[: self._batch].sort().values if self._batch == len(self._fitted) else left[: self._batch]
+            left = left[self._batch :]
+
+    def _regulariser(self, done: float) -> Tensor | float:
+        """AdaRound's, over all weights of the block. done: the share of the steps."""
+        if self._choices.weights != "adaround" or done < _WARM_UP:
+            return 0.0
+        first, last = _ANNEALING
+        exponent = last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
+        return sum((each.regulariser(exponent) for each in self._groups), 0.0)
+
+    @torch.no_grad()
+    def _judged(self, assigned: Assigned) -> float:
+        """The mean loss on the images held out, all of them quantized."""
+        found = 0.0
+        for numbers in self._judging.split(max(1, self._batch)):
+            found += float(self._loss(assigned, numbers, 0.0)) * len(numbers)
+        return found / len(self._judging)
+
+    def _loss(self, assigned: Assigned, numbers: Tensor, drop: float) -> Tensor:
+        """The mean weighted squared error of the block's output on some images."""
+        given, wanted = (self._picked(chunk, numbers) for chunk in (self._given, self._wanted))
+        for name in [self._blocks.blocks[self._number].value_in] if drop else ():
+            if name in wanted and given[name].is_floating_point():
+                given[name] = self._mixed(given[name], wanted[name], drop)
+        program = rewritten(self._nodes, assigned)
+
+        def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
+            if node.op != FAKE_QUANTIZE:
+                return None
+            return self._mixed(result, args[0] + program.quantizers[args[1]].kept_offset, drop)
+
+        output = self._blocks.values(given, [self._out], program, watch if drop else None)[self._out]
+        error = (output - wanted[self._out]).square()
+        weights = self._weights
+        return error.mean() if weights is None else (error * weights(numbers)).mean()
+
+    def _mixed(self, quantized: Tensor, exact: Tensor, drop: float) -> Tensor:
+        """Values of which a share is exact."""
+        kept = torch.rand(quantized.shape, generator=self._generator, device=quantized.device) < drop
+        return torch.where(kept, exact, quantized)
+
+    def _picked(self, chunk: Chunk, numbers: Tensor) -> Chunk:
+        """The values of a chunk for some of its images."""
+        if len(numbers) == self._blocks.count:
+            return dict(chunk)
+        result = {}
+        for name, value in chunk.items():
+            axis = self._blocks.axis(name)
+            if axis is None:
+                result[name] = value
+                continue
+            dim, each = axis
+            places = (numbers[:, None] * each + torch.arange(each, device=numbers.device)).flatten()
+            result[name] = value.index_select(dim, places)
+        return result
+
+    def _error_weights(self, program: Program, name: str, seed: int) -> Callable[[Tensor], Tensor] | None:
+        """What the squared errors of some images are weighted by; None where all weigh the same."""
+        if self._choices.loss == "squared":
+            return None
+        generator = torch.Generator().manual_seed(seed)
+        images = [self._exact[name] for name in program.inputs]
+        found = squared_gradients(program, images, [name], [hessian_probe(generator)])[name]
+        axis = self._blocks.axis(name)
+        if self._choices.loss == "averaged" and axis is not None:
+            dim, each = axis
+            mean = found.unflatten(dim, (-1, each)).mean(dim)
+            return lambda numbers: torch.cat([mean] * len(numbers), dim)
+        return lambda numbers: self._picked({name: found}, numbers)[name]

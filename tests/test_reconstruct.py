@@ -1,0 +1,341 @@
+"""Reconstruction by gradients: its gradients against finite differences, its states, and what it does for a model."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import adalog
+from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.gradients import BATCH, hessian_probe, squared_gradients
+from adalog.calibration.partial import Partial
+from adalog.calibration.reconstruct import _Block, _Group, _Rounding, reconstructed, rectified_sigmoid
+from adalog.calibration.reconstruct import rounding_regulariser as regulariser
+from adalog.graph.capture import capture
+from adalog.graph.rewrite import rewritten
+from adalog.graph.sites import find_blocks
+from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
+from adalog.study.evaluate import predict
+from stored import deserialise, serialise
+
+SHORT = Search(rounds=1, steps=1)
+LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT)
+STAGE = Reconstruction(images=24, iterations=24, batch=8)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stored(codes, bits=2):
+    scale = torch.linspace(0.4, 0.9, len(codes), dtype=torch.float64)[:, None]
+    return QuantizedTensor(codes, UniformQuantizer(scale, torch.ones_like(scale), bits))
+
+
+def differences(function, value, step=1e-6):
+    """The gradient of a scalar function by finite differences."""
+    found = torch.zeros_like(value)
+    for place in range(value.numel()):
+        moved = [value.detach().clone() for _ in range(2)]
+        moved[0].view(-1)[place] += step
+        moved[1].view(-1)[place] -= step
+        found.view(-1)[place] = (float(function(moved[0])) - float(function(moved[1]))) / (2 * step)
+    return found
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_adaround_is_that_of_finite_differences():
+    """Of a layer's squared error by V, with weights s (floor + h(V) - z)."""
+    weight, x, y = normal(3, 5, seed=1), normal(20, 5, seed=2), normal(20, 3, seed=3)
+    weight_codes = stored(torch.zeros(3, 5)).quantizer.quantize(weight).to(torch.uint8)
+    rounding = _Rounding(stored(weight_codes), weight, Reconstruction(weights="adaround"))
+
+    def loss(latent):
+        rounding.latent = latent
+        return (x @ rounding.soft().dequantize().T - y).square().sum() + 0.3 * rounding.regulariser(3.0)
+
+    latent = rounding.latent.detach().clone()
+    wanted = differences(loss, latent)
+    leaf = latent.clone().requires_grad_()
+    assert torch.allclose(torch.autograd.grad(loss(leaf), leaf)[0], wanted, atol=1e-5)
+
+
+def test_the_regulariser_is_zero_where_rounding_is_decided():
+    h = torch.tensor([0.0, 0.5, 1.0])
+    assert regulariser(h, 2.0).tolist() == [0, 1, 0]
+    assert rectified_sigmoid(torch.tensor([-9.0, 0.0, 9.0])).tolist() == [0, 0.5, 1]
+
+
+@given(st.integers(2, 8), st.sampled_from(["adaround", "latent"]), st.integers(0, 999))
+def test_training_begins_at_the_codes_that_there_are(bits, weights, seed):
+    """Also where these are not the nearest ones, as after a correction."""
+    codes = torch.randint(0, 2**bits, (4, 9), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    weight = 2 * normal(4, 9, seed=seed)
+    rounding = _Rounding(stored(codes, bits), weight, Reconstruction(weights=weights))
+    soft = rounding.soft()
+    hard = rounding.hard()
+    assert torch.equal(hard.codes, codes)
+    assert torch.equal(hard.quantizer.scale, stored(codes, bits).quantizer.scale)
+    assert hard.codes.dtype == torch.uint8
+    if weights == "latent":
+        assert torch.equal(soft.dequantize().detach(), hard.dequantize())
+    else:
+        assert float((soft.codes.detach() - codes).abs().max()) <= 0.5 + 1e-9
+
+
+def test_gradients_of_latent_codes_pass_straight_through():
+    """By a code: the scale times the gradient by the weight. By the logarithm of the scale: the weight times it."""
+    codes = torch.tensor([[0, 1, 3], [2, 2, 1]], dtype=torch.uint8)
+    rounding = _Rounding(stored(codes), normal(2, 3), Reconstruction())
+    arriving, hat = normal(2, 3, seed=4), rounding.hard().dequantize()
+    (rounding.soft().dequantize() * arriving).sum().backward()
+    scale = stored(codes).quantizer.scale
+    assert torch.allclose(rounding.latent.grad, scale * arriving)
+    assert torch.allclose(rounding.log_scale.grad, (hat * arriving).sum(1, keepdim=True))
+
+
+def test_latent_codes_stay_among_the_codes():
+    rounding = _Rounding(stored(torch.tensor([[0, 3]], dtype=torch.uint8)), normal(1, 2), Reconstruction())
+    with torch.no_grad():
+        rounding.latent.copy_(torch.tensor([[-7.0, 9.0]]))
+    rounding.confine()
+    assert rounding.latent.tolist() == [[0, 3]]
+    assert rounding.hard().codes.tolist() == [[0, 3]]
+
+
+# --- a block ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def searched(tiny, pool):
+    calibration = Calibration(tiny, pool[:8], unlabelled=pool[:24])
+    return calibration, calibration.assign(LOW)
+
+
+@pytest.fixture(scope="module")
+def spoilt(searched):
+    """The same with every third code of a weight moved by one, so that there is something to mend."""
+    calibration, assigned = searched
+    generator = torch.Generator().manual_seed(1)
+
+    def moved(right):
+        if not isinstance(right, QuantizedTensor):
+            return right
+        signs = torch.randint(0, 2, right.codes.shape, generator=generator) * 2 - 1
+        chosen = torch.rand(right.codes.shape, generator=generator) < 1 / 3
+        return replace(right, codes=(right.codes + signs * chosen).clamp(0, 2**right.bits - 1).to(torch.uint8))
+
+    return calibration, [(group, replace(found, right=moved(found.right))) for group, found in assigned]
+
+
+def block_of(calibration, assigned, images, number=1, **changes):
+    choices = replace(STAGE, **changes)
+    blocks = find_blocks(calibration.program)
+    floats = Blocks(calibration.program, [images], blocks)
+    quantized = Blocks(rewritten(calibration.program, assigned), [images], blocks, like=floats)
+    names = set(blocks[number].nodes)
+    here = [(group, found) for group, found in assigned if group.first.node.name in names]
+    return _Block(calibration.program, floats, quantized, number, here, choices, seed=0)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_bias_follows_the_weight_of_a_lifted_input(searched, biases):
+    """Eq. 15: lifted by its offset, an input gives with any weights what it gives as it is."""
+    calibration, assigned = searched
+    group, found = next(
+        (group, found) for group, found in assigned if isinstance(found.left, LogQuantizer) and found.left.offset
+    )
+    assert group.first.role == "linear"
+    given_bias = calibration.program.tensors[group.first.bias] * 2 if not biases else None
+    quantized = rewritten(calibration.program, assigned)
+    if given_bias is not None:
+        found = replace(found, bias=given_bias)
+        quantized = rewritten(calibration.program, [(group, found)])
+    each = _Group(group, found, calibration.program, quantized, Reconstruction(biases=biases, scales=False))
+    x = normal(7, calibration.program.tensors[group.first.right].shape[1]).float()
+
+    def outputs(assignment):
+        lifted = x + found.left.offset
+        return lifted @ assignment.right.dequantize().reshape(-1, x.shape[1]).T + assignment.bias
+
+    before = each.hard()
+    exact = outputs(before) - x @ before.right.dequantize().reshape(-1, x.shape[1]).T
+    with torch.no_grad():
+        each._right.latent.add_(3 * torch.randn_like(each._right.latent)).clamp_(0, 3)
+    after = each.hard()
+    assert not torch.equal(after.right.codes, before.right.codes)
+    assert torch.allclose(outputs(after) - x @ after.right.dequantize().reshape(-1, x.shape[1]).T, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"weights": "adaround", "rate": 0.1}, {"loss": "fisher"}, {"loss": "averaged"}]
+)
+def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
+    block = block_of(*spoilt, pool[:24], **changes)
+    before = block._judged(block._assigned)
+    found = block.trained()
+    assert block._judged(found) < 0.8 * before
+    for (group, one), (_, other) in zip(found, block._assigned, strict=True):
+        assert one.fold is other.fold, group.name
+        if isinstance(one.left, UniformQuantizer):
+            assert bool((one.left.zero_point % 1 == 0).all())
+
+
+def test_a_block_that_got_worse_goes_back(pool, searched):
+    block = block_of(*searched, pool[:24], rate=500.0, scale_rate=50.0, iterations=4)
+    for (_, one), (_, other) in zip(block.trained(), block._assigned, strict=True):
+        assert replace(one, sqnr=0) == replace(other, sqnr=0)
+
+
+def test_no_image_held_out_is_fitted(pool, searched):
+    block = block_of(*searched, pool[:24], iterations=9)
+    drawn = torch.cat(list(block._draws()))
+    assert block._judging.tolist() == [7, 15, 23]
+    assert set(drawn.tolist()) == set(range(24)) - {7, 15, 23}
+    assert len(drawn) == 9 * 8
+    assert sorted(drawn[:21].tolist()) == sorted(set(drawn.tolist()))  # all of them once, before any comes again
+
+
+def test_a_share_of_values_stays_exact(pool, searched):
+    """At nearly all of them, a block puts out what the float one does, also where a bias has absorbed an offset."""
+    block = block_of(*searched, pool[:24], weights="latent")
+    exact = [(group, replace(found, right=None)) for group, found in block._assigned if group.first.role == "linear"]
+    numbers = torch.arange(4)
+    nearly = float(block._loss(exact, numbers, 1 - 1e-6))
+    assert nearly < 1e-3 * float(block._loss(exact, numbers, 0.0))
+    mixed = block._mixed(torch.zeros(40_000), torch.ones(40_000), 0.25)
+    assert float(mixed.mean()) == pytest.approx(0.25, abs=0.01)
+
+
+def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):
+    """Of a net with two layers, by autograd on one image after another."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3)).eval()
+    images = pool[:6, :, :2, :2].contiguous()
+    program = capture(net, (images,))
+    name = next(node.name for node in program.nodes if "relu" in node.op)
+    found = squared_gradients(program, [images], [name], [hessian_probe(torch.Generator().manual_seed(3))])[name]
+    generator, wanted = torch.Generator().manual_seed(3), []
+    for start in range(0, len(images), BATCH):
+        part = images[start : start + BATCH]
+        signs = torch.randint(0, 2, (len(part), 3), generator=generator) * 2 - 1
+        for image, sign in zip(part, signs, strict=True):
+            hidden = F.relu(net[1](image.flatten())).detach().requires_grad_()
+            p = net[3](hidden).softmax(-1).detach()
+            probe = (torch.diag(p.sqrt()) - p[:, None] * p.sqrt()) @ sign.float()
+            wanted.append(torch.autograd.grad(net[3](hidden) @ probe, hidden)[0].square())
+    wanted = torch.stack(wanted)
+    assert torch.allclose(found, wanted / wanted.mean(), rtol=1e-4)
+
+
+def test_averaged_weights_are_the_mean_over_images(pool, searched):
+    """Each image gives another weight with "fisher", and all the same one with "averaged"."""
+    fisher, averaged = (block_of(*searched, pool[:24], loss=loss)._weights for loss in ("fisher", "averaged"))
+    everything = fisher(torch.arange(24))
+    assert torch.equal(fisher(torch.tensor([5, 2])), everything[[5, 2]])
+    assert torch.allclose(averaged(torch.arange(2)), everything.mean(0).expand(2, *everything.shape[1:]), atol=1e-5)
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+def distance(model, reference, images):
+    wanted = predict(reference, images)
+    return float((predict(model, images) - wanted).square().mean() / wanted.var())
+
+
+@pytest.mark.slow
+def test_a_reconstructed_model_is_nearer_to_the_float_one(tiny, pool, spoilt):
+    """On images that are fitted, and on others."""
+    calibration, before = spoilt
+    plain = QuantizedModel(calibration.finished(before, LOW))
+    found = reconstructed(calibration.program, [pool[:24]], before, STAGE)
+    after = QuantizedModel(calibration.finished(found, LOW))
+    for images in (pool[:24], pool[24:]):
+        assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
+
+
+@pytest.mark.slow
+def test_it_is_stored_and_runs_in_integers(tiniest, pool):
+    config = replace(LOW, stages=(STAGE,))
+    model = adalog.quantize(tiniest, pool, config)
+    assert model.provenance["fitted_images"] == 24
+    content = serialise(model)
+    assert abs(len(content) - len(serialise(adalog.quantize(tiniest, pool, LOW)))) < 512  # what tells of the stage
+    again = deserialise(content)
+    assert again.config == config
+    with torch.no_grad():
+        assert torch.equal(again(pool[:4]), model(pool[:4]))
+        integers = again.compile("torch")(pool[:4])
+    assert float((integers - model(pool[:4])).norm() / integers.norm()) < 0.05
+    assert serialise(adalog.quantize(tiniest, pool, config)) == content
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny, pool, tmp_path):
+    """The file is cut within a line, as a kill may leave it, in the midst of a block."""
+    config = replace(LOW, stages=(Correction(24), replace(STAGE, iterations=6)))
+    whole = tmp_path / "whole"
+    content = serialise(adalog.quantize(tiny, pool, config, partial=whole))
+    lines = whole.read_bytes().splitlines(keepends=True)
+    first = next(index for index, line in enumerate(lines) if b"reconstruction of" in line)
+    for kept in (first - 2, first + 3):
+        cut = tmp_path / f"cut-{kept}"
+        cut.write_bytes(b"".join(lines[:kept]) + lines[kept][:40])
+        assert serialise(adalog.quantize(tiny, pool, config, partial=cut)) == content
+
+
+def test_a_file_of_what_is_done_belongs_to_the_images_that_are_fitted(tiniest, pool, tmp_path):
+    config = replace(LOW, stages=(replace(STAGE, iterations=1),))
+    partial = tmp_path / "partial"
+    Calibration(tiniest, pool[:8], unlabelled=pool[:24]).assign(config, partial=partial)
+    with pytest.raises(adalog.DataError, match="other images"):
+        Calibration(tiniest, pool[:8], unlabelled=pool[8:32]).assign(config, partial=partial)
+
+
+def test_a_bias_is_read_back_to_the_bit(tmp_path, searched):
+    found = searched[1][0][1]
+    found = replace(found, bias=torch.tensor([0.1, -1e-30, 3e7]))
+    Partial(tmp_path / "file", "x").add("some", found)
+    again = Partial(tmp_path / "file", "x").get("some")
+    assert torch.equal(again.bias, found.bias)
+    assert math.isclose(again.sqnr, found.sqnr)
+
+
+def test_choices_that_cannot_be_are_refused():
+    assert Config.from_json(Config(stages=(STAGE,)).to_json()).stages == (STAGE,)
+    assert json.loads(Config(stages=(STAGE,)).to_json())["refine"]["kind"] == "reconstruction"
+    for changes in ({"images": 0}, {"weights": "nearest"}, {"loss": "cross-entropy"}, {"drop": 1.0}, {"rate": 0}):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            replace(STAGE, **changes)
+    with pytest.raises(ValueError, match="a Correction before a Reconstruction"):
+        Config(stages=(STAGE, Correction()))
+
+
+def test_the_stage_alone_changes_what_is_to_be_changed(pool, searched):
+    """Weights alone, without scales and biases: quantizers of activations stay."""
+    calibration, before = searched
+    choices = replace(STAGE, scales=False, biases=False, weights="adaround", iterations=4, rate=0.3)
+    after = reconstructed(calibration.program, [pool[:24]], before, choices)
+    for (group, one), (_, other) in zip(before, after, strict=True):
+        assert other.left is one.left
+        assert other.bias is one.bias
+        if group.first.role in ("qk", "av"):
+            assert other.right is one.right
+        else:
+            assert torch.equal(other.right.quantizer.zero_point, one.right.quantizer.zero_point)
+            assert torch.equal(other.right.quantizer.scale, one.right.quantizer.scale)
