@@ -34,6 +34,10 @@ def command(
         int, typer.Option(min=1, help="Number of draws of calibration images; their seeds start at 0.")
     ] = 1,
     images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = paper.IMAGES,
+    bits: Annotated[str, typer.Option(help="Only rows of these bits, comma-separated, such as w6a6.")] = "",
+    rows_of: Annotated[
+        str, typer.Option("--rows", help="Only rows with these first names, comma-separated, such as adalog,repq-vit.")
+    ] = "",
     out: Annotated[Path, typer.Option("--out", "-o", help="Files to write: this name with .md and with .json.")] = Path(
         "adalog-tables"
     ),
@@ -51,7 +55,8 @@ def command(
             say(views.tables_list(paper.TABLES))
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
-    paper.plan(names)
+    chosen = [[name for name in given.split(",") if name] for given in (bits, rows_of)]
+    paper.plan(names, images, *chosen)
     base = out.with_suffix("") if out.suffix in (".md", ".json") else out
     as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
     specs = list(dict.fromkeys(model_names.split(",")))
@@ -80,6 +85,8 @@ def command(
             benches,
             seeds=seeds,
             images=images,
+            bits=chosen[0],
+            firsts=chosen[1],
             jobs=thread_count(jobs),
             device=place,
             work=rows,

@@ -183,18 +183,27 @@ def bits_name(config: Config) -> str:
     return f"W{config.weight_bits}/A{config.activation_bits}{softmax}"
 
 
-def plan(names: Sequence[str], images: int = IMAGES) -> dict[Config, Row]:
+def plan(
+    names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
+) -> dict[Config, Row]:
     """The configurations of these tables in the order in which they are measured, each with a row that it belongs to.
 
-    Each configuration appears once. Slow ones come last: the released search, and rows with one seed. Raises ValueError
-    for a name that no table has.
+    Each configuration appears once. Slow ones come last: the released search, stages, and rows with one seed. bits,
+    firsts: only rows of these bits, and with these first names; empty for all. Raises ValueError for a name that no
+    table has, and where no row is left.
     """
     found: dict[Config, Row] = {}
     for name in names:
         if name not in TABLES:
             raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
         for row in TABLES[name].rows:
-            found.setdefault(replace(row.config, images=images), row)
+            if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
+                found.setdefault(replace(row.config, images=images), row)
+    if not found and (bits or firsts):
+        raise ValueError(
+            f"no row of table {', '.join(names)} has bits of {', '.join(bits) or 'any'} "
+            f"and a first name of {', '.join(firsts) or 'any'}"
+        )
 
     def slowness(each: tuple[Config, Row]) -> int:
         return 4 * each[1].once + 2 * bool(each[0].stages) + isinstance(each[0].search, ReleasedSearch)

@@ -156,6 +156,8 @@ def run(
     *,
     seeds: int = 1,
     images: int = IMAGES,
+    bits: Sequence[str] = (),
+    firsts: Sequence[str] = (),
     jobs: int = 1,
     device: torch.device | None = None,
     work: Path | None = None,
@@ -163,12 +165,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure these tables and return them as JSON.
 
-    seeds: number of draws of `images` calibration images; all rows are measured with one seed before the next. jobs:
+    seeds: number of draws of `images` calibration images; all rows are measured with one seed before the next. bits,
+    firsts: only rows of these bits, and with these first names; empty for all. jobs:
     sites searched, and batches run, at a time. work: folder of finished rows, which are not measured again.
     progress(done, total, what, result) is called after each row, with the result of all that is finished by then.
     Raises ValueError for a name that no table has.
     """
-    planned, place = plan(names, images), device or torch.device("cpu")
+    planned, place = plan(names, images, bits, firsts), device or torch.device("cpu")
     fitted = max(config.images_fitted for config in planned)
     runs = [(config, seed) for seed in range(seeds) for config, row in planned.items() if not (seed and row.once)]
     result: dict[str, Any] = {
