@@ -19,6 +19,27 @@ def publish(result: Mapping[str, Any], path: Path) -> None:
     print(text, end="")
 
 
+def measured(name: str) -> dict[str, Any]:
+    """A result by the name of its file, each row replaced by what was measured again later.
+
+    Such rows are in files NAME-renewed*.json, and have "renewed": the processor that they were measured on.
+    """
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    places = {_identity(row): index for index, row in enumerate(result.get("rows", []))}
+    for path in sorted(RESULTS.glob(f"{name}-renewed*.json")):
+        later = json.loads(path.read_text(encoding="utf-8"))
+        for row in later["rows"]:
+            place = places.get(_identity(row))
+            if place is None:
+                raise ValueError(f"{path} has a row that {name}.json has not: {_identity(row)}")
+            result["rows"][place] = {**row, "renewed": later["machine"]["processor"]}
+    return result
+
+
+def _identity(row: Mapping[str, Any]) -> str:
+    return json.dumps([row.get(name) for name in ("table", "model", "bits", "names", "method", "seed")])
+
+
 def commit() -> str | None:
     """The commit of this clone, with "-changed" where code differs from it; None where there is no clone or no git."""
 

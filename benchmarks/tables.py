@@ -5,7 +5,7 @@
 With --check nothing is written; the exit code is 1 if a table is out of date.
 """
 
-from benchmarks.publish import RESULTS, ROOT
+from benchmarks.publish import RESULTS, ROOT, measured
 
 import json
 import re
@@ -116,7 +116,7 @@ def draws_text(result: dict[str, Any]) -> str:
 
 def real_table() -> str:
     """Top-1 of every method at every width on the real images of realbench.json, a row per method."""
-    result = json.loads((RESULTS / "realbench.json").read_text())
+    result = measured("realbench")
     fp32, found = result["fp32"], real_rows(result)
     bits, methods = (list(dict.fromkeys(key[index] for key in found)) for index in (0, 1))
     lines = [f"| method | {' | '.join(map(str.upper, bits))} |", "|---" * (1 + len(bits)) + "|"]
@@ -136,7 +136,7 @@ def real_table() -> str:
 
 def realbench_table() -> str:
     """Top-1 on the real images of realbench.json, and how much is lost to full precision."""
-    result = json.loads((RESULTS / "realbench.json").read_text())
+    result = measured("realbench")
     fp32 = result["fp32"]
     heads = "bits | method | top-1 | points lost | agreement with fp32 | p, fp32 | p, adalog | calibration [CPU s]"
     lines = [f"| {heads} |", "|---" * 8 + "|"]
@@ -160,7 +160,7 @@ def realbench_table() -> str:
 
 def realbench_sites_table() -> str:
     """The sites with the least SQNR under adalog, at each of the bits of realbench.json."""
-    found = real_rows(json.loads((RESULTS / "realbench.json").read_text()))
+    found = real_rows(measured("realbench"))
     lines = ["| bits | mean SQNR [dB] | the five sites with the least |", "|---|---|---|"]
     for row in (rows[0] for (_, method), rows in found.items() if method == "adalog"):  # of the first draw
         worst = sorted(row["sqnr"], key=row["sqnr"].__getitem__)[:5]
@@ -257,16 +257,25 @@ def paper_tables() -> str:
 
     That file is the JSON of `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`.
     """
-    path = RESULTS / "tables-demo.json"
-    if not path.exists():
+    if not (RESULTS / "tables-demo.json").exists():
         return ""
+    result = measured("tables-demo")
+    renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
+    for row in result["rows"]:
+        if "renewed" in row:
+            row["names"] = [f"{row['names'][0]} †", *row["names"][1:]]
     text = (
         "## The paper's tables, on the bundled model\n\n"
         "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`: every method and ablation in the same frame, with "
         "the same images and the same judge. One top-1 on 2,000 images has a standard error of about 0.7 points; "
         "agreement with full precision tells quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
-    return f"{text}\n\n{markdown(json.loads(path.read_text()), '### ').strip()}"
+    if renewed:
+        text += (
+            f" Rows with † were measured again later, on an {' and '.join(renewed)} "
+            "(`tables-demo-renewed*.json`); their seconds compare with one another."
+        )
+    return f"{text}\n\n{markdown(result, '### ').strip()}"
 
 
 def sides_table() -> str:

@@ -3,8 +3,9 @@
 A claim is a function that reads `benchmarks/results` and returns the sentences that are true by these files.
 """
 
+from benchmarks.publish import measured
+
 import functools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def order(holds: bool, *found: object) -> None:
 
 @functools.cache
 def results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return measured(name)
 
 
 def printed(table: str, bits: str, model: str, method: str, measure: str = "top1") -> float:

@@ -183,7 +183,7 @@ def test_rows_of_several_draws_are_told_by_their_mean(tmp_path, monkeypatch):
         "seed": 0,
         "machine": {"torch": "2"},
     }
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
     for seeds, top1, lost, told in (
         ([0], "30.0 %", "30.0", "seed 0"),
         ([0, 1], "31.0 ± 1.4 %", "29.0", "mean ± standard deviation over 2 draws"),
@@ -193,3 +193,16 @@ def test_rows_of_several_draws_are_told_by_their_mean(tmp_path, monkeypatch):
         assert f"| **adalog** | **{top1}** |" in tables.real_table()
         assert f"({told})" in tables.real_table()
         assert f"| W4A4 | adalog | {top1} | {lost} |" in tables.realbench_table()
+
+
+def test_rows_measured_again_take_the_place_of_earlier_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
+    rows = [{"bits": bits, "method": "adalog", "seed": 0, "top1": 0.5} for bits in ("w4a4", "w3a3")]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    assert publish.measured("some")["rows"] == rows
+    later = {"rows": [{**rows[1], "top1": 0.25}], "machine": {"processor": "a later one"}}
+    (tmp_path / "some-renewed.json").write_text(json.dumps(later))
+    assert publish.measured("some")["rows"] == [rows[0], {**rows[1], "top1": 0.25, "renewed": "a later one"}]
+    (tmp_path / "some-renewed-2.json").write_text(json.dumps({**later, "rows": [{**rows[1], "seed": 9}]}))
+    with pytest.raises(ValueError, match="has a row that some.json has not"):
+        publish.measured("some")
