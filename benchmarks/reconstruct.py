@@ -1,12 +1,13 @@
 """What the stages after the search give back, on the bundled model or on a real pretrained one.
 
     python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
-        [--stages search correction] [--images 32 128 1024] [--seeds 3] [--work DIR] [--json FILE]
+        [--stages search correction reconstruction] [--images 32 128 1024] [--seeds 3] [--work DIR] [--json FILE]
 
 The search is that of `adalog` on 32 images. The correction fits the images asked for, the first 32 of which are those
-of the search. On the bundled model these are drawn from 1,024 training images, and 2,000 test images judge; on TinyViT
-(see `realbench.py`) from the 1,000 support images, and the 1,000 queries judge. No label is used before a result is
-judged. Seconds are CPU time of one thread, of the search or of the correction alone.
+of the search; the reconstruction goes on from it, on the same images. On the bundled model these are drawn from 1,024
+training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the 1,000 support images, and the
+1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of one thread, of the search, the
+correction or the reconstruction alone.
 Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows as long
 as the sources of the package are the same.
 """
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adalog import Calibration, Config, Correction, QuantizedModel
+from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
 from adalog.calibration.compensate import corrected
+from adalog.calibration.reconstruct import reconstructed
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.inputs.images import draw_indices
@@ -39,6 +41,7 @@ from adalog.study.evaluate import predict, score
 from adalog.study.tables import kept, packed
 
 IMAGES = 32  # of the search
+STAGES = ("search", "correction", "reconstruction")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
-    parser.add_argument("--stages", nargs="+", choices=("search", "correction"), default=["search", "correction"])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted")
     parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
     parser.add_argument("--work", type=Path)
@@ -96,12 +99,22 @@ def main() -> None:
         assigned = calibration.assign(Config.preset(bits))
         return calibration, assigned, time.process_time() - start
 
+    @cache
+    def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
+        calibration, assigned, _ = searched(bits, seed)
+        start = time.process_time()
+        choices = Correction(images=images)
+        found = corrected(calibration.program, [case.drawn(images, seed)], assigned, choices)
+        return found, time.process_time() - start
+
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
         calibration, assigned, seconds = searched(bits, seed)
-        if stage == "correction":
+        if stage != "search":
+            assigned, seconds = fitted(bits, seed, images)
+        if stage == "reconstruction":
             start = time.process_time()
-            choices = Correction(images=images)
-            assigned = corrected(calibration.program, [case.drawn(images, seed)], assigned, choices)
+            choices = Reconstruction(images=images)
+            assigned = reconstructed(calibration.program, [case.drawn(images, seed)], assigned, choices, seed=seed)
             seconds = time.process_time() - start
         model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
@@ -124,12 +137,13 @@ def main() -> None:
     rows = []
     for seed, bits in product(range(given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
-        kinds += [("correction", images) for images in given.images if "correction" in given.stages]
+        kinds += [(stage, images) for images in given.images for stage in STAGES[1:] if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)
             rows.append(finished(f"{bits}-{stage}-{images}-{seed}", key, make))
         searched.cache_clear()
+        fitted.cache_clear()
     fp32 = float((reference == case.labels).double().mean())
     result = {"fp32": fp32, "judged": len(reference), "rows": rows, "machine": machine()}
     publish(result, given.json or RESULTS / f"reconstruct-{given.model}.json")

@@ -46,7 +46,7 @@ def test_every_published_figure_says_where_it_is_from_and_on_how_many_images():
     assert len({tuple(figure[name] for name in names) for figure in FIGURES}) == len(FIGURES)
 
 
-def test_what_took_1024_images_is_reconstructed_and_no_row_here():
+def test_what_took_1024_images_is_reconstructed_and_beside_no_other_row():
     long = [figure for figure in FIGURES if figure["calibration_images"] == 1024]
     assert len(long) == 8
     for figure in long:
@@ -55,10 +55,10 @@ def test_what_took_1024_images_is_reconstructed_and_no_row_here():
     assert not any("brecq" in figure["method"] for figure in FIGURES if figure["calibration_images"] != 1024)
 
 
-def test_every_other_figure_stands_beside_one_row():
+def test_every_figure_stands_beside_one_row():
     rows = [(name, row.config.bits, row.method) for name, table in TABLES.items() for row in table.rows]
     for figure in FIGURES:
-        if figure["calibration_images"] == 32:
+        if figure["calibration_images"]:
             assert rows.count((figure["table"], figure["bits"], figure["method"])) == 1
 
 
