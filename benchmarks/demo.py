@@ -2,7 +2,8 @@
 
     python benchmarks/demo.py --seeds 0,1,2 --work DIR
 
-Runs `adalog demo --seed S` for each seed; a seed that is finished in DIR is not run again. Prints one JSON object and
+Runs `adalog demo --seed S` for each seed; a seed that is finished in DIR is not run again as long as the sources of the
+package are the same. Prints one JSON object and
 saves it as benchmarks/results/demo.json: for each bits and method the mean and the standard deviation over seeds of
 top-1, agreement, bytes and seconds, and the loss to full precision in points.
 """
@@ -19,12 +20,13 @@ from typing import Annotated
 import typer
 
 from adalog.study.doctor import machine
+from adalog.version import source_hash
 
 
 def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:
     runs = []
     for seed in seeds.split(","):
-        target = work / f"seed{seed}.json"
+        target = work / f"seed{seed}-{source_hash()[:12]}.json"
         if not target.exists():
             command = [sys.executable, "-m", "adalog", "demo", "--seed", seed, "--threads", str(threads)]
             subprocess.run([*command, "--out", str(work / f"seed{seed}"), "--json", str(target)], check=True)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import nn
 
 from adalog import Calibration, Config, artifact, files
 from adalog.cli import views
@@ -21,31 +24,29 @@ from adalog.study.evaluate import Share, predict, score
 from adalog.study.figures import CAPTIONS, LEVEL_METHODS
 from adalog.study.levels import histogram_panels, level_figure
 
-BITS = ("w6a6", "w4a4", "w3a3")
-METHODS = LEVEL_METHODS
+METHODS = (*LEVEL_METHODS, "adalog+")
+# The methods to compare at each width: what a correction adds shows at few bits, where the others have nothing left.
+PLAN = {"w6a6": LEVEL_METHODS, "w4a4": LEVEL_METHODS, "w3a3": METHODS, "w2a2": ("adalog", "adalog+")}
 
 
 def command(
     out: Annotated[Path, typer.Option(help="Folder for the artifacts and the figure.")] = Path("adalog-demo"),
     bits: Annotated[str, typer.Option(help="Bits to quantize to, comma-separated, the most bits first.")] = ",".join(
-        BITS
+        PLAN
     ),
     methods: Annotated[
-        str, typer.Option(help="Methods to compare, comma-separated; a selection of the default.")
-    ] = ",".join(METHODS),
+        str | None,
+        typer.Option(help=f"Methods to compare, comma-separated, of {', '.join(METHODS)}. Default: some, by bits."),
+    ] = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
     """Quantize the bundled ViT with AdaLog and its rivals, and judge each on 2,000 real images, in integers."""
     jobs = thread_count(threads)
-    names = methods.split(",")
-    plans = [(method, Config.preset(width, method)) for width in bits.split(",") for method in names]
-    odd = [name for name in names if name not in METHODS]
-    if odd:
-        raise ValueError(f"--methods {odd[0]!r} is none of the demo's: {', '.join(METHODS)}")
-    artifacts = {out / f"demo-{config.bits}.safetensors" for method, config in plans if method == "adalog"}
-    check_outputs(out / "levels.png", *artifacts, json_out)
+    plans = _planned(bits, methods)
+    artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
+    check_outputs(out / "levels.png", *artifacts.values(), json_out)
     model = demo.load_model()
     images, labels = demo.test_images()
     rows: list[dict[str, Any]] = []
@@ -65,7 +66,7 @@ def command(
         size = sum(value.numel() * 4 for value in model.state_dict().values())
         table.add_row("fp32", "", views.interval(fp32.top1), "", f"{size:,}", "")
         progress.advance(overall)
-        calibration = Calibration(model, sample_images(demo.calibration_images(), plans[0][1].images, seed), seed=seed)
+        calibration = _calibrated(model, plans, seed)
         for method, config in plans:
             start = time.perf_counter()
             watch = site_progress(progress, current, f"{config.bits} {method}")
@@ -74,8 +75,8 @@ def command(
             seconds = time.perf_counter() - start
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)
-            if method == "adalog":
-                count = quantized.save(out / f"demo-{config.bits}.safetensors")
+            if (method, config) in artifacts:
+                count = quantized.save(artifacts[method, config])
             else:
                 count = len(artifact.serialise(quantized.quantized))
             row = {"bits": config.bits, "method": method, "top1": _value(result.top1), "agreement": result.agreement}
@@ -87,19 +88,44 @@ def command(
                 views.percent(result.agreement),
                 f"{count:,}",
                 f"{seconds:.1f}",
-                end_section=method == names[-1],
-                style="bold" if method == "adalog" else None,
+                end_section=(method, config) == [plan for plan in plans if plan[1].bits == config.bits][-1],
+                style="bold" if (method, config) in artifacts else None,
             )
             progress.advance(overall)
         progress.update(current, description="figure")
-        panels = histogram_panels(calibration, dict(plans[-len(names) :]))
-        drawn = level_figure(panels, f"Levels at {plans[-1][1].bits}")
+        widths = [dict(each) for _, each in groupby(plans, key=lambda plan: plan[1].bits)]
+        compared = max(reversed(widths), key=len)  # the last one with the most methods
+        panels = histogram_panels(calibration, compared)
+        drawn = level_figure(panels, f"Levels at {next(iter(compared.values())).bits}")
         files.write_whole(out / "levels.png", rendered(drawn, "png", CAPTIONS["histograms"]))
     if json_out != "-":
         say(table)
         written = printable(", ".join(str(path) for path in sorted(out.iterdir())))
         note(f"wrote {written}")
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
+
+
+def _planned(bits: str, methods: str | None) -> list[tuple[str, Config]]:
+    """The methods to compare with their choices. Raises ValueError for a method that is none of the demo's."""
+    names = None if methods is None else methods.split(",")
+    odd = [name for name in names or () if name not in METHODS]
+    if odd:
+        raise ValueError(f"--methods {odd[0]!r} is none of the demo's: {', '.join(METHODS)}")
+    return [
+        (name, Config.preset(width, name)) for width in bits.split(",") for name in names or PLAN.get(width, METHODS)
+    ]
+
+
+def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int) -> Calibration:
+    """The calibration of all; other training images are drawn for the stages that fit any."""
+    images = sample_images(demo.calibration_images(), plans[0][1].images, seed)
+    fitted = max(config.images_fitted for _, config in plans)
+    more = sample_images(demo.unlabelled_images(), fitted, seed) if fitted else images
+    return Calibration(model, images, unlabelled=more, seed=seed)
+
+
+def _file_name(method: str, config: Config) -> str:
+    return f"demo-{config.bits}{method.removeprefix('adalog')}.safetensors"
 
 
 def _value(share: Share | None) -> float | None:
