@@ -432,7 +432,7 @@ def test_the_zoo_passes_the_check():
     for name in zoo.MODELS:
         _, read = zoo.captured(name)
         for batch in (1, 5):
-            read.check([torch.empty(batch, 3, 32, 32)])
+            read.quantized.check([torch.empty(batch, 3, 32, 32)])
 
 
 BOUNDED = """

@@ -1,7 +1,7 @@
 """The quantized model: calling it, its summary, saving and loading."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ class QuantizedModel(nn.Module):
     def __init__(self, quantized: QuantizedProgram):
         super().__init__()
         self.quantized = quantized
-        self._checked: set[tuple[int, ...]] = set()  # the batch sizes that the program is known to take
         self.eval()
 
     @property
@@ -73,16 +72,8 @@ class QuantizedModel(nn.Module):
         if named:
             raise TypeError(f"the model takes its inputs by position, got {', '.join(named)} by name")
         if self.example:
-            self.check(inputs)
+            self.quantized.check(inputs)
         return self.program.run(inputs)
-
-    def check(self, inputs: Sequence[Any]) -> None:
-        """Raise what `forward` raises for inputs that the model does not take; they may be on the meta device."""
-        self.quantized.check_shapes(inputs)
-        batches = tuple(len(value) for value in inputs)
-        if batches not in self._checked:
-            self.program.check(inputs)
-            self._checked.add(batches)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""

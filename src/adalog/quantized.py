@@ -28,17 +28,21 @@ class QuantizedProgram:
     refusals: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[Tensor, ...] = ()
+    _taken: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise ValueError for inputs of another number, shape or dtype than `example`.
 
-        Raises ProgramError where the program cannot run on them. The inputs may be on the meta device.
+        Raises ProgramError where the program cannot run on them; a batch size that it takes is not tried again. The
+        inputs may be on the meta device.
         """
-        self.check_shapes(inputs)
-        self.program.check(inputs)
+        self._check_shapes(inputs)
+        batches = tuple(len(value) for value in inputs)
+        if batches not in self._taken:
+            self.program.check(inputs)
+            self._taken.add(batches)
 
-    def check_shapes(self, inputs: Sequence[Any]) -> None:
-        """Raise the ValueError of `check` alone, which takes no time."""
+    def _check_shapes(self, inputs: Sequence[Any]) -> None:
         wanted = [f"(B, {', '.join(map(str, value.shape[1:]))}) of {value.dtype}" for value in self.example]
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)

@@ -66,7 +66,6 @@ class Compiled(nn.Module):
         if not quantized.example:
             raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
         self.quantized = quantized
-        self._checked: set[tuple[int, ...]] = set()  # the batch sizes that the program is known to take
         self.executor = executor
         self._context = None
         if executor == "native":
@@ -129,7 +128,7 @@ class Compiled(nn.Module):
         with self._lock:
             if batch not in self._plans:
                 inputs = [torch.zeros(batch, *value.shape[1:], dtype=value.dtype) for value in self.quantized.example]
-                self._check(inputs)
+                self.quantized.check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
                 shapes = trace(self.quantized.program, inputs)
@@ -141,17 +140,10 @@ class Compiled(nn.Module):
         """The bytes that a run reads of the weights of `sites`."""
         return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
 
-    def _check(self, inputs: Sequence[Any]) -> None:
-        self.quantized.check_shapes(inputs)
-        batches = tuple(len(value) for value in inputs)
-        if batches not in self._checked:
-            self.quantized.program.check(inputs)
-            self._checked.add(batches)
-
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's outputs for its positional inputs, without gradients. Raises what the model raises."""
-        self._check(inputs)
+        self.quantized.check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
             return self.prepare(batches.pop())(inputs)
@@ -167,7 +159,7 @@ class Compiled(nn.Module):
     @torch.no_grad()
     def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
         """The codes of every operand that is multiplied in integers, by its quantizer's name: uint8."""
-        self._check(inputs)
+        self.quantized.check(inputs)
         program, steps = self._apart
         found: dict[str, Tensor] = {}
 
@@ -183,7 +175,7 @@ class Compiled(nn.Module):
         """The trace of the site of this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
             raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
-        self._check(inputs)
+        self.quantized.check(inputs)
         site, (program, steps) = self.sites[name], self._apart
         made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
         codes: dict[str, Tensor] = {}
