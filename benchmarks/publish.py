@@ -25,8 +25,11 @@ def measured(name: str) -> dict[str, Any]:
     Such rows are in files NAME-renewed*.json, and have "renewed": the processor that they were measured on.
     """
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    files = sorted(RESULTS.glob(f"{name}-renewed*.json"))
     places = {_identity(row): index for index, row in enumerate(result.get("rows", []))}
-    for path in sorted(RESULTS.glob(f"{name}-renewed*.json")):
+    if files and len(places) < len(result["rows"]):
+        raise ValueError(f"rows of {name}.json are alike but for what was measured: name what tells them apart")
+    for path in files:
         later = json.loads(path.read_text(encoding="utf-8"))
         for row in later["rows"]:
             place = places.get(_identity(row))
@@ -36,8 +39,11 @@ def measured(name: str) -> dict[str, Any]:
     return result
 
 
+_NAMES = ("table", "model", "bits", "names", "method", "seed", "stage", "images", "executor")  # what is not measured
+
+
 def _identity(row: Mapping[str, Any]) -> str:
-    return json.dumps([row.get(name) for name in ("table", "model", "bits", "names", "method", "seed")])
+    return json.dumps([row.get(name) for name in _NAMES])
 
 
 def commit() -> str | None:

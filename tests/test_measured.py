@@ -85,8 +85,8 @@ SETTINGS: dict[str, str] = {
         - For your own model, pass any `nn.Module` that `torch.export` can export, and images (N, 3, H, W)
           normalised as it wants.
         - each of 1,000 photographs takes the label of the nearest of 1,000 others, one per ImageNet class.
-        - The method `adalog+` corrects weights in closed form after the search, from 128 images by default ([what
-          is measured of it](docs/measured.md)).
+        - The method `adalog+` corrects weights in closed form after the search, from 128 images by default, and
+          `Reconstruction` trains blocks by gradients ([what is measured of both](docs/measured.md)).
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
         - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AVX2, AVX-512-VNNI or
           AMX; there are no ARM kernels); `.compile("torch")` does so with PyTorch's products, wherever PyTorch

@@ -250,6 +250,62 @@ def test_averaged_weights_are_the_mean_over_images(pool, searched):
     assert torch.allclose(averaged(torch.arange(2)), everything.mean(0).expand(2, *everything.shape[1:]), atol=1e-5)
 
 
+def test_the_regulariser_begins_late_and_sharpens(pool, searched):
+    """Nothing in the first fifth; then the exponent falls from 20, which leaves all but the decided alone, to 2."""
+    block = block_of(*searched, pool[:24], weights="adaround")
+    assert block._regulariser(0.1) == 0
+    found = [float(block._regulariser(done).detach()) for done in (0.2, 0.5, 1.0)]
+    weights = [each for each in block._groups if isinstance(each._right, _Rounding)]
+    for exponent, value in ((20.0, found[0]), (2.0, found[2])):
+        wanted = sum(
+            float(regulariser(rectified_sigmoid(each._right.latent.detach()), exponent).mean()) for each in weights
+        )
+        assert value == pytest.approx(wanted, rel=1e-5)
+    assert found[0] > found[1] > found[2]
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_few_images_are_enough(pool, searched, images):
+    calibration, before = searched
+    after = reconstructed(calibration.program, [pool[:images]], before, replace(STAGE, images=images, iterations=2))
+    assert all(math.isfinite(found.sqnr) for _, found in after)
+
+
+@pytest.mark.slow
+def test_a_memory_changes_nothing_but_rounding(pool, searched):
+    """Blocks that are made in batches of images give what they give at once, and are held out alike."""
+    calibration, before = searched
+    choices = replace(STAGE, iterations=3)
+    whole, some = (
+        reconstructed(calibration.program, [pool[:24]], before, choices, memory=memory) for memory in (None, 600_000)
+    )
+    (_, one), (_, other) = (
+        next((group, found) for group, found in each if group.name.startswith("blocks.0")) for each in (whole, some)
+    )
+    assert (one.right.codes != other.right.codes).double().mean() < 0.02
+
+
+class TwoHeads(nn.Module):
+    """A trunk with two heads, the second of which leads to the last operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.one, self.two = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.trunk(x.flatten(1)).relu()
+        return self.one(x.tanh()), self.two(x).sigmoid()
+
+
+def test_what_leads_to_no_blocks_output_stays_as_it_is(pool):
+    torch.manual_seed(0)
+    calibration = Calibration(TwoHeads().eval(), pool[:8, :, :2, :2].contiguous())
+    before = calibration.assign(replace(LOW, fold_rows=1))
+    after = reconstructed(calibration.program, calibration.images, before, replace(STAGE, images=8, rate=0.5))
+    same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
+    assert same == {"trunk": False, "one": True, "two": False}
+
+
 # --- a model ---------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +363,15 @@ def test_a_file_of_what_is_done_belongs_to_the_images_that_are_fitted(tiniest, p
         Calibration(tiniest, pool[:8], unlabelled=pool[8:32]).assign(config, partial=partial)
 
 
+def test_what_is_read_back_goes_to_the_device_that_is_named(tmp_path, searched):
+    """As where a run on an accelerator goes on from its file."""
+    for index, (_, found) in enumerate(searched[1]):
+        Partial(tmp_path / "file", "x").add(str(index), found)
+        again = Partial(tmp_path / "file", "x").get(str(index), "meta")
+        assert again.left.scale.is_meta
+        assert (again.right.codes if isinstance(again.right, QuantizedTensor) else again.right.scale).is_meta
+
+
 def test_a_bias_is_read_back_to_the_bit(tmp_path, searched):
     found = searched[1][0][1]
     found = replace(found, bias=torch.tensor([0.1, -1e-30, 3e7]))
@@ -322,13 +387,14 @@ def test_choices_that_cannot_be_are_refused():
     for changes in ({"images": 0}, {"weights": "nearest"}, {"loss": "cross-entropy"}, {"drop": 1.0}, {"rate": 0}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             replace(STAGE, **changes)
-    with pytest.raises(ValueError, match="a Correction before a Reconstruction"):
-        Config(stages=(STAGE, Correction()))
+    for stages in ((STAGE, Correction()), (STAGE, STAGE), (STAGE, adalog.Evolution()), (Correction(), Correction())):
+        with pytest.raises(ValueError, match="one of a kind and a Correction before a Reconstruction"):
+            Config(stages=stages)
 
 
-def test_the_stage_alone_changes_what_is_to_be_changed(pool, searched):
+def test_the_stage_alone_changes_what_is_to_be_changed(pool, spoilt):
     """Weights alone, without scales and biases: quantizers of activations stay."""
-    calibration, before = searched
+    calibration, before = spoilt
     choices = replace(STAGE, scales=False, biases=False, weights="adaround", iterations=4, rate=0.3)
     after = reconstructed(calibration.program, [pool[:24]], before, choices)
     for (group, one), (_, other) in zip(before, after, strict=True):
@@ -339,3 +405,8 @@ def test_the_stage_alone_changes_what_is_to_be_changed(pool, searched):
         else:
             assert torch.equal(other.right.quantizer.zero_point, one.right.quantizer.zero_point)
             assert torch.equal(other.right.quantizer.scale, one.right.quantizer.scale)
+    assert any(
+        not torch.equal(one.right.codes, other.right.codes)
+        for (group, one), (_, other) in zip(before, after, strict=True)
+        if group.first.role not in ("qk", "av")
+    )

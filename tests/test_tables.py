@@ -477,29 +477,3 @@ def test_what_is_not_right(place, given, why, monkeypatch, capsys):
         main()
     assert why in capsys.readouterr().err
     assert not (place / "adalog-tables.rows").exists()
-
-
-def test_rows_are_chosen_by_bits_and_first_names():
-    chosen = plan(["1", "4"], bits=["w3a3"], firsts=["adalog", "easyquant"])
-    assert {(config.bits, row.names[0]) for config, row in chosen.items()} == {
-        ("w3a3", "adalog"),
-        ("w3a3", "easyquant"),
-    }
-    assert len(plan(["1"], bits=["w3a3"])) < len(plan(["1"]))
-    with pytest.raises(ValueError, match="no row of table 1 has bits of w5a5 and a first name of any"):
-        plan(["1"], bits=["w5a5"])
-
-
-def test_the_rows_of_reconstruction_are_those_of_the_papers_table():
-    """BRECQ without and with AdaLog, weights alone or activations too, beside what is published on 1,024 images."""
-    rows = [row for row in TABLES["4"].rows if row.config.stages]
-    told = {(row.config.bits, row.method, row.config.stages[0].scales) for row in rows}
-    assert told == {
-        (bits, f"{kind}, {what}", scales)
-        for bits in ("w4a4", "w3a3")
-        for kind in ("uniform", "adalog")
-        for what, scales in (("brecq", False), ("brecq and lsq", True))
-    }
-    for row in rows:
-        assert row.config.images_fitted == 1024
-        assert find_published("4", published()["models"]["ViT-S"], row.config.bits, row.method, 1024)

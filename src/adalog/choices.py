@@ -293,11 +293,12 @@ STAGE_KINDS: dict[str, Any] = {
 def check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
-    order = [(Correction, Reconstruction).index(type(stage)) if isinstance(stage, Fitting) else -1 for stage in stages]
-    if order != sorted(order):
+    fitting = [type(stage) for stage in stages if isinstance(stage, Fitting)]
+    in_order = fitting in ([], [Correction], [Reconstruction], [Correction, Reconstruction])
+    if not in_order or fitting != [type(stage) for stage in stages[len(stages) - len(fitting) :]]:
         raise ValueError(
-            "stages that fit images come last, a Correction before a Reconstruction: others judge what they change "
-            "beside exact inputs"
+            "stages that fit images come last, one of a kind and a Correction before a Reconstruction: others judge "
+            "what they change beside exact inputs"
         )
 
 

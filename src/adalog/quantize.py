@@ -62,8 +62,8 @@ def sample_images(images: Images, count: int, seed: int) -> Images:
     found = len(inputs[0])
     if found < count:
         raise CalibrationError(
-            f"calibration takes {count} images, got {found}: give more, or set Config(images={found}) and no more than "
-            "that in a Correction"
+            f"calibration takes {count} images, got {found}: give more, or set Config(images={found}), and "
+            f"Config.fitting({found}) where stages fit images"
         )
     sample = take(inputs, draw_indices(found, count, seed))
     return sample[0] if isinstance(images, Tensor) else sample

@@ -65,7 +65,9 @@ class QuantizedProgram:
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
         """The same program with a function (a move to a device, a cast) applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
-        return replace(self, program=self.program.map_tensors(function), example=example)
+        found = replace(self, program=self.program.map_tensors(function), example=example)
+        found._taken.update(self._taken)  # shapes stay
+        return found
 
     def float_sites(self) -> list[str]:
         """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""

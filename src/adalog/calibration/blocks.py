@@ -60,12 +60,23 @@ class Blocks:
         # Values that keep their images apart; values that do not, or of which it is not known.
         self._apart: set[str] = set(program.inputs) if like is None else like._apart
         self._mixed: set[str] = set() if like is None else like._mixed
+        outs = {block.value_out: shapes[block.value_out] for block in blocks}
+        self._float = {name for name, value in outs.items() if isinstance(value, Tensor) and value.is_floating_point()}
         peak = _peak(program, shapes)
         self._all_fit = memory is None or sum(self._bytes.values()) + peak <= memory
         self._limit = 0 if memory is None else memory * 3 // 8
         self.batch = self.count
         if memory is not None and not self._all_fit:
             self.batch = min(self.count, max(1, memory * self.count // (4 * max(peak, 1))))
+
+    @property
+    def images(self) -> Chunk:
+        """The model's inputs by name."""
+        return self._batches.images
+
+    def is_float(self, name: str) -> bool:
+        """Whether the output of this name, of a block, is a tensor of floats."""
+        return name in self._float
 
     def axis(self, name: str) -> Axis:
         """The axis of images of a value, where its shapes tell it."""

@@ -146,12 +146,12 @@ class Calibration:
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
         given = {group.name: assignment for group, assignment in start}
-        file = None if partial is None else Partial(partial, self._fingerprint(config, given))
         if given and given.keys() != self._requests.keys():
             raise ValueError(
                 "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
                 "since several sites share a fold"
             )
+        file = None if partial is None else Partial(partial, self._fingerprint(config, given))
         found = run_searches(
             self._splits(),
             lambda group: self._search(group, config, given.get(group.name)).assignment,
@@ -191,8 +191,7 @@ class Calibration:
             if choices != config and choices.activation_bits == FLOAT_BITS:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
-        if config.images_fitted:
-            fitted = take(self.unlabelled, range(config.images_fitted))
+        if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned))
@@ -291,15 +290,12 @@ class Calibration:
         """A digest of everything that decides what the searches and stages find."""
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(start[name])) for name in sorted(start)]
-        fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else []
+        fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
         memory = self._memory if fitted else 0  # for these it decides what is summed together
-        seen = [("image", value) for value in (*self.images, *fitted)]
-        tensors = (*self.program.tensors.items(), *seen, *self._shared.probes())
+        images = [("image", value) for value in (*self.images, *fitted)]
         graph = self.program.inputs, self.program.nodes, self.program.output
-        return fingerprint(
-            (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun),
-            tensors,
-        )
+        choices = (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun)
+        return fingerprint(choices, (*self.program.tensors.items(), *images, *self._shared.probes()))
 
     def _splits(self) -> list[list[SiteGroup]]:
         """The groups in splits whose operands are held together, in order."""

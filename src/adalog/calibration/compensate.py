@@ -124,7 +124,7 @@ def corrected(
                 continue
             if assignment.right is not None and group.first.role in ("linear", "conv"):
                 key = f"correction of {group.name}"
-                found = None if partial is None else partial.get(key)
+                found = None if partial is None else partial.get(key, images[0].device)
                 if found is None:
                     seen = _seen(floats, quantized, number, group, rewritten(program, current))
                     found = _refitted(program, group, assignment, seen, choices)

@@ -67,9 +67,10 @@ class Partial:
         if not lines:
             self._append(header)
 
-    def get(self, name: str) -> Assignment | None:
+    def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
         """The assignment of this name, a group's for its search; None where it is not finished."""
-        return self._found.get(name)
+        found = self._found.get(name)
+        return None if found is None else found.to(torch.device(device))
 
     def add(self, name: str, assignment: Assignment) -> None:
         """Write the assignment of this name to the file."""

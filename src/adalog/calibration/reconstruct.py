@@ -1,4 +1,4 @@
-"""Reconstruction by gradients: what a block's codes, biases and scales stand for is trained, one block after another.
+"""Reconstruction by gradients: the codes, biases and scales of one block after another are trained.
 
 A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
 gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
@@ -20,17 +20,17 @@ from torch import Tensor
 from adalog.calibration.batches import Chunk
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import with_codes
-from adalog.calibration.gradients import hessian_probe, squared_gradients
+from adalog.calibration.gradients import BATCH, hessian_probe
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Reconstruction
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program
+from adalog.graph.program import Node, Program, leaves_of, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
 from adalog.graph.sites import find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
 
-# Every n-th image is held out of the training of a block and judges its states; of fewer images none is.
+# Every n-th image is held out of the training of a block and judges its states; with fewer images none is held out.
 _HELD_OUT = 8
 # How often a block's state is judged on the images held out.
 _CHECKS = 8
@@ -124,7 +124,7 @@ class _Levels:
 
 
 class _Group:
-    """A group of sites with all of its assignment that is trained."""
+    """A group of sites, with the parts of its assignment that are trained."""
 
     def __init__(
         self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
@@ -219,30 +219,38 @@ def reconstructed(
     """The assignments with codes, biases and scales that were trained, block by block.
 
     memory: bytes for the values of both networks that are held at a time, as for `Blocks`; a block's inputs and outputs
-    on all images are held whatever it says. partial: finished blocks are read from it, and written to it.
+    on all images, and the weights of its errors, are held whatever it says. partial: finished blocks are read from it,
+    and written to it. Groups that the block's output does not depend on, such as those of a second head, stay as they
+    are, and so does all of a block whose output is no tensor of floats.
     """
-    current = list(assigned)
+    current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
     blocks = find_blocks(program)
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
     for number, block in enumerate(blocks):
-        names = set(block.nodes)
-        members = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
+        names = {node.name for node in floats.nodes(number).nodes}
+        members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
         keys = [f"reconstruction of {current[index][0].name}" for index in members]
-        done = {key: found for key in keys if partial is not None and (found := partial.get(key)) is not None}
-        if len(done) < len(keys):
-            here = _Block(program, floats, quantized, number, [current[index] for index in members], choices, seed)
-            done = dict(zip(keys, (assignment for _, assignment in here.trained()), strict=True))
+        done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
+        if len(done) < len(keys) and floats.is_float(block.value_out):
+            here = [current[index] for index in members]
+            trained = _Block(program, floats, quantized, number, here, choices, seed).trained()
+            done = {key: assignment for key, (_, assignment) in zip(keys, trained, strict=True)}
             if partial is not None:
                 for key, assignment in done.items():
                     partial.add(key, assignment)
         for index, key in zip(members, keys, strict=True):
-            current[index] = (current[index][0], done[key])
+            current[index] = (current[index][0], done.get(key, current[index][1]))
         quantized.change(number, rewritten(program, current))
         if progress is not None:
             progress(number + 1, len(blocks), f"block {number + 1} of {len(blocks)} reconstructed")
     return current
+
+
+def _read_by(group: SiteGroup) -> set[str]:
+    """The operations that a group's assignment changes."""
+    return {site.node.name for site in group.sites} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
 class _Block:
@@ -263,21 +271,21 @@ class _Block:
         whole = rewritten(self._nodes, self._assigned)
         self._groups = [_Group(group, found, program, whole, choices) for group, found in assigned]
         block = floats.blocks[number]
-        self._given, self._out = quantized.inputs(number), block.value_out
-        self._exact = floats.inputs(number)
-        wanted = floats.run(self._exact, [block.value_out])
-        self._wanted = {**self._exact, **wanted}
-        device = wanted[block.value_out].device
-        self._generator = torch.Generator(device).manual_seed(seed + 1000 * number)
-        # Where images cannot be told apart, all of them make a step, and judge it.
+        # Where images cannot be told apart, all of them make a step, and judge it. The float network says so first.
         apart = floats.keeps_apart(number, [block.value_out])
+        self._exact, self._out = floats.inputs(number), block.value_out
+        self._given = quantized.inputs(number)
+        self._wanted = floats.run(self._exact, [self._out])
+        device = self._wanted[self._out].device
+        self._generator = torch.Generator(device).manual_seed(seed + 1000 * number)
+        self._apart = apart
         numbers = torch.arange(floats.count, device=device)
         held = numbers % _HELD_OUT == _HELD_OUT - 1
         self._fitted, self._judging = numbers, numbers
         if apart and bool(held.any()):
             self._fitted, self._judging = numbers[~held], numbers[held]
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
-        self._weights = self._error_weights(program, block.value_out, seed)
+        self._weights = self._error_weights(program.output, seed)
 
     def trained(self) -> list[tuple[SiteGroup, Assignment]]:
         """The best assignments on the images held out, those at the start among them."""
@@ -320,7 +328,7 @@ class _Block:
         names = [site.node.name for group, _ in assigned for site in group.sites]
         sums = {name: torch.zeros(4, dtype=torch.float64) for name in names}
         for numbers in self._judging.split(self._batch):
-            chunks = (self._picked(chunk, numbers) for chunk in (self._exact, self._given))
+            chunks = (_picked(self._blocks, chunk, numbers) for chunk in (self._exact, self._given))
             exact, given = (
                 self._blocks.values(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
@@ -359,16 +367,17 @@ class _Block:
     def _judged(self, assigned: Assigned) -> float:
         """The mean loss on the images held out, all of them quantized."""
         found = 0.0
-        for numbers in self._judging.split(max(1, self._batch)):
+        for numbers in self._judging.split(self._batch):
             found += float(self._loss(assigned, numbers, 0.0)) * len(numbers)
         return found / len(self._judging)
 
     def _loss(self, assigned: Assigned, numbers: Tensor, drop: float) -> Tensor:
         """The mean weighted squared error of the block's output on some images."""
-        given, wanted = (self._picked(chunk, numbers) for chunk in (self._given, self._wanted))
-        for name in [self._blocks.blocks[self._number].value_in] if drop else ():
-            if name in wanted and given[name].is_floating_point():
-                given[name] = self._mixed(given[name], wanted[name], drop)
+        given, wanted = (_picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
+        name = self._blocks.blocks[self._number].value_in
+        if drop and given[name].is_floating_point():
+            exact = _picked(self._blocks, {name: self._exact[name]}, numbers)
+            given[name] = self._mixed(given[name], exact[name], drop)
         program = rewritten(self._nodes, assigned)
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
@@ -386,31 +395,55 @@ class _Block:
         kept = torch.rand(quantized.shape, generator=self._generator, device=quantized.device) < drop
         return torch.where(kept, exact, quantized)
 
-    def _picked(self, chunk: Chunk, numbers: Tensor) -> Chunk:
-        """The values of a chunk for some of its images."""
-        if len(numbers) == self._blocks.count:
-            return dict(chunk)
-        result = {}
-        for name, value in chunk.items():
-            axis = self._blocks.axis(name)
-            if axis is None:
-                result[name] = value
-                continue
-            dim, each = axis
-            places = (numbers[:, None] * each + torch.arange(each, device=numbers.device)).flatten()
-            result[name] = value.index_select(dim, places)
-        return result
+    def _error_weights(self, output: Any, seed: int) -> Callable[[Tensor], Tensor] | None:
+        """What the squared errors of some images are weighted by; None where all weigh the same.
 
-    def _error_weights(self, program: Program, name: str, seed: int) -> Callable[[Tensor], Tensor] | None:
-        """What the squared errors of some images are weighted by; None where all weigh the same."""
+        output: the program's. Only the operations behind the block are run.
+        """
         if self._choices.loss == "squared":
             return None
-        generator = torch.Generator().manual_seed(seed)
-        images = [self._exact[name] for name in program.inputs]
-        found = squared_gradients(program, images, [name], [hessian_probe(generator)])[name]
-        axis = self._blocks.axis(name)
+        blocks, name, names = self._blocks, self._out, list(dict.fromkeys(refs_of(output)))
+        probe = hessian_probe(torch.Generator().manual_seed(seed))
+        everything = torch.arange(blocks.count, device=self._fitted.device)
+        squares = torch.empty_like(self._wanted[name])
+        for numbers in everything.split(BATCH if self._apart else blocks.count):
+            chunk = {key: self._exact[key] for key in blocks.images} | self._wanted
+            chunk = _picked(blocks, chunk, numbers)
+            with torch.enable_grad():
+                leaf = chunk[name] = chunk[name].detach().requires_grad_()
+                found = blocks.values(chunk, names)
+                outputs = [value for each in names for value in leaves_of(found[each]) if value.requires_grad]
+                gradient = torch.autograd.grad(outputs, leaf, probe(outputs, slice(None)))[0]
+            _put(blocks, squares, name, numbers, gradient.square())
+        squares /= squares.mean().clamp(min=torch.finfo(squares.dtype).tiny)
+        axis = blocks.axis(name)
         if self._choices.loss == "averaged" and axis is not None:
             dim, each = axis
-            mean = found.unflatten(dim, (-1, each)).mean(dim)
+            mean = squares.unflatten(dim, (-1, each)).mean(dim)
             return lambda numbers: torch.cat([mean] * len(numbers), dim)
-        return lambda numbers: self._picked({name: found}, numbers)[name]
+        return lambda numbers: _picked(blocks, {name: squares}, numbers)[name]
+
+
+def _picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
+    """The values of a chunk of all images for some of them."""
+    if len(numbers) == blocks.count:
+        return dict(chunk)
+    axes = {name: blocks.axis(name) for name in chunk}
+    return {
+        name: value if (axis := axes[name]) is None else value.index_select(axis[0], _places(axis, numbers))
+        for name, value in chunk.items()
+    }
+
+
+def _put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+    """Write the values of some images into those of all images, for a value of this name."""
+    axis = blocks.axis(name)
+    if axis is None:
+        whole.copy_(some)
+    else:
+        whole.index_copy_(axis[0], _places(axis, numbers), some)
+
+
+def _places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
+    """The entries of some images along their axis."""
+    return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()

@@ -59,9 +59,9 @@ def run_searches(
     scratch = Scratch(memory)
 
     def find(group: SiteGroup) -> Assignment:
-        known = partial and partial.get(group.name)
+        known = partial and partial.get(group.name, device)
         if known:
-            return known.to(device)
+            return known
         with scratch.taken(bytes_of[group.name]):
             return search(group)
 

@@ -56,7 +56,7 @@ def command(
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
     chosen = [[name for name in given.split(",") if name] for given in (bits, rows_of)]
-    paper.plan(names, images, *chosen)
+    fitted = paper.images_fitted(names, images, *chosen)
     base = out.with_suffix("") if out.suffix in (".md", ".json") else out
     as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
     specs = list(dict.fromkeys(model_names.split(",")))
@@ -67,7 +67,7 @@ def command(
         if not zoo.is_model(name):
             raise DataError(f"model {name!r} is none of {zoo.KINDS}")
     place = find_device(device)
-    benches = [tables.Bench.of(load_model(name, False, None), data, images) for name in specs]
+    benches = [tables.Bench.of(load_model(name, False, None), data, images, fitted) for name in specs]
     for each in benches:
         with waiting(f"try {each.model.name}"):
             each.check(place)

@@ -211,6 +211,13 @@ def plan(
     return dict(sorted(found.items(), key=slowness))
 
 
+def images_fitted(
+    names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
+) -> int:
+    """How many images the stages of these rows fit; 0 if none fits any. The arguments are those of `plan`."""
+    return max((config.images_fitted for config in plan(names, images, bits, firsts)), default=0)
+
+
 # --- what others have published --------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from adalog.study import paper
 from adalog.study.cost import cost
 from adalog.study.doctor import machine
 from adalog.study.evaluate import check_classes, mcnemar, predict, score
-from adalog.study.paper import IMAGES, bits_name, find_published, plan, published
+from adalog.study.paper import IMAGES, bits_name, find_published, images_fitted, plan, published
 from adalog.version import source_hash
 
 Progress = Callable[[int, int, str, dict[str, Any]], None]
@@ -63,22 +63,25 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
 class Bench:
     """A model with the pool of images that calibrate it and the images that judge it.
 
-    Images are normalised tensors, or files. labels: (N,), of the images that judge.
+    Images are normalised tensors, or files. labels: (N,), of the images that judge. more: the pool of images that
+    stages may fit; None for the pool that calibrates.
     """
 
     model: LoadedModel
     pool: Tensor | ImageSet
     judged: Tensor | ImageSet
     labels: Tensor
+    more: Tensor | ImageSet | None = None
 
     @staticmethod
-    def of(model: LoadedModel, data: Path | None, images: int) -> "Bench":
+    def of(model: LoadedModel, data: Path | None, images: int, fitted: int = 0) -> "Bench":
         """The bundled model with the bundled images, another one with the folders train and val of `data`.
 
-        Raises DataError if these do not exist, have fewer than `images` images to calibrate with, or no labels.
+        Raises DataError if these do not exist, have fewer than `images` images to calibrate with or `fitted` ones for
+        stages, or no labels.
         """
         if model.name == "demo":
-            bench = Bench(model, demo.calibration_images(), *demo.test_images())
+            bench = Bench(model, demo.calibration_images(), *demo.test_images(), demo.unlabelled_images())
         else:
             if data is None:
                 raise DataError(f"{model.name} brings no images: give --data DIR with folders train and val")
@@ -97,6 +100,12 @@ class Bench:
                 f"{model.name} has {len(bench.pool)} images to calibrate with, --images {images} are wanted: give more "
                 "images, or want fewer"
             )
+        pool = bench.pool if bench.more is None else bench.more
+        if fitted > len(pool):
+            raise DataError(
+                f"{model.name} has {len(pool)} images to fit, rows of these tables want {fitted}: give more images, or "
+                "choose rows without reconstruction by --rows"
+            )
         return bench
 
     def fingerprint(self) -> dict[str, Any]:
@@ -108,7 +117,7 @@ class Bench:
         for name, value in self.model.module.state_dict().items():
             weights.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             weights.update(raw_bytes(value))
-        for given in (self.pool, self.judged):
+        for given in (self.pool, self.judged, *(() if self.more is None else (self.more,))):
             if isinstance(given, Tensor):
                 images.update(raw_bytes(given))
             else:
@@ -122,11 +131,18 @@ class Bench:
 
     def sample(self, count: int, seed: int, jobs: int) -> Tensor:
         """`count` calibration images, normalised."""
-        if isinstance(self.pool, Tensor):
-            drawn = sample_images(self.pool, count, seed)
+        return self._drawn(self.pool, count, seed, jobs)
+
+    def unlabelled(self, count: int, seed: int, jobs: int) -> Tensor:
+        """`count` images for the stages that fit some, normalised."""
+        return self._drawn(self.pool if self.more is None else self.more, count, seed, jobs)
+
+    def _drawn(self, pool: Tensor | ImageSet, count: int, seed: int, jobs: int) -> Tensor:
+        if isinstance(pool, Tensor):
+            drawn = sample_images(pool, count, seed)
             assert isinstance(drawn, Tensor)
             return drawn
-        return self.pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
+        return pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device) -> Tensor:
         """The class that a network gives to each image: (N,)."""
@@ -172,7 +188,7 @@ def run(
     Raises ValueError for a name that no table has.
     """
     planned, place = plan(names, images, bits, firsts), device or torch.device("cpu")
-    fitted = max(config.images_fitted for config in planned)
+    fitted = images_fitted(names, images, bits, firsts)
     runs = [(config, seed) for seed in range(seeds) for config, row in planned.items() if not (seed and row.once)]
     result: dict[str, Any] = {
         "tables": {name: _described(name) for name in sorted(set(names))},
@@ -193,9 +209,9 @@ def run(
         def calibrated(seed: int, bench: Bench = bench, known: dict[int, Calibration] = calibrations) -> Calibration:
             if seed not in known:
                 known.clear()
-                drawn = bench.sample(max(images, fitted), seed, jobs).to(place)
-                calibrates = drawn[:images]
-                known[seed] = Calibration(bench.model.module, calibrates, unlabelled=drawn, seed=seed)
+                calibrates = bench.sample(images, seed, jobs).to(place)
+                more = bench.unlabelled(fitted, seed, jobs).to(place) if fitted else calibrates
+                known[seed] = Calibration(bench.model.module, calibrates, unlabelled=more, seed=seed)
             return known[seed]
 
         finished = _Finished(work, bench)
@@ -317,10 +333,13 @@ def _rows(
                     p_value(beside[seed], record) if beside is not found and seed in beside else None
                     for seed, record in found.items()
                 ],
-                "published": find_published(
-                    name, model, row.config.bits, row.method, row.config.images_fitted or images
-                ),
+                "published": find_published(name, model, row.config.bits, row.method, _taken(row.config, images)),
             }
+
+
+def _taken(config: Config, images: int) -> int:
+    """How many images a published figure took for a row like this."""
+    return config.images_fitted if config.images_fitted and images == IMAGES else images
 
 
 _MEASURED = ("top1", "agreement", "seconds", "fixops", "bytes")
