@@ -292,6 +292,7 @@ def test_a_start_stays_where_searches_go_wrong(small, fast, monkeypatch):
     assert all(mine.left is given.left for (_, mine), (_, given) in zip(after, start, strict=True))
 
 
+@pytest.mark.slow
 def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
     """What is kept is judged on the same operands as what is found."""
     start = small.assign(fast)

@@ -61,6 +61,7 @@ def test_a_block_by_itself_is_that_part_of_the_model(name):
                 assert alone.run(list(given.values())).equal(seen[block.value_out])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [0.2, pytest.param(0.6, marks=pytest.mark.slow), 3])
 def test_inputs_within_a_memory_are_those_of_all_images_at_once(name, share):
@@ -123,6 +124,7 @@ def quantized_after(program, value, quantizer):
     return replace(program, nodes=tuple(nodes), quantizers={"quantizer": quantizer})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [None, 0.6])
 def test_a_program_may_change_block_by_block_and_go_on_after_an_interruption(share):
     _, program = zoo.captured("demo")

@@ -152,6 +152,7 @@ def test_error_never_rises_however_rough_the_candidates(problem, monkeypatch):
     assert errors[2] <= errors[1] * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @every_problem
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "bfloat16"])
 def test_error_never_rises_however_few_rows_are_looked_at(problem, fast, sampled, monkeypatch):
@@ -177,6 +178,7 @@ def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
     assert torch.equal(weight_of(first).zero_point, weight_of(second).zero_point)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rough_rows", [0, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("problem", [linear, pytest.param(after_gelu, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk", [pytest.param(16, marks=pytest.mark.slow), 50])
@@ -454,6 +456,7 @@ def test_uniform_candidates_are_their_quantizers(problem):
                 assert torch.equal(operand.errors(operand.values)(points, dtype), torch.stack(expected).to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [after_softmax, after_gelu])
 @pytest.mark.parametrize("rounding", ["log", "nearest"])
 @pytest.mark.parametrize("beyond", ["saturate", pytest.param("zero-coded", marks=pytest.mark.slow)])

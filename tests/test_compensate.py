@@ -241,6 +241,7 @@ def test_what_has_no_codes_stays(pool, searched):
         assert other.left is one.left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3, 5])
 def test_few_images_are_enough(pool, searched, images):
     calibration, before = searched
@@ -271,6 +272,7 @@ def test_held_rows_are_those_of_whole_images(searched, dim):
     assert int(held.sum()) == 10
 
 
+@pytest.mark.slow
 def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, Correction(24, ridge=False, compensate=False))
@@ -280,6 +282,7 @@ def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
             assert torch.allclose(one.right.quantizer.scale, other.right.quantizer.scale)
 
 
+@pytest.mark.slow
 def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched):
     """A bias takes what the means leave, so that the head's outputs have the float network's mean."""
     calibration, before = searched

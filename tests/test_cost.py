@@ -91,6 +91,7 @@ def by_name(found, *roles):
     return {row.name: row for row in found.rows if row.role in roles}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_printed", [False, True])
 def test_bits_and_counts_of_every_product(mixed, as_printed):
     """Of a logarithmic operand the integers of the table that runs, or a mantissa of one bit more than its code."""
@@ -184,6 +185,7 @@ def test_requantization_is_one_multiplication_an_element(mixed, images):
     assert {(row.left_bits, row.right_bits) for row in found.rows if row.role.endswith("quantize")} == {(32, 32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "tables", "bits"),
     [

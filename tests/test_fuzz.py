@@ -237,6 +237,7 @@ def hunt(bases, seeds):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_mutants(bases, count):
     counts = hunt(bases, range(count))

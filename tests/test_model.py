@@ -45,6 +45,7 @@ def four_bits(name):
     return model, quantize(model, zoo.IMAGES, BITS4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "timm_vit"))]
 )
@@ -75,6 +76,7 @@ def test_every_model_is_the_same_after_saving(name, tmp_path):
     assert torch.equal(logits(loaded), logits(expected))
 
 
+@pytest.mark.slow
 def test_operands_are_quantized_to_their_bits(calibration, images):
     config = Config(weight_bits=3, activation_bits=5, softmax_bits=2, images=4, search=BITS4.search)
     program = calibration.quantize(config).program

@@ -43,6 +43,7 @@ def refused(spec, **options):
 # --- what inspect counts ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "counts"),
     [
@@ -86,6 +87,7 @@ def test_refusals_are_by_norm():
     assert rows["stages.0.blocks.0.attn.q"]["folds_with"] is None
 
 
+@pytest.mark.slow
 def test_a_product_that_no_softmax_reads_is_another():
     told = tally(Toy(lambda _, x: x @ x.transpose(-1, -2)))
     assert (told["qk"], told["av"], told["other_sites"]) == (0, 0, ["qk"])

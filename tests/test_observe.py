@@ -109,6 +109,7 @@ MODELS = {
 NAMES = ["demo", pytest.param("timm_swin", marks=pytest.mark.slow), "folded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("share", [1.5, 0.45])
 def test_values_of_batches_are_those_of_all_images_at_once(name, share):
@@ -257,6 +258,7 @@ def test_what_batches_cannot_give_is_computed_at_once(mixed):
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_of_a_large_operand_every_nth_row_or_window_is_kept(name):
     """The same ones as of all images at once; of a product's operands, the same windows."""

@@ -405,6 +405,7 @@ def bounds_of(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return (lowest, high), (low, highest)
 
 
+@pytest.mark.slow
 def test_paper_literally_after_gelu() -> None:
     """A linear: the activation by its own error, then the weight's rows, the activation, the rows by the output's."""
     search = PAPER.search
@@ -451,6 +452,7 @@ def test_paper_literally_after_gelu() -> None:
     torch.testing.assert_close(found.right.fake_quantize(weight), hat_of(rows), rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     """Queries, keys and values have one scale and zero point each, from both bounds refined."""
     assert PAPER.per_head is False

@@ -201,6 +201,7 @@ def test_finished_searches_are_not_repeated(tmp_path, tiniest, images, fast, mon
     assert serialise(adalog.quantize(tiniest, images, fast, partial=path)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", ["config", *(pytest.param(change, marks=pytest.mark.slow) for change in ("images", "weights"))]
 )

@@ -50,6 +50,7 @@ def masked():
     return Masked().eval(), (IMAGES, mask | torch.eye(32, dtype=torch.bool), torch.arange(6) % 5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_several_inputs_of_any_type(masked, tmp_path):
     model, inputs = masked
@@ -61,6 +62,7 @@ def test_several_inputs_of_any_type(masked, tmp_path):
     assert torch.equal(adalog.load(tmp_path / "model")(*inputs), result(*inputs))
 
 
+@pytest.mark.slow
 def test_the_same_images_of_every_input(masked):
     model, inputs = masked
     result = adalog.quantize(model, inputs, CONFIG, seed=3)

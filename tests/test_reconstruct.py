@@ -182,7 +182,14 @@ def test_a_bias_follows_the_weight_of_a_lifted_input(searched, biases):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"weights": "adaround", "rate": 0.1}, {"loss": "fisher"}, {"loss": "averaged"}]
+    "changes",
+    [
+        {},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"weights": "adaround", "rate": 0.1}, {"loss": "fisher"}, {"loss": "averaged"})
+        ),
+    ],
 )
 def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
     block = block_of(*spoilt, pool[:24], **changes)
@@ -201,6 +208,7 @@ def test_a_block_that_got_worse_goes_back(pool, searched):
         assert replace(one, sqnr=0) == replace(other, sqnr=0)
 
 
+@pytest.mark.slow
 def test_no_image_held_out_is_fitted(pool, searched):
     block = block_of(*searched, pool[:24], iterations=9)
     drawn = torch.cat(list(block._draws()))
@@ -242,6 +250,7 @@ def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):
     assert torch.allclose(found, wanted / wanted.mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_the_mean_over_images(pool, searched):
     """Each image gives another weight with "fisher", and all the same one with "averaged"."""
     fisher, averaged = (block_of(*searched, pool[:24], loss=loss)._weights for loss in ("fisher", "averaged"))
@@ -355,6 +364,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tiny, pool, tmp_path):
         assert serialise(adalog.quantize(tiny, pool, config, partial=cut)) == content
 
 
+@pytest.mark.slow
 def test_a_file_of_what_is_done_belongs_to_the_images_that_are_fitted(tiniest, pool, tmp_path):
     config = replace(LOW, stages=(replace(STAGE, iterations=1),))
     partial = tmp_path / "partial"

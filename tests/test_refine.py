@@ -194,6 +194,7 @@ def test_evolution_lowers_the_model_s_loss(calibration):
         )
 
 
+@pytest.mark.slow
 def test_blocks_lower_their_own_outputs_errors(calibration):
     choices = BlockRefinement(candidates=6, probes=2, eliminated=0.5)
     search = ScaleSearch(candidates=10, rounds=1, probes=2)

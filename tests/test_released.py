@@ -541,6 +541,7 @@ def released_config(bits):
     return replace(Config.preset(bits, "adalog-released"), images=4, search=ReleasedSearch(steps=1, rounds=1))
 
 
+@pytest.mark.slow
 def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images):
     result = calibration.quantize(released_config("w4a4"))
     rows = {row.site: row for row in result.ledger}

@@ -496,6 +496,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), PAIRS)
 def test_every_family_is_quantized_and_stored(calibrations, family, method):
     model = calibrations(family).quantize(brief(method))
@@ -547,6 +548,7 @@ class Convolutional(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RIVALS)
 def test_grouped_convolutions(method):
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ def shape_of(value):
     return [shape_of(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "timm_swin", "timm_pvt"])
 def test_a_trace_has_the_shapes_of_a_run(name):
     _, program = zoo.captured(name)
