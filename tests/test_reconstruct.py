@@ -27,7 +27,7 @@ from stored import deserialise, serialise
 
 SHORT = Search(rounds=1, steps=1)
 LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT)
-STAGE = Reconstruction(images=24, iterations=24, batch=8)
+STAGE = Reconstruction(images=24, iterations=24, batch=8, drop=0.1, rate=0.05, scale_rate=0.01)
 
 
 def normal(*shape, seed=0):

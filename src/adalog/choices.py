@@ -254,9 +254,9 @@ class Reconstruction:
     scales: bool = True
     biases: bool = True
     loss: BlockLoss = "squared"
-    drop: float = 0.1
-    rate: float = 0.05
-    scale_rate: float = 0.01
+    drop: float = 0.3
+    rate: float = 0.03
+    scale_rate: float = 0.005
 
     def __post_init__(self) -> None:
         for name in ("images", "iterations", "batch"):
