@@ -25,25 +25,27 @@ def measured(name: str) -> dict[str, Any]:
     Such rows are in files NAME-renewed*.json, and have "renewed": the processor that they were measured on.
     """
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    seed = result.get("seed")  # of rows that do not say theirs
     files = sorted(RESULTS.glob(f"{name}-renewed*.json"))
-    places = {_identity(row): index for index, row in enumerate(result.get("rows", []))}
+    places = {_identity(row, seed): index for index, row in enumerate(result.get("rows", []))}
     if files and len(places) < len(result["rows"]):
         raise ValueError(f"rows of {name}.json are alike but for what was measured: name what tells them apart")
     for path in files:
         later = json.loads(path.read_text(encoding="utf-8"))
         for row in later["rows"]:
-            place = places.get(_identity(row))
+            place = places.get(_identity(row, seed))
             if place is None:
-                raise ValueError(f"{path} has a row that {name}.json has not: {_identity(row)}")
+                raise ValueError(f"{path} has a row that {name}.json has not: {_identity(row, seed)}")
             result["rows"][place] = {**row, "renewed": later["machine"]["processor"]}
     return result
 
 
-_NAMES = ("table", "model", "bits", "names", "method", "seed", "stage", "images", "executor")  # what is not measured
+_NAMES = ("table", "model", "bits", "stage", "images")  # what is not measured
 
 
-def _identity(row: Mapping[str, Any]) -> str:
-    return json.dumps([row.get(name) for name in _NAMES])
+def _identity(row: Mapping[str, Any], seed: int | None) -> str:
+    # The rows of `adalog tables` have names; their "method" is that of a published row.
+    return json.dumps([row.get("names", row.get("method")), row.get("seed", seed), *(row.get(name) for name in _NAMES)])
 
 
 def commit() -> str | None:

@@ -145,7 +145,8 @@ def realbench_table() -> str:
     for (bits, method), rows in real_rows(result).items():
         lost = 100 * (fp32["top1"] - mean(row["top1"] for row in rows))
         beside = [row["mcnemar_p_adalog"] for row in rows if row["mcnemar_p_adalog"] is not None]
-        cells = (bits.upper(), labelled(method), share_text(rows, "top1"), f"{lost:.1f}")
+        name = labelled(method) + " †" * any("renewed" in row for row in rows)
+        cells = (bits.upper(), name, share_text(rows, "top1"), f"{lost:.1f}")
         cells += (share_text(rows, "agreement"), f"{median(row['mcnemar_p'] for row in rows):.2g}")
         cells += (f"{median(beside):.2g}" if beside else "", f"{mean(row['seconds'] for row in rows):.0f}")
         lines.append("| " + " | ".join(cells) + " |")
@@ -155,6 +156,9 @@ def realbench_table() -> str:
         f"{draws_text(result)}, torch {result['machine']['torch']}; p: McNemar's exact test beside full precision "
         f"and beside adalog at the same bits{several}; figures: `benchmarks/results/realbench.json`."
     )
+    renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
+    if renewed:
+        note += f" †: measured again later, on an {' and '.join(renewed)} (`realbench-renewed.json`)."
     return "\n".join([*lines, "", note])
 
 

@@ -54,8 +54,6 @@ SETTINGS: dict[str, str] = {
         - we are faster).
         - Each channel's range behind a norm is its own, as the paper has it; `adalog` changes that above 4 bits
           ("Folding norms" below).
-        - The rows of `adalog-paper` at W6A6 and W8A8, here and on TinyViT, were measured when it still shared one
-          range in deviations there, and those of `easyquant` before equal cosines went to the least squared error.
         - The milliseconds are CPU time in every row; the ratios are of CPU time on one thread and of wall time on
           several. "Error" is the relative error of the logits to the float model; that of a peer stands in brackets
           behind its ratio.
