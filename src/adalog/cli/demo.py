@@ -93,8 +93,7 @@ def command(
             )
             progress.advance(overall)
         progress.update(current, description="figure")
-        widths = [dict(each) for _, each in groupby(plans, key=lambda plan: plan[1].bits)]
-        compared = max(reversed(widths), key=len)  # the last one with the most methods
+        compared = _compared(plans)
         panels = histogram_panels(calibration, compared)
         drawn = level_figure(panels, f"Levels at {next(iter(compared.values())).bits}")
         files.write_whole(out / "levels.png", rendered(drawn, "png", CAPTIONS["histograms"]))
@@ -122,6 +121,13 @@ def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int
     fitted = max(config.images_fitted for _, config in plans)
     more = sample_images(demo.unlabelled_images(), fitted, seed) if fitted else images
     return Calibration(model, images, unlabelled=more, seed=seed)
+
+
+def _compared(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
+    """The choices whose levels the figure shows, by method: of the last width that has the most of those methods."""
+    shown = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans  # a correction leaves the levels
+    widths = [dict(each) for _, each in groupby(shown, key=lambda plan: plan[1].bits)]
+    return max(reversed(widths), key=len)
 
 
 def _file_name(method: str, config: Config) -> str:

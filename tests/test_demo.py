@@ -1,0 +1,20 @@
+"""What the demo compares; `test_cli.py` runs it."""
+
+from adalog.cli import demo
+from adalog.study.figures import LEVEL_METHODS
+
+
+def test_it_compares_what_is_worth_it_at_each_width():
+    """By default; with methods that are named, all of them at every width."""
+    plans = demo._planned("w4a4,w3a3,w2a2", None)
+    assert [(config.bits, name) for name, config in plans[-2:]] == [("w2a2", "adalog"), ("w2a2", "adalog+")]
+    assert {name for name, config in plans if config.bits == "w4a4"} == set(LEVEL_METHODS)
+    compared = demo._compared(plans)
+    assert list(compared) == list(LEVEL_METHODS)
+    assert {config.bits for config in compared.values()} == {"w3a3"}
+
+
+def test_what_is_made_by_a_correction_has_a_file_of_its_own():
+    chosen = demo._planned("w4a4,w2a2", "adalog+")
+    assert [demo._file_name(*plan) for plan in chosen] == ["demo-w4a4+.safetensors", "demo-w2a2+.safetensors"]
+    assert list(demo._compared(chosen)) == ["adalog+"]
