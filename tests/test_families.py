@@ -220,3 +220,12 @@ def test_families_end_to_end(name, tmp_path):
     noise = (result(images[:2]) - model(images[:2])).square().sum()
     sqnr = 10 * torch.log10(model(images[:2]).square().sum() / noise)
     assert sqnr > LEAST.get(name, 15)
+
+
+@pytest.mark.slow
+def test_the_zoo_passes_the_check():
+    """Every model that can be captured can be checked at every batch size, so no whole file is refused."""
+    for name in zoo.MODELS:
+        _, read = zoo.captured(name)
+        for batch in (1, 5):
+            read.check([torch.empty(batch, 3, 32, 32)])
