@@ -312,11 +312,9 @@ class LogQuantizer(Quantizer):
         flat = x.reshape(-1)
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
 
-    def clip(self, x: Tensor) -> Tensor:
+    def bounds(self) -> tuple[Tensor, Tensor]:
         levels = log_levels(self.q, self.r, self.bits, **self._choices)
-        lowest, highest = (float(levels[place]) * self.scale for place in (-1, 0))
-        clipped = torch.minimum(torch.maximum(x + self.offset, lowest), highest)
-        return clipped - self.offset if self._takes_offset_off else clipped
+        return float(levels[-1]) * self.scale - self.offset, float(levels[0]) * self.scale - self.offset
 
     def step(self, x: Tensor) -> Tensor:
         return self.scale

@@ -47,6 +47,33 @@ def round_ste(x: Tensor) -> Tensor:
     return rounded
 
 
+class _QuantizedStraightThrough(torch.autograd.Function):
+    """c + s e, with c = x clipped to [low, high] and the error e = (x_hat - c) / s held constant: x_hat, with gradients.
+
+    hat: x_hat; above: how far it lies above the values of x, because a bias has absorbed the offset.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, high: Tensor, step: Tensor, hat: Tensor, above: float) -> Tensor:
+        ctx.save_for_backward(x, low, high, step, hat)
+        ctx.above = above
+        return hat.view_as(hat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, high, step, hat = ctx.saved_tensors
+        below, beyond = x < low, x > high
+        found: list[Tensor | None] = [None] * 4
+        if ctx.needs_input_grad[0]:
+            found[0] = gradient.masked_fill(below | beyond, 0)
+        if any(ctx.needs_input_grad[1:4]):
+            clipped = torch.minimum(torch.maximum(x.to(low.dtype), low), high)
+            seen = gradient.to(low.dtype)
+            parts = (seen * below, seen * beyond, seen * (hat.to(low.dtype) - ctx.above - clipped) / step)
+            found[1:] = (part.sum_to_size(of.shape) for part, of in zip(parts, (low, high, step), strict=True))
+        return *found, None, None
+
+
 class Quantizer(ABC):
     """A quantizer with its parameters, which turns values into codes of `bits` bits and back.
 
@@ -80,17 +107,18 @@ class Quantizer(ABC):
         trained = (x, *self.parameters().values())
         if not (torch.is_grad_enabled() and any(value.requires_grad for value in trained)):
             return hat
-        clipped, step = self.clip(x), self.step(x)
-        error = ((hat - clipped) / step).detach()
-        surrogate = clipped + step * error
-        return hat - (surrogate.detach() - surrogate).to(hat.dtype)  # subtracting zero changes no bit, not even of -0.0
+        low, high = self.bounds()
+        made: Tensor = _QuantizedStraightThrough.apply(  # type: ignore[no-untyped-call]
+            x, low, high, self.step(x), hat, self.kept_offset
+        )
+        return made
 
     def _nearest(self, x: Tensor) -> Tensor:
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), x, self.scale)
 
     @abstractmethod
-    def clip(self, x: Tensor) -> Tensor:
-        """x clamped between the least and the largest value that a code stands for; differentiable."""
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The ends of the range of x, the least and the largest value that a code stands for; differentiable."""
 
     @abstractmethod
     def step(self, x: Tensor) -> Tensor:

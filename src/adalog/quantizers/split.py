@@ -50,8 +50,8 @@ class SplitUniformQuantizer(Quantizer):
             coarse = coarse + self.split
         return torch.where(code < half, fine, coarse)
 
-    def clip(self, x: Tensor) -> Tensor:
-        return torch.minimum(x.clamp(min=0), (symmetric_zero_point(self.bits) - 1) * self.coarse_scale)
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(self.coarse_scale), (symmetric_zero_point(self.bits) - 1) * self.coarse_scale
 
     def step(self, x: Tensor) -> Tensor:
         return torch.where(x < self.split, self.scale, self.coarse_scale)

@@ -36,9 +36,9 @@ class TwinUniformQuantizer(Quantizer):
         signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
 
-    def clip(self, x: Tensor) -> Tensor:
+    def bounds(self) -> tuple[Tensor, Tensor]:
         half = symmetric_zero_point(self.bits)
-        return torch.minimum(torch.maximum(x, -half * self.negative_scale), (half - 1) * self.scale)
+        return -half * self.negative_scale, (half - 1) * self.scale
 
     def step(self, x: Tensor) -> Tensor:
         return torch.where(x < 0, self.negative_scale, self.scale)

@@ -78,9 +78,8 @@ class UniformQuantizer(Quantizer):
 
         return by_slices(value, x, self.scale)
 
-    def clip(self, x: Tensor) -> Tensor:
-        top = 2**self.bits - 1
-        return torch.minimum(torch.maximum(x, -self.zero_point * self.scale), (top - self.zero_point) * self.scale)
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        return -self.zero_point * self.scale, (2**self.bits - 1 - self.zero_point) * self.scale
 
     def step(self, x: Tensor) -> Tensor:
         return self.scale
