@@ -13,8 +13,9 @@ OTHER_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ADALOG_LEVEL=avx2
 OTHER_THREADS := OMP_NUM_THREADS=1
 OTHER_LIBRARY := ADALOG_NATIVE=/nonexistent
 # The modules whose results hang on how a processor rounds: two of those machines run them in every `make test`.
-ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds fused golden gradients integer objective paper quantizers \
-	refine released replacement rivals search straight_through ties)
+ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds candidates fused golden gradients integer integer_models \
+	objective paper quantizers refine released reparam replacement rival_quantizers rivals rivals_models search \
+	straight_through ties)
 
 .PHONY: help demo test check portable lint clean distclean
 

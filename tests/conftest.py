@@ -1,11 +1,16 @@
 """What several test modules share: one thread, a tiny model, a search that takes no time, how hypothesis draws."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from adalog import Calibration, Config, Search
+from adalog.choices import ScaleSearch
 from adalog.inputs.demo.model import DemoViT
+from adalog.study import landscape
+from stored import serialise
 
 # Property tests draw the same examples everywhere, and a busy machine fails none of them.
 settings.register_profile(
@@ -52,3 +57,35 @@ def calibration(tiny, images):
 @pytest.fixture(scope="session")
 def quantized(calibration, fast):
     return calibration.quantize(fast)
+
+
+@pytest.fixture(scope="session")
+def content(quantized):
+    return serialise(quantized)
+
+
+@pytest.fixture(scope="session")
+def twin(calibration, fast):
+    return calibration.quantize(replace(fast, post_gelu="twin"))
+
+
+@pytest.fixture(scope="session")
+def twin_content(twin):
+    """With quantizers of every kind."""
+    return serialise(twin)
+
+
+@pytest.fixture(scope="session")
+def split(calibration):
+    search = ScaleSearch(metric="squared", candidates=6, rounds=1)
+    return calibration.quantize(replace(Config.preset("w4a4", "ptq4vit"), images=4, search=search))
+
+
+@pytest.fixture(scope="session")
+def searched(calibration):
+    return calibration.search(Config(3, 3, 3, images=4, search=Search(steps=2)), ["blocks.0.mlp.fc2"])[0]
+
+
+@pytest.fixture(scope="session")
+def drawn(searched):
+    return landscape.landscapes(searched, Search(steps=2), size=6)

@@ -9,6 +9,8 @@ from torch import Tensor
 from adalog.quantizers import log_dequantize, log_quantize
 
 R = 37
+KINDS = [(1, 1, False), (1, 2, False), (20, R, True), (20, R, False), (2, R, True), (137, R, True)]  # (q, r, table)
+RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
 
 bits = st.integers(2, 8)
 q = st.integers(1, 137)
@@ -43,3 +45,7 @@ def log_fake_quantize(x: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: i
     of_levels = {name: value for name, value in choices.items() if name != "rounding"}
     code = log_quantize(x, scale, q, r, bits, **choices)
     return log_dequantize(code, scale, q, r, bits, **of_levels).to(x.dtype)
+
+
+def f64(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -20,8 +20,8 @@ from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import find_blocks
 from adalog.graph.tracing import sizes, trace
 from adalog.quantizers import UniformQuantizer
-from test_capture import Toy
 from test_observe import Held, at_once
+from toys import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(5))
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("timm_swin", "timm_pvt", "hf_vit")]

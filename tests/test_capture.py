@@ -13,45 +13,11 @@ from adalog import CaptureError
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, PRODUCTS
 from adalog.graph.program import Output
-
-IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-
-
-class Toy(nn.Module):
-    """A function of images as a model, with modules to call."""
-
-    def __init__(self, function, **modules):
-        super().__init__()
-        torch.manual_seed(0)
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+from toys import IMAGES, Attention, Toy, assert_same
 
 
 def ops(program):
     return [node.op.removeprefix("aten.").split(".")[0] for node in program.nodes]
-
-
-def values(output):
-    """The tensors of nested outputs, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    items = output.values() if isinstance(output, dict) else output
-    return [value for item in items for value in values(item)]
-
-
-@torch.no_grad()
-def assert_same(model, program, images, tolerance=1e-5):
-    wanted, got = values(model(images)), values(program.run((images,)))
-    assert len(wanted) == len(got) > 0
-    for expected, actual in zip(wanted, got, strict=True):
-        assert actual.shape == expected.shape
-        assert actual.dtype == expected.dtype
-        assert expected.abs().max() > 0
-        assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def check(model, images=IMAGES):
@@ -340,19 +306,6 @@ def test_a_chain_of_in_place_activations():
     assert ops(check(layers)) == ["conv2d", "relu", "hardswish", "elu"]
 
 
-class Attention(nn.Module):
-    def __init__(self, mask=None, scale=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv = nn.Linear(32, 96)
-        self.mask = None if mask is None else nn.Buffer(mask)
-        self.scale = scale
-
-    def forward(self, x):
-        q, k, v = self.qkv(x[:, 0]).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale)
-
-
 CORNER = torch.ones(32, 32, dtype=torch.bool).tril(4)
 
 
@@ -501,82 +454,3 @@ def test_regions_without_autocast_or_gradients_are_inlined():
 def test_names_of_tensors_and_operations_do_not_clash():
     names = {"add": nn.Buffer(torch.randn(1)), "x": nn.Buffer(torch.randn(1)), "mul": nn.Buffer(torch.randn(1))}
     check(Toy(lambda m, x: (x + m.add) * m.x + m.mul, **names))
-
-
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("inputs", "shapes"),
-    [
-        ((), "no tensor"),
-        ((None,), "no tensor"),
-        ((IMAGES[:0],), r"\(0, 3, 32, 32\)"),
-        ((IMAGES, IMAGES[:2]), r"\(7, 3, 32, 32\), \(2, 3, 32, 32\)"),
-        ((IMAGES, torch.tensor(3.0)), r"\(7, 3, 32, 32\), \(\)"),
-    ],
-)
-def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
-    with pytest.raises(CaptureError, match=f"the inputs are {shapes}, but each must hold one image or more"):
-        capture(tiny, inputs)
-
-
-@pytest.mark.slow
-def test_a_single_image_serves(tiny):
-    assert_same(tiny, capture(tiny, IMAGES[:1]), IMAGES)
-
-
-def test_refuses_control_flow_on_data():
-    class Detector(nn.Module):
-        def forward(self, x):
-            return x + 1 if x.mean() > 0 else x - 1
-
-    with pytest.raises(CaptureError, match=r"Detector could not be exported: .*Capture the part that can be"):
-        capture(Detector(), IMAGES)
-
-
-def test_refuses_a_fixed_batch_size():
-    with pytest.raises(CaptureError, match="Toy could not be exported"):
-        capture(Toy(lambda m, x: x.view(2, -1)), IMAGES)
-
-
-@pytest.mark.parametrize(
-    ("function", "op"),
-    [
-        (lambda m, x: x.cumprod(0), "aten.cumprod.default"),
-        (lambda m, x: x + torch.rand(3, 32, 32), "aten.rand.default"),
-        (lambda m, x: torch.fft.fft2(x).real, "aten.fft_fft2.default"),
-        (lambda m, x: x.add(0).erfinv_(), "aten.erfinv.default"),
-        (lambda m, x: x.add(0).transpose(2, 3).add_(1), "a write through aten.transpose.int"),
-    ],
-)
-def test_refuses_operations_outside_the_whitelist(function, op):
-    with pytest.raises(CaptureError, match=f"Toy uses .*{op}.* cannot store or run"):
-        capture(Toy(function), IMAGES)
-
-
-def test_refuses_causal_attention():
-    def function(model, x):
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    with pytest.raises(CaptureError, match="causal"):
-        capture(Toy(function), IMAGES)
-
-
-def test_refuses_autocast():
-    def function(model, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model.fc(x.mean((2, 3)))
-
-    with pytest.raises(CaptureError, match="autocast"):
-        capture(Toy(function, fc=nn.Linear(3, 4)), IMAGES)
-
-
-def test_refuses_images_that_are_not_numbers(tiny):
-    with pytest.raises(CaptureError, match=r"DemoViT differs from the model by nan.*images may hold NaN"):
-        capture(tiny, torch.full((2, 3, 32, 32), torch.nan))
-
-
-def test_refuses_a_model_that_is_random_from_call_to_call():
-    with pytest.raises(CaptureError, match="may behave differently from call to call"):
-        capture(Toy(lambda m, x: F.dropout(x, training=True)), IMAGES)

@@ -44,19 +44,6 @@ MAY_IMPORT["report"] = MAY_IMPORT["study"] | {"study"}
 MAY_IMPORT["cli"] = MAY_IMPORT["report"] | {"report"}
 MAY_IMPORT["__main__"] = {"cli"}
 
-# What does not hold yet, by rule, and why. An entry that is needed no more fails its test: this is to be empty.
-KNOWN: dict[str, dict[str, str]] = {
-    "a lower module imports no higher one": {},
-    "benchmarks import no command line": {},
-    "files and classes are short": {
-        f"tests/test_{name}.py: more than 500 lines": "to be split along with what it tests"
-        for name in (
-            *("artifact", "bounds", "capture", "cli", "data", "figures", "integer", "models"),
-            *("paper", "quantizers", "released", "rivals"),
-        )
-    },
-}
-
 
 def module_name(file: Path) -> str:
     parts = file.relative_to(SOURCE.parent).with_suffix("").parts
@@ -96,14 +83,6 @@ def imports() -> dict[str, set[str]]:
     return {name: imported(ast.parse(file.read_text()), name) - {name} for name, file in modules().items()}
 
 
-def judge(rule: str, failures: list[str]) -> None:
-    """Nothing fails but what is known to, and all of that does."""
-    known = set(KNOWN[rule])
-    new, gone = sorted(set(failures) - known), sorted(known - set(failures))
-    assert not new, f"{rule}: {new}"
-    assert not gone, f"{rule}: no longer needed in KNOWN: {gone}"
-
-
 def test_no_module_imports_a_higher_one():
     """graph and search, neither of which may import the other, are among them."""
     failures = [
@@ -112,7 +91,7 @@ def test_no_module_imports_a_higher_one():
         for other in sorted(others)
         if part_of(other) not in MAY_IMPORT[part_of(module)] | BASE | {part_of(module)}
     ]
-    judge("a lower module imports no higher one", failures)
+    assert not failures
 
 
 def test_what_the_order_allows_has_no_circle():
@@ -122,13 +101,8 @@ def test_what_the_order_allows_has_no_circle():
 
 
 def test_no_modules_import_each_other():
-    known = KNOWN["a lower module imports no higher one"]
-    graph = {
-        module: {other for other in others if f"{module} -> {other}" not in known}
-        for module, others in imports().items()
-    }
     try:
-        tuple(TopologicalSorter(graph).static_order())
+        tuple(TopologicalSorter(imports()).static_order())
     except CycleError as cause:
         pytest.fail(f"a circle of imports: {' <- '.join(cause.args[1])}")
 
@@ -138,7 +112,7 @@ def test_benchmarks_do_not_import_the_command_line():
     for file in sorted((ROOT / "benchmarks").rglob("*.py")):
         found = imported(ast.parse(file.read_text()), file.name)
         failures += [f"benchmarks/{file.name} -> {name}" for name in sorted(found) if part_of(name) == "cli"]
-    judge("benchmarks import no command line", failures)
+    assert not failures
 
 
 def test_files_and_classes_are_short():
@@ -152,4 +126,4 @@ def test_files_and_classes_are_short():
         classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
         long = [node.name for node in classes if node.end_lineno - node.lineno >= 250]
         failures += [f"{name}: class {each}: more than 250 lines" for each in long]
-    judge("files and classes are short", failures)
+    assert not failures

@@ -18,7 +18,7 @@ from adalog.inputs import demo
 from adalog.quantized import QuantizedProgram
 from adalog.search import bounds
 from stored import deserialise, serialise
-from test_capture import Toy
+from toys import Toy
 
 BITS4 = Config(images=4, search=Search(rounds=1, steps=1))
 BITS8 = dataclasses.replace(BITS4, weight_bits=8, activation_bits=8, softmax_bits=8)

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import test_integer as integer
 from adalog import library
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.runtime import native, reference
 from adalog.runtime.native import abi, products
 from adalog.runtime.native.tables import search_tables, steps_of
 from strategies import bits, normal, seeds
+from whole_numbers import codes_of, left_quantizer, model_of, uniform
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
@@ -60,11 +60,11 @@ def exact(model, left, right):
 def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, tokens, outputs, terms = sizes
-    left = integer.left_quantizer(generator, kind, width, table, ())
-    right = integer.uniform(generator, weight_width, outputs, 1)
-    codes = integer.codes_of(generator, width, (batch, tokens, terms), extreme)
-    weight = integer.codes_of(generator, weight_width, (outputs, terms), extreme)
-    model = integer.model_of("aten.linear.default", left, right, codes.shape, None, weight)
+    left = left_quantizer(generator, kind, width, table, ())
+    right = uniform(generator, weight_width, outputs, 1)
+    codes = codes_of(generator, width, (batch, tokens, terms), extreme)
+    weight = codes_of(generator, weight_width, (outputs, terms), extreme)
+    model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
     found = accumulators(level, model, codes, None)
     assert torch.equal(found, exact(model, codes, None))
 
@@ -84,11 +84,11 @@ def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
 def test_products_of_computed_operands(level, kind, width, other_width, table, sizes, transposed, extreme, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, heads, rows, terms, columns = sizes
-    left = integer.left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
-    right = integer.uniform(generator, other_width, heads, 1, 1)
-    codes = integer.codes_of(generator, width, (batch, heads, rows, terms), extreme)
-    others = integer.codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
-    model = integer.model_of("aten.matmul.default", left, right, codes.shape, others.shape)
+    left = left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
+    right = uniform(generator, other_width, heads, 1, 1)
+    codes = codes_of(generator, width, (batch, heads, rows, terms), extreme)
+    others = codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
+    model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
     others = others.mT.contiguous().mT if transposed else others
     found = accumulators(level, model, codes, others)
     assert torch.equal(found, exact(model, codes, others))
@@ -100,12 +100,12 @@ def test_products_of_computed_operands(level, kind, width, other_width, table, s
 def test_convolution(level, kind, width, weight_width, table, sizes, padding, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, channels, stride, dilation = sizes
-    left = integer.left_quantizer(generator, kind, width, table, ())
-    right = integer.uniform(generator, weight_width, 5, 1, 1, 1)
-    codes = integer.codes_of(generator, width, (batch, channels, 9, 8), 0)
-    weight = integer.codes_of(generator, weight_width, (5, channels, 3, 2), 0)
+    left = left_quantizer(generator, kind, width, table, ())
+    right = uniform(generator, weight_width, 5, 1, 1, 1)
+    codes = codes_of(generator, width, (batch, channels, 9, 8), 0)
+    weight = codes_of(generator, weight_width, (5, channels, 3, 2), 0)
     geometry = (stride, 1), (padding, 1), (dilation, 1), 1
-    model = integer.model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
+    model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
     found = accumulators(level, model, codes, None)
     assert torch.equal(found, exact(model, codes, None))
     x = left.dequantize(codes)
@@ -121,7 +121,7 @@ def test_the_largest_sums(level):
             right = UniformQuantizer(torch.ones(3, 1), torch.full((3, 1), zero), width)
             codes = torch.zeros(1, 1, terms, dtype=torch.uint8)
             weight = torch.full((3, terms), 0 if zero else 2**width - 1, dtype=torch.uint8)
-            model = integer.model_of("aten.linear.default", left, right, codes.shape, None, weight)
+            model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
             found = accumulators(level, model, codes, None)
             assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
 
@@ -204,12 +204,12 @@ def test_thresholds_of_a_function_that_rises_and_falls():
 def test_codes_are_the_quantizers_own(level, kind, width, table, seed):
     """On levels, ties, ends and far beyond: a linear that multiplies by one tells the codes."""
     generator = torch.Generator().manual_seed(seed)
-    quantizer = integer.left_quantizer(generator, kind, width, table, ())
+    quantizer = left_quantizer(generator, kind, width, table, ())
     values = quantizer.dequantize(torch.arange(2**width)).float()
     ties = (values[1:] + values[:-1]) / 2
     x = torch.cat([values, ties, torch.tensor([0.0, -1.0, 1e30, -1e30, 1e-30]), normal(64, seed=seed).float()])[:, None]
     one = UniformQuantizer(torch.ones(1, 1), torch.zeros(1, 1), 4)
-    model = integer.model_of("aten.linear.default", quantizer, one, x.shape, None, torch.ones(1, 1, dtype=torch.uint8))
+    model = model_of("aten.linear.default", quantizer, one, x.shape, None, torch.ones(1, 1, dtype=torch.uint8))
     found, wanted = model.compile("native", level=level)(x), model.compile("reference")(x)
     assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(values.abs().max()))
 
@@ -292,7 +292,7 @@ def _site(columns, terms, width=4):
     right = UniformQuantizer(torch.ones(columns, 1), torch.full((columns, 1), 3.0), width)
     left = UniformQuantizer(torch.tensor(1.0), torch.tensor(2.0), width)
     weight = torch.ones(columns, terms, dtype=torch.uint8)
-    model = integer.model_of("aten.linear.default", left, right, (1, terms), None, weight)
+    model = model_of("aten.linear.default", left, right, (1, terms), None, weight)
     return reference.plan(model.program, model.example)[0]
 
 

@@ -21,7 +21,7 @@ from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.graph.tracing import trace
 from stored import serialise
-from test_capture import Toy
+from toys import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 CONFIG = Config(images=33, search=Search(rounds=1, steps=1))

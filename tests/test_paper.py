@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu
 
 from adalog import Calibration
 from adalog.choices import Search
@@ -19,7 +19,6 @@ from adalog.config import Config
 from adalog.graph.rewrite import absorb_offset
 from adalog.methods import METHODS
 from adalog.quantizers import (
-    Fold,
     LogQuantizer,
     UniformQuantizer,
     log_dequantize,
@@ -479,27 +478,6 @@ def test_paper_literally_layer_wise(calibration: Calibration) -> None:
     for quantizer, values, point in ((found.left, q, first), (found.right, k, second)):
         assert quantizer is not None
         torch.testing.assert_close(quantizer.fake_quantize(values), by_bounds(values, point, 3), rtol=0, atol=1e-9)
-
-
-# --- Sec. 3.2 of RepQ-ViT, which Sec. 4.1 takes over: LayerNorm scale reparameterization --------------------
-
-
-def test_layer_norm_reparameterization() -> None:
-    """With r = s / mean(s) and beta = mean(s) (mean(z) - z), the fold into norm and linear leaves the output."""
-    scale, zero_point = normal(12, seed=1).exp(), torch.arange(12, dtype=torch.float64)
-    gamma, shift, weight, bias = normal(12, seed=2), normal(12, seed=3), normal(5, 12, seed=4), normal(5, seed=5)
-    fold = Fold.sharing(scale, zero_point)
-    r, beta = fold.ratio, fold.beta
-    mean, center = sum(scale.tolist()) / 12, round(sum(zero_point.tolist()) / 12)
-    assert r.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=1e-12)
-    assert beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=1e-12)
-
-    x = normal(30, 12, seed=6)
-    before = layer_norm(x, (12,), gamma, shift) @ weight.T + bias
-    new_gamma, new_shift = fold.norm(gamma, shift)
-    new_weight, new_bias = fold.linear(weight, bias)
-    after = layer_norm(x, (12,), new_gamma, new_shift) @ new_weight.T + new_bias
-    torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
 
 
 def test_quantized_levels_follow_the_tables() -> None:

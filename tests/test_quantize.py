@@ -17,7 +17,7 @@ from adalog.quantizers import QuantizedTensor
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
-from test_capture import Toy
+from toys import Toy
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import zoo
 from adalog.graph.capture import capture
 from adalog.graph.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_refused, find_sites, minimum_of
-from test_capture import IMAGES, Attention, Toy
+from toys import IMAGES, Attention, Toy
 
 
 def count(model, images):

@@ -7,7 +7,7 @@ from torch import nn
 import zoo
 from adalog.graph.capture import capture
 from adalog.graph.tracing import channels_in_views, close, image_axes, keeps_images_apart, sizes, trace
-from test_capture import IMAGES, Toy
+from toys import IMAGES, Toy
 
 
 def values_of(program, inputs):

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from adalog.errors import DataError
 from adalog.graph.capture import capture
 from adalog.graph.program import Program
 from adalog.inputs.demo.model import DemoViT
+from adalog.inputs.zoo import load_model
 
 
 def demo():
@@ -135,3 +137,18 @@ def captured(name: str) -> tuple[nn.Module, Program]:
     """A model with its program, made once for all test modules."""
     model = make(name)
     return model, capture(model, IMAGES)
+
+
+# --- models by name, as the command line takes them ---
+
+COUNTS = ("linears", "convs", "qk", "av", "post_gelu", "pairs")
+TINY = "timm:test_vit"  # 160 x 160, 64 wide, 8 deep
+
+
+def refused(spec, **options):
+    """What load_model says in refusing."""
+    with pytest.raises(DataError) as caught:
+        load_model(spec, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

@@ -1,0 +1,475 @@
+"""The command line on a folder of images: what is read, judged and refused; and a whole run."""
+
+import copy
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import adalog
+from adalog import Config, QuantizedModel, Search, artifact, library
+from adalog.inputs import zoo
+from adalog.inputs.images import ImageSet, find_images
+from adalog.runtime import EXECUTORS
+from adalog.study.evaluate import predict
+from commands import call, run, say
+
+# --- images of a folder ----------------------------------------------------------------------------------------------
+
+CLASSIFIER = """
+import torch
+from torch import nn
+from adalog.inputs.images import Preprocessing
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 7)), Preprocessing((8, 8), (9, 9))
+
+def other():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A classifier of seven classes, 28 images with labels, and its artifact of three bits."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "own.py").write_text(CLASSIFIER)
+    generator = np.random.default_rng(0)
+    for index in range(28):
+        path = folder / "images" / ("asked" if index % 2 else "known") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(path)
+    rows = [f"{'asked' if index % 2 else 'known'}/{index}.png,{index % 7}" for index in range(28)]
+    (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    loaded = zoo.load_model(f"{folder / 'own.py'}:model")
+    found = find_images(folder / "images")
+    images = found.load(loaded.preprocessing)
+    config = Config(3, 3, 3, images=28, search=Search(steps=1))
+    quantized = adalog.quantize(loaded.module, images, config)
+    quantized.save(folder / "bare.safetensors")
+    quantized.note(preprocessing={**dataclasses.asdict(loaded.preprocessing), "size": [9, 8]})
+    quantized.save(folder / "wrong.safetensors")
+    quantized.note(preprocessing=dataclasses.asdict(loaded.preprocessing))
+    quantized.save(folder / "out.safetensors")
+    with torch.no_grad():
+        return folder, torch.tensor(found.labels), quantized(images), loaded.module(images)
+
+
+def test_evaluate_a_folder(folder, monkeypatch, capsys):
+    """By the preprocessing that the artifact holds."""
+    folder, labels, logits, _ = folder
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    first, fifth = logits.argmax(1), logits.topk(5).indices
+    assert told["top1"]["value"] == (first == labels).double().mean().item()
+    assert told["top5"]["value"] == (fifth == labels[:, None]).any(1).double().mean().item()
+    assert told["top1"]["low"] < told["top1"]["value"] < told["top1"]["high"]
+    assert told["sites"] == artifact.inspect((folder / "out.safetensors").read_bytes())["sites"]
+    unknown = ("agreement", "kl", "lost", "gained", "p_value", "reference", "full_precision")
+    assert [told[name] for name in unknown] == [None] * 7
+    text = say(monkeypatch, capsys, *arguments)
+    assert f"out.safetensors, 28 images\ntop-1 {100 * told['top1']['value']:.1f} % (" in text
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
+    if executor == "native" and not library.levels():
+        pytest.skip("installed without a compiler")
+    folder, labels, logits, _ = folder
+    file = folder / "out.safetensors"
+    arguments = ["evaluate", file, "--data", folder / "images", "--executor", executor]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    assert (told["executor"], told["images"]) == (executor, len(labels))
+    assert abs(told["top1"]["value"] - (logits.argmax(1) == labels).double().mean().item()) <= 2 / len(labels)
+
+
+def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
+    """Batches one after the other, each by all threads; the full-precision model's side by side."""
+    made, run = [], []
+    before = QuantizedModel.compile
+
+    def compile_torch(model, executor, **choices):
+        made.append((executor, choices))
+        return before(model, "torch")
+
+    def record(network, *arguments, **named):
+        run.append((type(network).__name__, named["jobs"]))
+        return predict(network, *arguments, **named)
+
+    monkeypatch.setattr(QuantizedModel, "compile", compile_torch)
+    monkeypatch.setattr("adalog.cli.evaluate.predict", record)
+    folder = folder[0]
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "native"]
+    say(monkeypatch, capsys, *arguments, "--threads", 3, "--model", f"{folder / 'own.py'}:model")
+    assert made == [("native", {"threads": 3})]
+    assert set(run) == {("Compiled", 1), ("Sequential", 3)}
+
+
+def test_an_executor_that_is_none(folder, monkeypatch, capsys):
+    folder = folder[0]
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
+    told = f"error: executor = 'quick' is none of {', '.join(EXECUTORS)}\n"
+    assert call(monkeypatch, capsys, *arguments) == (2, told)
+
+
+def test_vectors(folder, monkeypatch, capsys, tmp_path):
+    file, images, out = folder[0] / "out.safetensors", folder[0] / "images", tmp_path / "new" / "vectors"
+    site = adalog.load(file).ledger[0].site
+    arguments = ["vectors", file, "--site", site, "--data", images, "--images", 2, "--out", out]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--json", "-"))
+    assert told["files"] == {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    description = json.loads((out / "site.json").read_text())
+    assert description["site"] == site
+    assert np.load(out / "left_codes.npy").shape[0] == 2
+    code, error = call(monkeypatch, capsys, *arguments)
+    assert (code, error) == (2, f"error: {out} is there already: name a folder to make, or remove it\n")
+    arguments[-1] = tmp_path / "other"
+    arguments[3] = "nothing"
+    code, error = call(monkeypatch, capsys, *arguments)
+    assert (code, error.startswith("error: site = 'nothing' is none of the ")) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("file", ["out.safetensors", "bare.safetensors"])
+def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, file):
+    """An artifact that holds no preprocessing takes the model's."""
+    folder, labels, logits, full = folder
+    arguments = ["evaluate", folder / file, "--data", folder / "images", "--model", f"{folder / 'own.py'}:model"]
+    told = json.loads(say(monkeypatch, capsys, *arguments, "--threads", 1, "--json", "-"))
+    assert told["agreement"] == (logits.argmax(1) == full.argmax(1)).double().mean().item()
+    kl = (full.softmax(1) * (full.log_softmax(1) - logits.log_softmax(1))).sum(1).mean().item()
+    assert told["kl"] == pytest.approx(kl, rel=1e-4)
+    right, before = logits.argmax(1) == labels, full.argmax(1) == labels
+    assert (told["lost"], told["gained"]) == (int((before & ~right).sum()), int((right & ~before).sum()))
+    assert told["full_precision"]["top1"]["value"] == before.double().mean().item()
+    text = say(monkeypatch, capsys, *arguments)
+    assert f"agreement with {arguments[-1]} in full precision {100 * told['agreement']:.1f} %, KL divergence" in text
+    assert f"right only in full precision {told['lost']}, right only quantized {told['gained']}: McNemar" in text
+
+
+def test_evaluate_features_by_their_nearest(folder, monkeypatch, capsys):
+    folder, labels, logits, full = folder
+    known = torch.tensor(["known" in str(path) for path in find_images(folder / "images").paths])
+    arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images"]
+    arguments += ["--support", folder / "images" / "known", "--model", f"{folder / 'own.py'}:model", "--json", "-"]
+    told = json.loads(say(monkeypatch, capsys, *arguments))
+    answers = []
+    for given in (logits.double(), full.double()):
+        features = given - given[known].mean(0)
+        closeness = torch.cosine_similarity(features[~known][:, None], features[known][None], dim=2)
+        answers.append(labels[known][closeness.argmax(1)])
+    assert told["images"] == 14
+    assert told["top1"]["value"] == (answers[0] == labels[~known]).double().mean().item()
+    assert told["full_precision"]["top1"]["value"] == (answers[1] == labels[~known]).double().mean().item()
+    assert told["agreement"] == (answers[0] == answers[1]).double().mean().item()
+    assert told["kl"] is None
+
+
+def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
+    folder = folder[0]
+    flat = ["--data", folder / "images" / "known"]
+    model = ["--model", f"{folder / 'own.py'}:model"]
+    told = json.loads(say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat, *model, "--json", "-"))
+    assert (told["images"], told["top1"], told["full_precision"]) == (14, None, None)
+    assert 0 <= told["agreement"] <= 1
+    code, message = call(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat)
+    assert (code, message.count("\n")) == (2, 1)
+    assert "known has no labels to judge by: give them, or --model to compare with" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["out.safetensors"], "is not of the bundled model, whose images are the only ones here: give --data FOLDER"),
+        (["bare.safetensors", "--data", "images"], "does not say how its images are prepared: give --model MODEL"),
+        (
+            ["wrong.safetensors", "--data", "images"],
+            "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
+        ),
+        (
+            ["out.safetensors", "--data", "some"],
+            "some has 2 subfolders, one a class, and out.safetensors tells 7",
+        ),
+        (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
+        (
+            ["out.safetensors", "--data", "images", "--model", "demo"],
+            "takes inputs of (3, 8, 8), images are prepared to (3, 32, 32) for demo: give",
+        ),
+        (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
+        (["out.safetensors", "--data", "images", "--device", "abacus"], "device = 'abacus' is not one of this machine"),
+    ],
+)
+def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(folder[0])
+    more, some = folder[0] / "more", folder[0] / "some"
+    if not more.exists():
+        shutil.copytree(folder[0] / "images", some, ignore=shutil.ignore_patterns("*.csv"))
+        shutil.copytree(folder[0] / "images", more)
+        (more / "labels.csv").write_text("file,label\nknown/0.png,0\nknown/2.png,7\nknown/4.png,1\n")
+    code, message = call(monkeypatch, capsys, "evaluate", *arguments)
+    assert (code, message.count("\n")) == (2, 1)
+    assert told in message
+
+
+def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, capsys):
+    quantized = copy.copy(quantized)
+    quantized.note(preprocessing={"size": [32, 32]})
+    quantized.save(tmp_path / "out.safetensors")
+    code, message = call(monkeypatch, capsys, "evaluate", tmp_path / "out.safetensors")
+    assert code == 2
+    assert "out.safetensors says wrongly how its images are prepared: a preprocessing has the fields" in message
+
+
+def record_reads(monkeypatch):
+    """The lists of images that are read, as they are."""
+    reads, load = [], ImageSet.load
+
+    def recorded(images, *arguments, **named):
+        reads.append(images.paths)
+        return load(images, *arguments, **named)
+
+    monkeypatch.setattr(ImageSet, "load", recorded)
+    return reads
+
+
+def test_only_a_batch_of_images_is_read_at_a_time(folder, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    say(monkeypatch, capsys, "evaluate", folder / "out.safetensors", "--data", folder / "images", "--threads", 1)
+    assert [len(paths) for paths in reads] == [1, 20, 8]  # the first to see whether the model takes it
+    assert reads[1] + reads[2] == find_images(folder / "images").paths
+
+
+def test_only_images_that_calibrate_are_read(folder, tmp_path, monkeypatch, capsys):
+    folder = folder[0]
+    reads = record_reads(monkeypatch)
+    arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--seed", 5]
+    say(monkeypatch, capsys, "quantize", *arguments, "-o", tmp_path / "out")
+    order = torch.randperm(28, generator=torch.Generator().manual_seed(5))[:4]
+    paths = find_images(folder / "images").paths
+    assert reads == [tuple(paths[index] for index in order)]
+
+
+def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
+    """The same choices give the same file; a pattern and a checkpoint are heeded."""
+    folder = folder[0]
+    save_file(zoo.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
+    arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
+    arguments += ["--bits", "w3a4", "--method", "log2", "--keep", "3=8", "--threads", 1]
+    text = say(monkeypatch, capsys, *arguments, "-o", tmp_path / "a")
+    told = say(
+        monkeypatch, capsys, *arguments, "-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"
+    )
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "w.safetensors"}
+    model, told = adalog.load(tmp_path / "a"), json.loads(told)
+    assert [(row.left, row.right) for row in model.ledger] == [
+        ("4-bit uniform", "3-bit uniform x 16"),
+        ("8-bit log 2^(1/1) u8", "8-bit uniform x 7"),
+    ]
+    assert (model.provenance["seed"], model.provenance["images"]) == (3, 9)
+    assert told["config"]["keep"] == [["3", 8]]
+    assert model.summary() in text
+    assert f"{tmp_path / 'a'}: {(tmp_path / 'a').stat().st_size:,} bytes, in " in text
+
+
+def test_pin_is_another_name_of_keep(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def record(model, images, config, **named):
+        given.append(json.loads(config.to_json())["keep"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--keep", "head=8", "--pin", "*.qk=32")
+    assert given == [[["head", 8], ["*.qk", 32]]]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
+    """It is handed on to go on with, and never taken away unasked."""
+    partial, given = tmp_path / "out.safetensors.partial", {}
+
+    def record(*arguments, **named):
+        given.update(named)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    partial.write_text("left")
+    arguments = ["quantize", "demo", "--out", tmp_path / "out.safetensors", *["--resume"] * resume]
+    code, message = call(monkeypatch, capsys, *arguments)
+    if resume:
+        assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
+    else:
+        told = f"error: {partial} holds the searches of an earlier run: go on with --resume, or remove it\n"
+        assert (code, message, given) == (2, told, {})
+    assert partial.read_text() == "left"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("500", 500),
+        pytest.param("512KiB", 512 << 10, marks=pytest.mark.slow),
+        pytest.param("3TB", 3 * 10**12, marks=pytest.mark.slow),
+        pytest.param("7 MB", 7_000_000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_size_of_memory(monkeypatch, capsys, tmp_path, text, size):
+    given = {}
+
+    def record(*arguments, **named):
+        given.update(named)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(adalog, "quantize", record)
+    code, _ = call(monkeypatch, capsys, "quantize", "demo", "--memory", text, "--out", tmp_path / "out")
+    assert (code, given["memory"]) == (2, size)
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])
+def test_what_is_no_size_of_memory(monkeypatch, capsys, tmp_path, text):
+    code, message = call(monkeypatch, capsys, "quantize", "demo", f"--memory={text}", "--out", tmp_path / "out")
+    assert (code, message) == (2, f"error: --memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB\n")
+
+
+@pytest.mark.slow
+def test_too_little_memory(monkeypatch, capsys, tmp_path):
+    code, message = call(monkeypatch, capsys, "quantize", "demo", "--memory", "1MB", "--out", tmp_path / "out")
+    assert code == 2
+    assert message.startswith("error: memory = 1,000,000 bytes are too few for patch_embed.conv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_text(folder, tmp_path, monkeypatch, capsys):
+    """It is written, and told as it can be."""
+    folder, out = folder[0], tmp_path / "out\udcff"
+    arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--method", "uniform"]
+    text = say(monkeypatch, capsys, "quantize", *arguments, "-o", out)
+    assert f"{tmp_path}/out\\udcff: {out.stat().st_size:,} bytes, in " in text
+
+
+def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
+    folder = folder[0]
+    for target, bits in ((f"{folder / 'own.py'}:model", 32), (folder / "out.safetensors", 3)):
+        told = json.loads(say(monkeypatch, capsys, "cost", target, "--json", "-"))
+        assert (told["inputs"], told["macs"]) == ([[3, 8, 8]], 192 * 16 + 16 * 7)
+        assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {bits}
+
+
+# --- a whole run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The bundled model in three bits: its file, and what `quantize` said."""
+    file = tmp_path_factory.mktemp("quantize") / "new" / "demo.safetensors"
+    told = json.loads(run("quantize", "demo", "--bits", "w3a3", "-o", file, "--json", "-"))
+    return file, told
+
+
+@pytest.mark.slow
+def test_quantize(made):
+    file, told = made
+    assert (told["file"], told["bits"], told["method"]) == (str(file), "w3a3", "adalog")
+    assert told["bytes"] == file.stat().st_size
+    assert told["seconds"] > 0
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.fixture(scope="module")
+def judged(made):
+    """What `evaluate` says of it."""
+    file, _ = made
+    report = file.parent.parent / "more" / "score.json"
+    text = run("evaluate", file, "--json", report)
+    return text, json.loads(report.read_text())
+
+
+@pytest.mark.slow
+def test_inspect(made):
+    file, _ = made
+    told = json.loads(run("inspect", file, "--json", "-"))
+    assert told["bits"] == "w3a3"
+    assert sum(told["bytes"].values()) == told["total_bytes"] == file.stat().st_size
+    assert told["float_sites"] == []
+    assert told == json.loads(json.dumps(artifact.inspect(file.read_bytes())))
+    text = run("inspect", file)
+    assert adalog.load(file).summary() in text
+    assert f"{file.stat().st_size:,} bytes in all" in text
+
+
+@pytest.mark.slow
+def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
+    file = tmp_path / "small.safetensors"
+    size = quantized.save(file)
+    text = run("inspect", file, "--bytes", "--json", tmp_path / "told.json")
+    told = json.loads((tmp_path / "told.json").read_text())
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    cells = {name: [int(count.replace(",", "") or 0) for count in counts] for name, *counts in rows}
+    parts = ["codes", "scale", "zero_point", "float"]
+    assert cells.pop("all") == [*(told["bytes"][part] for part in parts), size]
+    assert cells["header"] == [0, 0, 0, 0, told["bytes"]["header"]]
+    assert sum(counts[-1] for counts in cells.values()) == size == told["total_bytes"]
+    assert {name: sum(counts.values()) for name, counts in told["tensors"].items()} == {
+        name: counts[-1] for name, counts in cells.items() if name != "header"
+    }
+    weight = quantized.program.weights["head.weight"]
+    outputs = len(weight.codes)
+    assert cells["head.weight"][:3] == [-(-weight.codes.numel() * weight.quantizer.bits // 8), 4 * outputs, outputs]
+    assert f"{size:,} bytes in all" in text
+
+
+@pytest.mark.slow
+def test_cost(made):
+    """The artifact has the MACs of the float model, of other bits."""
+    file, _ = made
+    told, of_float = (json.loads(run("cost", target, "--json", "-")) for target in (file, "demo"))
+    assert told["macs"] == of_float["macs"] == of_float["fixops"] / 16
+    assert {row["right_bits"] for row in told["rows"] if row["role"] == "linear"} == {3}
+    assert told["size_bytes"]["codes"] == artifact.sizes(file.read_bytes())["codes"]
+    text = run("cost", file)
+    assert f"products: {told['macs']:,} MACs, {told['fixops']:,.0f} FixOPs" in text
+
+
+@pytest.mark.slow
+def test_evaluate(made, judged):
+    file, _ = made
+    text, told = judged
+    assert (told["file"], told["images"]) == (str(file), 2000)
+    top1 = told["top1"]
+    assert 0.1 < top1["low"] < top1["value"] < top1["high"] < 1
+    assert 0.1 < told["agreement"] < 1
+    assert f"top-1 {100 * top1['value']:.1f} %" in text
+
+
+@pytest.mark.slow
+def test_demo(made, judged, tmp_path):
+    """The artifact is that of `quantize`, and what is said of it what `evaluate` says."""
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    text = run("demo", "--bits", "w3a3", "--methods", "adalog", "--out", out, "--json", report)
+    told = json.loads(report.read_text())
+    assert told["fp32"]["top1"] >= 0.8
+    assert [(row["bits"], row["method"]) for row in told["rows"]] == [("w3a3", "adalog")]
+    for row in told["rows"]:
+        assert 0.1 < row["top1"] <= 1
+        assert row["seconds"] >= 0
+        assert f"{row['bytes']:,}" in text
+        assert row["method"] in text
+    assert sorted(path.name for path in out.iterdir()) == ["demo-w3a3.safetensors", "levels.png"]
+    assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
+    file, _ = made
+    assert (out / "demo-w3a3.safetensors").read_bytes() == file.read_bytes()
+    row, executor = told["rows"][0], told["rows"][0]["executor"]
+    assert executor == ("native" if library.levels() else None)
+    score = judged[1] if executor is None else json.loads(run("evaluate", file, "--executor", executor, "--json", "-"))
+    assert row["bytes"] == file.stat().st_size
+    assert (row["top1"], row["agreement"]) == (score["top1"]["value"], score["agreement"])

@@ -1,0 +1,411 @@
+"""Whole models on integers: every executor beside fake quantization and exact oracles, and the stored vectors."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adalog import ArtifactError, Calibration, Config, ProgramError, QuantizedModel, Search
+from adalog.choices import ReleasedSearch, ScaleSearch
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node, Program, Ref
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import (
+    UniformQuantizer,
+)
+from adalog.runtime import Compiled, integer, reference, regions
+from adalog.runtime.integer import memory, products
+from adalog.runtime.reference import ENCODE, PRODUCT
+from adalog.runtime.regions import REGION, SUMS
+from adalog.runtime.vectors import vectors
+from stored import deserialise, serialise
+from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def compiled(request, quantized):
+    return quantized.compile(request.param)
+
+
+def test_a_model_runs_in_integers(compiled, quantized, images):
+    assert [*compiled.sites] == [row.site for row in quantized.ledger]
+    fake, found = quantized(images), compiled(images)
+    assert float((found - fake).norm() / fake.norm()) < 0.05  # where float noise moves values over thresholds
+    assert torch.equal(found, compiled(images))
+
+
+def test_executors_agree_on_every_site(quantized, images):
+    first, second = (quantized.compile(name) for name in PORTABLE)
+    for name in first.sites:
+        one, other = first.trace(name, images), second.trace(name, images)
+        same = [torch.eq(*codes) for codes in ((one.left, other.left), (one.right, other.right))]
+        # Float noise before a site may move a value over a threshold, which random weights make more of.
+        assert all(each.double().mean() > 0.9 for each in same)
+        if all(bool(each.all()) for each in same):
+            assert all(map(torch.equal, one.accumulators, other.accumulators))
+            assert torch.allclose(one.output, other.output, rtol=1e-5, atol=1e-5)
+
+
+def test_steps_in_one_change_nothing(quantized, images):
+    model = quantized.compile("torch")
+    program, steps = model._apart
+    fused = model._fused[0]
+    assert len(fused.nodes) < len(program.nodes)
+    assert torch.equal(program.run([images], None, steps), model(images))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """torch.compile that compiles nothing: what it is given, run as it is."""
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+
+
+def test_regions_change_nothing(uncompiled, quantized, images):
+    model, plain = quantized.compile("torch"), quantized.compile("torch")
+    model.compile()
+    found = model(images)
+    program, steps = model._regions
+    assert len(program.nodes) < len(model._apart[0].nodes)
+    assert {node.op for node in program.nodes if node.name in steps} <= {SUMS, REGION, ENCODE, PRODUCT}
+    assert sum(isinstance(step, regions.Rowwise) for step in steps.values()) == 2  # an fc1 a block
+    torch.testing.assert_close(found, plain(images), rtol=1e-4, atol=1e-5)
+    for count in (3, 1, 0):
+        torch.testing.assert_close(model(images[:count]), found[:count], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero_point", [0.0, 7.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_products_of_bytes(zero_point, transposed):
+    """One product after the other: extreme codes of 8 by 4 bits, signed ones too."""
+    generator = torch.Generator().manual_seed(0)
+    left = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point and 128.0), 8)
+    right = UniformQuantizer(torch.tensor(1.0), torch.tensor(zero_point), 4)
+    model = model_of("aten.matmul.default", left, right, (2, 3, 130, 97), (2, 3, 97, 90))
+    (site,) = reference.plan(model.program, model.example)
+    sides = []
+    for quantizer, shape in ((left, (2, 3, 130, 97)), (right, (2, 3, 97, 90))):
+        codes = torch.randint(2**quantizer.bits, shape, generator=generator)
+        codes[..., :40] = 2**quantizer.bits - 1
+        values = quantizer.dequantize(codes)
+        values = values.mT.contiguous().mT if transposed and quantizer is right else values
+        pure = integer.Encoder(quantizer, site).pure
+        sides.append(pure.function(*pure.choices, values, *pure.tensors))
+    x, y = sides[0][0], sides[1][0]
+    assert products.pays_as_bytes(x, y) == products.multiplies_bytes(x.device, x.dtype)
+    sums = integer.product(site).opened[0](*sides)
+    assert torch.equal(sums.double(), x.double() @ y.double())
+
+
+@pytest.mark.slow
+def test_regions_of_other_types(uncompiled, quantized, images):
+    plain = deserialise(serialise(quantized))
+    model = plain.compile("torch")
+    model.compile()
+    double = model.double()
+    assert double._regions is not None
+    torch.testing.assert_close(double(images.double()), plain.double()(images.double()), rtol=1e-9, atol=1e-9)
+
+
+def test_without_a_compiler(monkeypatch, quantized, images):
+    def refuse(*args):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda module, **options: refuse)
+    model = quantized.compile("torch")
+    wanted = model(images)
+    model.compile()
+    assert torch.equal(model(images), wanted)
+    assert model._regions is None
+    reference_model = quantized.compile("reference")
+    before = reference_model(images)
+    reference_model.compile()  # does nothing
+    assert torch.equal(reference_model(images), before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+def test_compiled_regions(quantized, images):
+    """With what torch.compile makes of them; without a compiler the same as without."""
+    model = quantized.compile("torch")
+    wanted, zero = model(images), torch.tensor([1e-40])
+    model.compile()
+    for count in (4, 3, 1):
+        torch.testing.assert_close(model(images[:count]), wanted[:count], rtol=1e-4, atol=1e-5)
+    assert model._regions is not None or shutil.which("g++") is None
+    assert float(zero * 1) > 0  # small numbers are still numbers
+    assert torch.equal(model(images), model(images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param("w2a8", "log2", marks=pytest.mark.slow),
+        pytest.param("w8a2s3", "log-sqrt2", marks=pytest.mark.slow),
+        pytest.param("w8a8", "adalog", marks=pytest.mark.slow),
+        pytest.param("w5a6", "uniform", marks=pytest.mark.slow),
+        ("w4a32", "adalog"),
+    ],
+)
+def test_other_choices(calibration, fast, images, name, method):
+    model = calibration.quantize(replace(Config.preset(name, method), images=4, search=fast.search))
+    fake = model(images)
+    for executor in EXECUTORS:
+        found = model.compile(executor)
+        assert float((found(images) - fake).norm() / fake.norm()) < 0.05
+        assert len(found.sites) == (1 if name == "w4a32" else len(model.ledger))  # the images have 8 bits
+
+
+def test_twin_quantizers(calibration, fast, images):
+    model = calibration.quantize(replace(fast, post_gelu="twin"))
+    fake = model(images)
+    for executor in EXECUTORS:
+        assert float((model.compile(executor)(images) - fake).norm() / fake.norm()) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adalog-paper", "adalog-released"])
+def test_published_readings_keep_float_tables(calibration, images, name):
+    preset = Config.preset("w4a4", name)
+    short = ReleasedSearch(steps=1, rounds=1) if name == "adalog-released" else Search(rounds=1, steps=0)
+    model = calibration.quantize(replace(preset, images=4, search=short))
+    with pytest.raises(ArtifactError, match=r"site blocks\.0\.attn\.av has logarithmic codes with levels in float"):
+        model.compile("torch")
+
+
+@pytest.mark.slow
+def test_other_codes_that_have_no_integers(calibration):
+    split = replace(Config.preset("w4a4", "ptq4vit"), images=4, search=ScaleSearch(candidates=4, rounds=1))
+    published = replace(Config.preset("w4a4", "repq-vit"), images=4)
+    fractions = replace(published.search, round_zero_point=False)
+    for config, message in (
+        (split, "split uniform"),
+        (published, "levels in float"),
+        (replace(published, post_softmax="uniform", search=fractions), "zero point that is not a whole number"),
+    ):
+        with pytest.raises(ArtifactError, match=rf"site blocks\.0\.attn\.\w+ has .*{message}"):
+            calibration.quantize(config).compile("reference")
+
+
+@pytest.mark.parametrize(
+    "name", ["minmax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("apq-vit", "repq-vit"))]
+)
+def test_rivals_that_have_integers(calibration, images, name):
+    """repq-vit: with tables, which it has not as published."""
+    config = replace(Config.preset("w4a4", name), images=4)
+    if name == "apq-vit":
+        config = replace(config, search=ScaleSearch(candidates=4, rounds=1), stages=())
+    if name == "repq-vit":
+        config = replace(config, tables="calibrated", beyond="zero-coded")
+    model = calibration.quantize(config)
+    fake = model(images)
+    for executor in EXECUTORS:
+        assert float((model.compile(executor)(images) - fake).norm() / fake.norm()) < 0.05
+
+
+def test_a_loaded_model_compiles_the_same(quantized, images):
+    assert torch.equal(deserialise(serialise(quantized)).compile()(images), quantized.compile()(images))
+
+
+@pytest.mark.slow
+def test_models_of_other_types(quantized, images):
+    double = deserialise(serialise(quantized)).double()
+    fake = double(images.double())
+    for executor in PORTABLE:
+        found = double.compile(executor)(images.double())
+        assert found.dtype == torch.float64
+        assert float((found - fake).norm() / fake.norm()) < 1e-10
+    with pytest.raises(ArtifactError, match=r"is in torch\.float16: convert"):
+        deserialise(serialise(quantized)).half().compile()
+
+
+@pytest.mark.slow
+def test_windows_and_masks(fast):
+    from timm.models import SwinTransformer
+
+    torch.manual_seed(0)
+    net = SwinTransformer(
+        img_size=8, patch_size=2, embed_dim=8, depths=(2,), num_heads=(2,), window_size=2, num_classes=3
+    )
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    model = Calibration(net.eval(), x).quantize(fast)
+    fake = model(x)
+    for executor in EXECUTORS:
+        assert float((model.compile(executor)(x) - fake).norm() / fake.norm()) < 1e-4
+
+
+@pytest.mark.slow
+def test_convolutions_with_channels_last(fast, images):
+    """Of 1 x 1 and depthwise ones, with GELU between: images lie alike in all executors, so that codes agree."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 12, 1), nn.GELU(), nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.GELU(), nn.Conv2d(12, 8, 1)
+    model = Calibration(nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 5)).eval(), images).quantize(fast)
+    plain, torch_ints = model.compile("reference"), model.compile("torch")
+    wanted = plain.codes(images)
+    assert len(wanted) == 4
+    assert all(torch.equal(codes, wanted[name]) for name, codes in torch_ints.codes(images).items())
+    for executor in EXECUTORS:
+        torch.testing.assert_close(model.compile(executor)(images), plain(images), rtol=1e-5, atol=1e-6)
+    assert {site.geometry[3] for site in torch_ints.sites.values() if site.geometry} == {1, 12}
+
+
+def test_refusals(quantized, images):
+    with pytest.raises(ValueError, match="executor = 'fpga' is none of reference, torch, native"):
+        quantized.compile("fpga")
+    with pytest.raises(ValueError, match="threads, batch and level are of the executor 'native'"):
+        quantized.compile("torch", threads=2)
+    with pytest.raises(ValueError, match="site = 'nothing' is none of the"):
+        quantized.compile().trace("nothing", images)
+    with pytest.raises(ValueError, match="the model takes"):
+        quantized.compile()(images[:, :1])
+    bare = QuantizedModel(QuantizedProgram(quantized.program, quantized.config, tuple(quantized.ledger), {}))
+    with pytest.raises(ArtifactError, match="made without images"):
+        bare.compile()
+
+
+def test_scales_that_differ_within_a_sum():
+    left = UniformQuantizer(torch.rand(5) + 0.1, torch.zeros(5), 4)
+    right = UniformQuantizer(torch.ones(2, 1), torch.zeros(2, 1), 4)
+    weight = torch.zeros(2, 5, dtype=torch.uint8)
+    model = model_of("aten.linear.default", left, right, (1, 3, 5), None, weight)
+    model(torch.zeros(1, 3, 5))
+    with pytest.raises(ArtifactError, match=r"scales \(5,\) that differ within one sum"):
+        model.compile()
+
+
+def test_sums_that_grow_with_the_batch():
+    """A strange program may sum over its images: more of them than the bounds are for are refused, not wrong."""
+    one = UniformQuantizer(torch.tensor(1.0), torch.tensor(0.0), 4)
+    nodes = (
+        Node("t", "aten.transpose.int", (Ref("x"), 0, 1)),
+        Node("l", FAKE_QUANTIZE, (Ref("t"), "l")),
+        Node("r", FAKE_QUANTIZE, (Ref("x"), "r")),
+        Node("out", "aten.matmul.default", (Ref("l"), Ref("r"))),
+    )
+    program = Program(("x",), nodes, Ref("out"), {}, {"l": one, "r": one})
+    model = QuantizedModel(QuantizedProgram(program, Config(), (), {}, example=(torch.empty(0, 3),)))
+    for executor in EXECUTORS:
+        found = model.compile(executor)
+        assert found(torch.ones(1, 3)).tolist() == [[1.0] * 3] * 3
+        with pytest.raises(ProgramError, match="sums 2 products, its accumulators are for 1"):
+            found(torch.ones(2, 3))
+
+
+@pytest.mark.slow
+def test_threads_have_memory_of_their_own(quantized, images):
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = quantized.compile()
+    wanted = [model(image[None]) for image in images]
+
+    @torch.no_grad()
+    def run(image):
+        return model(image[None])
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, [*images] * 8))
+    assert all(map(torch.equal, found, wanted * 8))
+
+
+def test_scratch_memory_outlives_inference_mode(quantized, images):
+    model = quantized.compile("torch")
+    memory._scratch.blocks.clear()
+    with torch.inference_mode():
+        wanted = model(images).clone()
+    assert torch.equal(model(images), wanted)
+
+
+def test_no_images(quantized, images):
+    for executor in EXECUTORS:
+        assert quantized.compile(executor)(images[:0]).shape == (0, 10)
+
+
+# --- vectors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.0.attn.av",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("patch_embed.conv1", "blocks.1.mlp.fc2")),
+    ],
+)
+def test_vectors_are_what_they_say(quantized, images, name, tmp_path):
+    model = quantized.compile("reference")
+    for file, content in vectors(model, name, images[:2]).items():
+        (tmp_path / file).write_bytes(content)
+    told = json.loads((tmp_path / "site.json").read_text())
+    arrays = {key: np.load(tmp_path / f"{key}.npy") for key in told["files"]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["site.json", *(f"{key}.npy" for key in arrays)])
+    for key, described in told["files"].items():
+        assert (str(arrays[key].dtype), list(arrays[key].shape)) == (described["type"], described["shape"])
+    assert (told["site"], told["accumulator_bits"]) == (name, 32)
+    sides = {}
+    for side in ("left", "right"):
+        codes = arrays[f"{side}_codes"].astype(np.int64)
+        logarithmic = told[side]["kind"] == "log"
+        sides[side] = arrays[f"{side}_table_0"][codes] if logarithmic else codes - arrays[f"{side}_zero_point"]
+    if told["operation"] == "conv2d":
+        geometry = told["convolution"]
+        sums = convolved(*(side.astype(object) for side in sides.values()), *geometry.values()).astype(np.int64)
+        sums = sums.reshape(2, 1, len(sides["right"]), -1).transpose(0, 1, 3, 2)
+    else:
+        sums = sides["left"] @ (sides["right"].T if told["operation"] == "linear" else sides["right"])
+    assert np.array_equal(arrays["accumulators_0"], sums)
+    assert np.abs(sums).max() <= told["bounds"][0]
+    output = sums * arrays["scale_0"] + arrays.get("bias", 0)
+    if told["operation"] == "conv2d":
+        output = output.transpose(0, 1, 3, 2).reshape(arrays["output"].shape)
+    assert np.allclose(output, arrays["output"], rtol=1e-5, atol=1e-5)
+
+
+class Tabled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(3, 32, 5))
+
+    def forward(self, x):
+        return x @ self.table
+
+
+def test_a_stored_table_on_the_right(fast):
+    """A product with a stored operand of several matrices, quantized as it runs."""
+    torch.manual_seed(0)
+    net = Tabled()
+    x = torch.randn(4, 3, 7, 32, generator=torch.Generator().manual_seed(1))
+    model = Calibration(net.eval(), x).quantize(fast)
+    fake = model(x)
+    for executor in EXECUTORS:
+        found = model.compile(executor)
+        assert isinstance(found, Compiled)
+        assert len(found.sites) == 1
+        assert torch.allclose(found(x), fake, rtol=1e-4, atol=1e-5)
+
+
+class ReadsItsAttention(nn.Module):
+    """A linear of the attention itself, where others multiply it by values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qk = nn.Linear(6, 12)
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        return self.fc((q @ k.transpose(-1, -2)).softmax(-1))
+
+
+def test_a_linear_of_the_attention_and_inputs_with_gradients():
+    torch.manual_seed(0)
+    images = torch.randn(8, 5, 6)
+    quantized = Calibration(ReadsItsAttention().eval(), images).quantize(Config(images=8))
+    expected = quantized(images)
+    for executor in ("reference", "torch"):
+        found = quantized.compile(executor)(images.clone().requires_grad_())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,261 @@
+"""The rivals' methods on whole models: folds, ledgers and what each of them sees."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu
+
+import zoo
+from adalog import Calibration, Config, QuantizedModel
+from adalog.artifact import deserialise, serialise
+from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
+from adalog.errors import ArtifactError
+from adalog.quantizers import FLOAT_BITS
+from adalog.search import ranges, scales
+from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
+from strategies import RIVALS
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def brief(method, bits="w4a4s3"):
+    """A method's choices with searches that take little time."""
+    config = replace(Config.preset(bits, method), images=4)
+    if isinstance(config.search, ScaleSearch):
+        config = replace(config, search=replace(config.search, candidates=8, probes=2))
+    if isinstance(config.stages[0] if config.stages else None, Evolution):
+        config = replace(config, stages=(Evolution(passes=1, cycles=2),))
+    if isinstance(config.stages[0] if config.stages else None, BlockRefinement):
+        config = replace(config, stages=(BlockRefinement(candidates=3, probes=2),))
+    return config
+
+
+@pytest.fixture(scope="module")
+def calibrations():
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = Calibration(zoo.captured(name)[0], zoo.IMAGES)
+        return made[name]
+
+    return make
+
+
+FAMILIES = ("demo",)
+SLOW = tuple(name for name in zoo.MODELS if name not in FAMILIES)
+# Every method quantizes the bundled model, and every family is quantized by a fourth of the methods.
+PAIRS = [
+    *((family, method) for family in FAMILIES for method in RIVALS),
+    *(
+        pytest.param(family, method, marks=pytest.mark.slow)
+        for index, family in enumerate(SLOW)
+        for method in tuple(RIVALS)[index % 4 :: 4]
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), PAIRS)
+def test_every_family_is_quantized_and_stored(calibrations, family, method):
+    model = calibrations(family).quantize(brief(method))
+    images_are_float = method in ("ptq4vit", "apq-vit")
+    assert not model.float_sites() or images_are_float
+    if images_are_float:
+        convs = [row.site for row in model.ledger if row.role == "conv" and row.source == "input"]
+        assert [row.site for row in model.ledger if row.left == "float"] == convs
+    assert all(math.isfinite(row.sqnr) and row.sqnr > 0 for row in model.ledger)
+    stored = QuantizedModel(deserialise(serialise(model.quantized)))
+    with torch.no_grad():
+        outputs, again = (leaves(each(zoo.IMAGES)) for each in (model, stored))
+    assert all(torch.equal(one, other) for one, other in zip(outputs, again, strict=True))
+    assert all(bool(torch.isfinite(value).all()) for value in outputs)
+
+
+def leaves(output):
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else [output]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bits",
+    ["w2a2", "w8a5s2", "w32a4", "w4a32", "w32a32", "w4a32s3"],
+)
+@pytest.mark.parametrize("method", RIVALS)
+def test_every_width_is_quantized(calibrations, bits, method):
+    calibration = calibrations("demo")
+    config = brief(method, bits)
+    model = calibration.quantize(config)
+    kinds = {side for row in model.ledger for side in (row.left, row.right)}
+    widths = {int(kind.split("-")[0]) for kind in kinds if kind != "float"}
+    allowed = {config.weight_bits, config.activation_bits, config.softmax_bits, config.input_bits} - {FLOAT_BITS}
+    assert widths <= allowed
+    assert deserialise(serialise(model.quantized)).config == config
+
+
+class Convolutional(nn.Module):
+    """A padded, strided, grouped convolution after a GELU, and a depthwise one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.grouped = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 1, 1, groups=4)
+        self.depthwise, self.head = nn.Conv2d(12, 12, 3, 2, 1, groups=12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.depthwise(torch.nn.functional.silu(self.grouped(gelu(self.stem(x)))))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", RIVALS)
+def test_grouped_convolutions(method):
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 16, 16)
+    model = Calibration(Convolutional().eval(), images).quantize(brief(method))
+    assert {row.site for row in model.ledger} == {"stem", "grouped", "depthwise", "head"}
+    assert all(row.sqnr > 0 for row in model.ledger)
+    stored = QuantizedModel(deserialise(serialise(model.quantized)))
+    assert torch.equal(stored(images), model(images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", [RangeSearch((1.0, 0.99), share="mean"), ScaleSearch("squared", candidates=6)])
+@pytest.mark.parametrize("law", ["log2", pytest.param("log-sqrt2", marks=pytest.mark.slow), "twin"])
+def test_other_quantizers_go_with_either_search(calibrations, law, search):
+    softmax = "uniform" if law == "twin" else law
+    config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search)
+    torch.manual_seed(0)
+    padded = Calibration(Convolutional().eval(), torch.randn(4, 3, 16, 16))
+    kind = {"log2": "4-bit log 2^(1/1)", "log-sqrt2": "4-bit log 2^(1/2)", "twin": "4-bit twin uniform"}[law]
+    for calibration in (calibrations("demo"), padded):
+        model = calibration.quantize(config)
+        if calibration is not padded:  # where what the search finds better is taken
+            found = {row.left for row in model.ledger if row.source == "gelu"}
+            assert {re.sub(r" u(8|16)$", "", left) for left in found} == {kind}
+        assert all(row.sqnr > 3 for row in model.ledger)
+        assert deserialise(serialise(model.quantized)).config == config
+
+
+@pytest.mark.slow
+def test_methods_fold_as_they_say(calibrations):
+    calibration = calibrations("timm_vit")
+    reasons = {method: calibration.quantize(brief(method)).refusals for method in ("minmax", "fq-vit", "repq-vit")}
+    assert set(reasons["minmax"].values()) == {"not folded: this method folds no norm"}
+    assert not reasons["fq-vit"]
+    assert reasons["repq-vit"] == {"norm": "not folded: it is the head's"}
+
+
+def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
+    calibration = calibrations("timm_vit")
+    config = brief("repq-vit")
+    (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
+    x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
+    fold, shared = ranges.fold_channels(x, 4, config.search)
+    assert torch.equal(found.assignment.left.scale, shared.scale)
+    assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
+    assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)
+
+
+def test_released_zero_points_are_refused_by_files(calibrations):
+    """RepQ-ViT's code does not round the shared zero point: its 2^b + 1 levels are no codes of b bits."""
+    config = brief("repq-vit")
+    config = replace(config, search=replace(config.search, round_zero_point=False))
+    model = calibrations("timm_vit").quantize(config)
+    assert bool(torch.isfinite(model(zoo.IMAGES)).all())
+    with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
+        serialise(model.quantized)
+
+
+# --- seen in order ---------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b, self.c = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.a(self.norm(x))
+        return self.b(y) + self.c(y)
+
+
+def test_operands_are_seen_behind_what_is_quantized():
+    """RepQ-ViT: a channel's own quantizers first, then weights; what follows sees their output."""
+    torch.manual_seed(1)
+    model, x = Chain().eval(), torch.randn(200, 6)
+    nn.init.normal_(model.norm.weight)
+    search = RangeSearch((0.99, 0.9), share="mean", in_order=True)
+    config = replace(brief("repq-vit"), images=200, fold_head=True, search=search)
+    calibration = Calibration(model, x)
+    found = {searched.group.name: searched for searched in calibration.search(config)}
+    assert [len(found[name].group.sites) for name in ("a", "b")] == [1, 2]
+
+    normed = model.norm(x).detach()
+    channels = ranges.own_range(Operand(normed, Format(4, own_dims=(1,))), config.search)
+    rows = ranges.own_range(Operand(model.a.weight.detach(), Format(4, own_dims=(0,))), config.search)
+    behind = channels.fake_quantize(normed) @ rows.fake_quantize(model.a.weight.detach()).T + model.a.bias.detach()
+    expected = ranges.own_range(Operand(behind, Format(4)), config.search)
+    torch.testing.assert_close(found["b"].assignment.left.scale, expected.scale)
+    assert float(found["b"].assignment.left.zero_point) == float(expected.zero_point)
+    plain = calibration.search(replace(config, search=replace(config.search, in_order=False)), ["b"])[0]
+    assert not torch.allclose(plain.assignment.left.scale, expected.scale)
+    # The weight of a folded norm is chosen anew.
+    folded = model.a.weight.detach() * found["a"].assignment.fold.ratio
+    torch.testing.assert_close(
+        found["a"].assignment.right.scale,
+        ranges.own_range(Operand(folded, Format(4, own_dims=(0,))), config.search).scale,
+    )
+    # What is judged is the error on float inputs.
+    assert torch.equal(found["b"].product.left.values, calibration.operand(calibration.sites[1].left))
+
+
+def test_gradients_weight_the_errors_of_their_own_rows():
+    """Images that the loss does not see have no part in the search."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(40, 6)
+    x[20:] *= 5
+    config = replace(brief("ptq4vit"), images=40, search=ScaleSearch(candidates=20))
+    calibration = Calibration(model, x)
+    probe = torch.zeros(40, 4)
+    probe[:20] = torch.randn(20, 4)
+    calibration.probe(probe)
+    found = {searched.group.name: searched for searched in calibration.search(config)}["2"]
+    gradient = probe.square() / probe.square().mean()
+    left, right = found.product.left, found.product.right
+    product = Product("linear", left, right, weights=gradient, row_splits=torch.zeros(4, dtype=torch.int64))
+    again = scales.search_product(product, config.search)
+    assert torch.equal(found.assignment.left.scale, again.left.scale)
+    assert torch.equal(found.assignment.right.scale, again.right.scale)
+    loud = replace(left, values=torch.cat([left.values[:20], left.values[20:] * 9]))
+    found = scales.search_product(Product("linear", loud, right), config.search)
+    assert float(found.left.scale) > float(again.left.scale)
+
+
+@pytest.mark.slow
+def test_gradients_are_thinned_as_operands_are():
+    """With little memory every n-th row serves, and has its own weights."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(8000, 6)
+    quiet = torch.arange(8000) % 5 < 2  # which a step of 3 rows meets as often
+    x[~quiet] *= 6
+    config = replace(brief("ptq4vit"), images=8000, search=ScaleSearch(candidates=40, rough_stride=1))
+    found = []
+    for memory in (1 << 30, 900_000):
+        calibration = Calibration(model, x, memory=memory)
+        calibration.probe(quiet[:, None] * torch.ones(8000, 4))
+        found.append({searched.group.name: searched for searched in calibration.search(config)})
+    for name in ("0", "2"):
+        whole, part = (each[name] for each in found)
+        assert len(part.product.left.values) == -(-8000 // 3)
+        for side in ("left", "right"):
+            both = (getattr(each.assignment, side).scale for each in (part, whole))
+            torch.testing.assert_close(*both, rtol=0.15, atol=0)
+        plain = replace(part.product, weights=None, row_splits=None)
+        unweighted = scales.search_product(plain, config.search)
+        assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)
