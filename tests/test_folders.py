@@ -172,6 +172,7 @@ def test_batches_are_read_when_asked_for(ten):
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_a_broken_file_stops_loading(ten, jobs):
+    Image.effect_noise((64, 64), 50).save(ten.paths[2])
     ten.paths[2].write_bytes(ten.paths[2].read_bytes()[:500])
     with pytest.raises(DataError, match=r"4\.png cannot be read"):
         ten.load(RAW, jobs=jobs)
