@@ -48,7 +48,7 @@ def round_ste(x: Tensor) -> Tensor:
 
 
 class _QuantizedStraightThrough(torch.autograd.Function):
-    """c + s e, with c = x clipped to [low, high] and the error e = (x_hat - c) / s held constant: x_hat, with gradients.
+    """x_hat with the gradients of c + s e, in which c is x clipped to [low, high] and e = (x_hat - c) / s is constant.
 
     hat: x_hat; above: how far it lies above the values of x, because a bias has absorbed the offset.
     """
