@@ -243,9 +243,8 @@ class Reconstruction:
     rounded straight through, whose scales are trained as well. scales: whether activations' scales and zero points are
     trained. biases: whether biases are. loss: the squared error of the block's output, all of it the same ("squared"),
     or weighted by the squared gradients of the model's loss, image by image ("fisher") or their average ("averaged").
-    drop: the share of a block's inputs and quantized activations that stay exact in a step. together: then so many
-    steps, of 4 `batch` images, train all blocks at once by the squared error of the model's output. rate: of codes, in
-    units of codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
+    drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of codes, in units of
+    codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
     """
 
     images: int = 1024
@@ -256,13 +255,12 @@ class Reconstruction:
     biases: bool = True
     loss: BlockLoss = "squared"
     drop: float = 0.3
-    together: int = 0
     rate: float = 0.03
     scale_rate: float = 0.005
 
     def __post_init__(self) -> None:
-        for name, least in (("images", 1), ("iterations", 0), ("batch", 1), ("together", 0)):
-            check_whole(name, getattr(self, name), least)
+        for name in ("images", "iterations", "batch"):
+            check_whole(name, getattr(self, name), 1)
         check_choice("weights", self.weights, WeightRounding)
         check_choice("loss", self.loss, BlockLoss)
         for name in ("scales", "biases"):

@@ -27,13 +27,11 @@ from adalog.choices import Reconstruction
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, leaves_of, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
-from adalog.graph.sites import Block, find_blocks
+from adalog.graph.sites import find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
 
 # Every n-th image is held out of the training of a block and judges its states; with fewer images none is held out.
 _HELD_OUT = 8
-# A step of all blocks together takes this many times as many images as one of a block.
-_TOGETHER = 4
 # How often a block's state is judged on the images held out.
 _CHECKS = 8
 # AdaRound's rectified sigmoid reaches beyond 0 and 1 by this much.
@@ -229,58 +227,28 @@ def reconstructed(
     and written to it. Groups that the block's output does not depend on, such as those of a second head, stay as they
     are, and so does all of a block whose output is no tensor of floats.
     """
-    current, share = list(assigned), None if memory is None else memory // 2
+    current, device = list(assigned), images[0].device
+    share = None if memory is None else memory // 2
     blocks = find_blocks(program)
-    alone = len(blocks) if choices.iterations else 0
-    steps = alone + bool(choices.together)
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
-    for number in range(alone):
-        current = _trained(program, floats, quantized, number, current, choices, seed, partial, "reconstruction")
+    for number, block in enumerate(blocks):
+        names = {node.name for node in floats.nodes(number).nodes}
+        members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
+        keys = [f"reconstruction of {current[index][0].name}" for index in members]
+        done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
+        if len(done) < len(keys) and floats.is_float(block.value_out):
+            here = [current[index] for index in members]
+            trained = _Block(program, floats, quantized, number, here, choices, seed).trained()
+            done = {key: assignment for key, (_, assignment) in zip(keys, trained, strict=True)}
+            if partial is not None:
+                for key, assignment in done.items():
+                    partial.add(key, assignment)
+        for index, key in zip(members, keys, strict=True):
+            current[index] = (current[index][0], done.get(key, current[index][1]))
         quantized.change(number, rewritten(program, current))
         if progress is not None:
-            progress(number + 1, steps, f"block {number + 1} of {alone} reconstructed")
-    if choices.together:
-        whole = [Block(program.inputs[0], blocks[-1].value_out, tuple(node.name for node in program.nodes))]
-        floats = Blocks(program, images, whole, share)
-        quantized = Blocks(rewritten(program, current), images, whole, share, like=floats)
-        batch = _TOGETHER * choices.batch
-        choices = replace(choices, iterations=choices.together, batch=batch, loss="squared", drop=0.0)
-        current = _trained(program, floats, quantized, 0, current, choices, seed, partial, "training together")
-        if progress is not None:
-            progress(steps, steps, "all blocks reconstructed together")
-    return current
-
-
-def _trained(
-    program: Program,
-    floats: Blocks,
-    quantized: Blocks,
-    number: int,
-    assigned: Assigned,
-    choices: Reconstruction,
-    seed: int,
-    partial: Partial | None,
-    name: str,
-) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with those of one block trained. name: of what is done, in the partial file."""
-    nodes = {node.name for node in floats.nodes(number).nodes}
-    members = {
-        index: f"{name} of {group.name}" for index, (group, _) in enumerate(assigned) if _read_by(group) <= nodes
-    }
-    device, found, current = next(iter(floats.images.values())).device, dict[int, Assignment](), list(assigned)
-    if partial is not None:
-        known = {index: partial.get(key, device) for index, key in members.items()}
-        found = {index: assignment for index, assignment in known.items() if assignment is not None}
-    if len(found) < len(members) and floats.is_float(floats.blocks[number].value_out):
-        here = [assigned[index] for index in members]
-        block = _Block(program, floats, quantized, number, here, choices, seed)
-        found = {index: assignment for index, (_, assignment) in zip(members, block.trained(), strict=True)}
-        if partial is not None:
-            for index, assignment in found.items():
-                partial.add(members[index], assignment)
-    for index, assignment in found.items():
-        current[index] = (assigned[index][0], assignment)
+            progress(number + 1, len(blocks), f"block {number + 1} of {len(blocks)} reconstructed")
     return current
 
 
