@@ -4,10 +4,10 @@
         [--stages search correction reconstruction] [--images 32 128 1024] [--seeds 3] [--work DIR] [--json FILE]
 
 The search is that of `adalog` on 32 images. The correction fits the images asked for, the first 32 of which are those
-of the search; the reconstruction goes on from it, on the same images. On the bundled model these are drawn from 1,024
-training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the 1,000 support images, and the
-1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of one thread, of the search, the
-correction or the reconstruction alone.
+of the search; the reconstruction goes on from the correction with the most images, on the same ones. On the bundled
+model these are drawn from 1,024 training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the
+1,000 support images, and the 1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of
+one thread, of the search, the correction or the reconstruction alone.
 Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows as long
 as the sources of the package are the same.
 """
@@ -137,7 +137,8 @@ def main() -> None:
     rows = []
     for seed, bits in product(range(given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
-        kinds += [(stage, images) for images in given.images for stage in STAGES[1:] if stage in given.stages]
+        kinds += [("correction", images) for images in given.images if "correction" in given.stages]
+        kinds += [("reconstruction", max(given.images))] if "reconstruction" in given.stages else []
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)
