@@ -223,6 +223,7 @@ def test_convolution_used_twice_keeps_its_batch_norms():
     assert ops(program).count("batch_norm") == 2
 
 
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")  # of torch, about such a model
 @pytest.mark.parametrize("kernel", [3, 4])
 @pytest.mark.parametrize(("padding", "dilation"), [("same", 1), ("same", 3), ("valid", 2)])
 def test_padding_by_name_becomes_numbers(kernel, padding, dilation):

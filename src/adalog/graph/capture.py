@@ -6,7 +6,6 @@ value of its own; `canonical` says what else changes. The program is then compar
 
 import inspect
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -140,9 +139,7 @@ def _export(model: nn.Module, example: tuple[Any, ...]) -> torch.export.Exported
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         shapes = (shapes,)  # one entry per parameter of forward
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own deprecations
-            return torch.export.export(model, example, dynamic_shapes=shapes)
+        return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise CaptureError(
