@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, Config, Correction, QuantizedModel, Search
+from adalog.calibration import compensate
+from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import (
     Moments,
     _held,
@@ -23,6 +25,8 @@ from adalog.calibration.compensate import (
     rounded,
     rows_of,
 )
+from adalog.graph.rewrite import rewritten
+from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
 from adalog.study.evaluate import predict
 from stored import deserialise, serialise
@@ -231,6 +235,20 @@ def test_it_is_the_same_within_a_memory(pool, searched):
         if one.bias is not None and not group.name.startswith(("blocks.1", "head")):
             tolerance = 0.02 if group.name.startswith("patch_embed") else 0.5
             assert one.sqnr == pytest.approx(other.sqnr, abs=tolerance), group.name
+
+
+def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypatch):
+    calibration, assigned = searched
+    program = calibration.program
+    floats = Blocks(program, [pool[:24]], find_pieces(program))
+    quantized = Blocks(rewritten(program, assigned), [pool[:24]], floats.blocks, like=floats)
+    floats.batch = quantized.batch = 5
+    counts = []
+    for least in (1, 6 * 256, 2**18):  # an image gives 256 rows
+        monkeypatch.setattr(compensate, "_ROWS", least)
+        seen = compensate._seen(floats, quantized, 1, assigned[1][0], rewritten(program, assigned))
+        counts.append(seen.fit.count + seen.held.count)
+    assert counts == [5 * 256, 10 * 256, 24 * 256]
 
 
 def test_what_has_no_codes_stays(pool, searched):

@@ -12,7 +12,15 @@ from torch.nn import functional as F
 
 import zoo
 from adalog.graph.capture import capture
-from adalog.graph.sites import POWER_LAW_ACTIVATIONS, find_blocks, find_pairs, find_refused, find_sites, minimum_of
+from adalog.graph.sites import (
+    POWER_LAW_ACTIVATIONS,
+    find_blocks,
+    find_pairs,
+    find_pieces,
+    find_refused,
+    find_sites,
+    minimum_of,
+)
 from toys import IMAGES, Attention, Toy
 
 
@@ -342,6 +350,27 @@ def test_blocks_cut_the_whole_program(name):
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
+def test_pieces_cut_the_whole_program_before_its_sites(name):
+    _, program = zoo.captured(name)
+    pieces = find_pieces(program)
+    assert [node for piece in pieces for node in piece.nodes] == [node.name for node in program.nodes]
+    for before, after in itertools.pairwise(pieces):
+        assert after.value_in == before.value_out == before.nodes[-1]
+    products = {site.node.name for site in find_sites(program)}
+    assert all(products & set(piece.nodes) for piece in pieces[1:])
+    assert len(pieces) > len(find_blocks(program))
+
+
+def test_pieces_of_a_vit_are_attentions_and_mlps():
+    _, program = zoo.captured("demo")
+    nodes = {site.node.name: site.name for site in find_sites(program)}
+    pieces = [[nodes[node] for node in piece.nodes if node in nodes] for piece in find_pieces(program)]
+    attention, mlp = ["attn.qkv", "attn.qk", "attn.av", "attn.proj"], ["mlp.fc1", "mlp.fc2"]
+    blocks = [[f"blocks.{index}.{name}" for name in part] for index in range(2) for part in (attention, mlp)]
+    assert pieces == [*([f"patch_embed.conv{index}"] for index in (1, 2, 3)), *blocks, ["head"]]
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_a_block_reads_its_value_and_what_no_image_changes(name):
     """Outside its own nodes: the value in, tensors, and numbers or tables that are the same for other images."""
     _, program = zoo.captured(name)
@@ -350,7 +379,7 @@ def test_a_block_reads_its_value_and_what_no_image_changes(name):
         values = {}
         program.run((images,), lambda node, args, result, values=values: values.__setitem__(node.name, result))
         seen.append(values)
-    for block in find_blocks(program):
+    for block in (*find_blocks(program), *find_pieces(program)):
         inside = set(block.nodes)
         outside = {ref for node in program.nodes if node.name in inside for ref in node.refs()} - inside
         for value in outside - {block.value_in} - set(program.tensors) - set(program.inputs):

@@ -26,7 +26,7 @@ from adalog.choices import Correction
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
-from adalog.graph.sites import find_blocks
+from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer
 
 # Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
@@ -41,6 +41,8 @@ _DAMPING = 1e-2
 _ROUNDING = 1e-10
 # The bytes that the patches of a convolution may take at a time.
 _PATCHES = 2**26
+# A site is fitted to this many rows at least, if it has them, and to no more batches of images than they take.
+_ROWS = 2**18
 # How often all codes are gone through once more, at most.
 _SWEEPS = 4
 
@@ -112,13 +114,13 @@ def corrected(
     """
     current = list(assigned)
     share = None if memory is None else memory // 2
-    blocks = find_blocks(program)
-    floats = Blocks(program, images, blocks, share)
-    quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
+    pieces = find_pieces(program)
+    floats = Blocks(program, images, pieces, share)
+    quantized = Blocks(rewritten(program, current), images, pieces, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
     done = 0
-    for number, block in enumerate(blocks):
-        names = set(block.nodes)
+    for number, piece in enumerate(pieces):
+        names = set(piece.nodes)
         for index, (group, assignment) in enumerate(current):
             if group.first.node.name not in names:
                 continue
@@ -148,7 +150,7 @@ class _Seen:
 
 
 def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, program: Program) -> _Seen:
-    """What a group's sites read in the quantized network, and are to put out, over all images.
+    """What a group's sites read in the quantized network, and are to put out, over all images or as many as it takes.
 
     Every fourth image is held out, unless there are few, or images cannot be told apart.
     """
@@ -174,6 +176,8 @@ def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, prog
                 if bool(chosen.any()):
                     part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
                     sums[index] = part if before is None else before + part
+        if sum(part.count for part in sums if part is not None) >= _ROWS:
+            break
     fit, rest = sums  # the first image is never held out
     assert origin is not None
     assert fit is not None

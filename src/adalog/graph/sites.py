@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -295,8 +295,23 @@ def find_blocks(program: Program) -> list[Block]:
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
     cuts = {bisect_left(narrow, index) - 1 for index in attentions} - {-1}
     additions = (index for index in reversed(range(len(narrow))) if _adds_to_stream(program, narrow[: index + 1]))
-    cuts |= set(islice(additions, 1))
-    ends = [narrow[cut] + 1 for cut in sorted(cuts)]
+    return _cut(program, [narrow[cut] for cut in cuts | set(islice(additions, 1))])
+
+
+def find_pieces(program: Program) -> list[Block]:
+    """The program cut finely: before each site, at the last value that all later ones depend on.
+
+    A piece holds a site, or those of an attention or of another residual branch.
+    """
+    narrow = _bottlenecks(program)
+    products = {site.node.name for site in find_sites(program)}
+    places = [bisect_left(narrow, index) - 1 for index, node in enumerate(program.nodes) if node.name in products]
+    return _cut(program, [narrow[place] for place in places if place >= 0])
+
+
+def _cut(program: Program, places: Iterable[int]) -> list[Block]:
+    """The program cut behind the nodes with these indices."""
+    ends = [place + 1 for place in sorted(set(places))]
     blocks: list[Block] = []
     value, start = program.inputs[0], 0
     for end in dict.fromkeys([*ends, len(program.nodes)] if program.nodes else ()):
