@@ -413,7 +413,7 @@ def accuracy_table() -> str:
 
 
 def reconstruct_table() -> str:
-    """What the correction gives back after the search, from reconstruct-demo.json."""
+    """What the stages after the search give back, from reconstruct-demo.json."""
     result = json.loads((RESULTS / "reconstruct-demo.json").read_text())
     lines = ["| bits | stage | images | seed | top-1 | agreement | CPU s |", "|---" * 7 + "|"]
     for row in result["rows"]:
@@ -422,7 +422,8 @@ def reconstruct_table() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     note = (
         f"Full precision has {100 * result['fp32']:.2f} %, on {result['judged']:,} images. Images are drawn from 1,024 "
-        "unlabelled ones; a correction follows the search of the same seed, and its seconds come on top."
+        "unlabelled ones; a correction follows the search of the same seed, a reconstruction the correction with as "
+        "many images; the seconds of each come on top."
     )
     return "\n".join([*lines, "", note])
 
