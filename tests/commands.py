@@ -17,19 +17,22 @@ def run(*arguments, cwd=None, code=0):
     return result.stdout if code == 0 else result.stderr
 
 
-def call(monkeypatch, capsys, *arguments):
-    """The exit code and the error output of the same without a process of its own."""
+def _inside(monkeypatch, capsys, arguments):
+    """The exit code of `adalog ARGUMENTS` in this process, and what it wrote to the two outputs."""
     monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:
         main()
-    return stopped.value.code, capsys.readouterr().err
+    return stopped.value.code, *capsys.readouterr()
+
+
+def call(monkeypatch, capsys, *arguments):
+    """The exit code and the error output of `adalog ARGUMENTS`, in this process."""
+    code, _, error = _inside(monkeypatch, capsys, arguments)
+    return code, error
 
 
 def say(monkeypatch, capsys, *arguments):
-    """Standard output of the command, in this process."""
-    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    told = capsys.readouterr()
-    assert (stopped.value.code or 0, told.err) == (0, "")
-    return told.out
+    """Standard output of `adalog ARGUMENTS`, in this process, which must exit with 0 and write no error."""
+    code, output, error = _inside(monkeypatch, capsys, arguments)
+    assert (code or 0, error) == (0, "")
+    return output

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 from adalog import Calibration, Config, Search
 from adalog.choices import ScaleSearch
 from adalog.inputs.demo.model import DemoViT
-from adalog.study import landscape
 from stored import serialise
 
 # Property tests draw the same examples everywhere, and a busy machine fails none of them.
@@ -88,4 +87,6 @@ def searched(calibration):
 
 @pytest.fixture(scope="session")
 def drawn(searched):
+    from adalog.study import landscape  # draws with matplotlib, which few modules need
+
     return landscape.landscapes(searched, Search(steps=2), size=6)

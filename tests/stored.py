@@ -1,4 +1,4 @@
-"""Models to bytes and back, as `save` and `load` do with files."""
+"""Models to bytes and back, as `save` and `load` do with files; bytes that are changed, and that loading refuses."""
 
 import json
 import struct

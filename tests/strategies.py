@@ -10,7 +10,6 @@ from adalog.quantizers import log_dequantize, log_quantize
 
 R = 37
 KINDS = [(1, 1, False), (1, 2, False), (20, R, True), (20, R, False), (2, R, True), (137, R, True)]  # (q, r, table)
-RIVALS = ("minmax", "percentile", "easyquant", "fq-vit", "ptq4vit", "apq-vit", "repq-vit", "evol-q")
 
 bits = st.integers(2, 8)
 q = st.integers(1, 137)

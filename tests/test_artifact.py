@@ -98,13 +98,14 @@ def test_a_loaded_model_is_the_same(quantized, images, tmp_path):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *(("w3a5s2", "adalog"), ("w32a32", "adalog")),
-        pytest.param("w32a4", "adalog", marks=pytest.mark.slow),
-        pytest.param("w2a2", "log2", marks=pytest.mark.slow),
-        pytest.param("w8a7s6", "log-sqrt2", marks=pytest.mark.slow),
-        pytest.param("w5a3s8", "uniform", marks=pytest.mark.slow),
-        pytest.param("w3a3", "adalog-paper", marks=pytest.mark.slow),
-        pytest.param("w4a32", "adalog", marks=pytest.mark.slow),
+        ("w3a5s2", "adalog"),
+        ("w32a32", "adalog"),
+        ("w32a4", "adalog"),
+        ("w2a2", "log2"),
+        ("w8a7s6", "log-sqrt2"),
+        ("w5a3s8", "uniform"),
+        ("w3a3", "adalog-paper"),
+        ("w4a32", "adalog"),
     ],
 )
 def test_other_choices_round_trip(calibration, images, fast, name, method):

@@ -146,10 +146,10 @@ def test_compiled_regions(quantized, images):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        pytest.param("w2a8", "log2", marks=pytest.mark.slow),
-        pytest.param("w8a2s3", "log-sqrt2", marks=pytest.mark.slow),
-        pytest.param("w8a8", "adalog", marks=pytest.mark.slow),
-        pytest.param("w5a6", "uniform", marks=pytest.mark.slow),
+        ("w2a8", "log2"),
+        ("w8a2s3", "log-sqrt2"),
+        ("w8a8", "adalog"),
+        ("w5a6", "uniform"),
         ("w4a32", "adalog"),
     ],
 )

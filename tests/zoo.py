@@ -139,7 +139,7 @@ def captured(name: str) -> tuple[nn.Module, Program]:
     return model, capture(model, IMAGES)
 
 
-# --- models by name, as the command line takes them ---
+# --- models by name, as the command line takes them ------------------------------------------------------------------
 
 COUNTS = ("linears", "convs", "qk", "av", "post_gelu", "pairs")
 TINY = "timm:test_vit"  # 160 x 160, 64 wide, 8 deep

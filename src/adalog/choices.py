@@ -220,8 +220,9 @@ class Evolution:
 class Correction:
     """Weights and biases are fitted to the float network's outputs in closed form: see `calibration.compensate`.
 
-    images: how many unlabelled images are fitted. ridge: whether weights are fitted, or rounded alone. compensate:
-    whether codes make up for each other's errors, or are the nearest.
+    images: how many unlabelled images are fitted; a site reads the first batches that give it 262,144 rows. ridge:
+    whether weights are fitted, or rounded alone. compensate: whether codes make up for each other's errors, or are the
+    nearest.
     """
 
     images: int = 128

@@ -150,9 +150,10 @@ class _Seen:
 
 
 def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, program: Program) -> _Seen:
-    """What a group's sites read in the quantized network, and are to put out, over all images or as many as it takes.
+    """What a group's sites read in the quantized network, and are to put out.
 
-    Every fourth image is held out, unless there are few, or images cannot be told apart.
+    Of all images, or of the first batches that give enough rows. Every fourth image is held out, unless there are few,
+    or images cannot be told apart.
     """
     nodes = {node.name: node for node in program.nodes}
     read, outputs = nodes[group.first.node.name].args[0].name, [site.node.name for site in group.sites]

@@ -70,7 +70,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes, of which one value goes in and one goes out: the unit of refinement and reconstruction."""
+    """Consecutive nodes, of which one value goes in and one goes out: what later stages run at a time."""
 
     value_in: str
     value_out: str
