@@ -2,10 +2,10 @@
 
     python benchmarks/demo.py --seeds 0,1,2 --work DIR
 
-Runs `adalog demo --seed S` for each seed; a seed that is finished in DIR is not run again as long as the sources of the
-package are the same. Prints one JSON object and
-saves it as benchmarks/results/demo.json: for each bits and method the mean and the standard deviation over seeds of
-top-1, agreement, bytes and seconds, and the loss to full precision in points.
+Runs `adalog demo` for each seed, with every method at 6, 4, 3 and 2 bits; a seed that is finished in DIR is not run
+again as long as the sources of the package are the same. Prints one JSON object and saves it as
+benchmarks/results/demo.json: for each bits and method the mean and the standard deviation over seeds of top-1,
+agreement, bytes and seconds, and the loss to full precision in points.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from adalog.study.doctor import machine
+from adalog.study.figures import LEVEL_METHODS
 from adalog.version import source_hash
 
 
@@ -29,6 +30,7 @@ def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: i
         target = work / f"seed{seed}-{source_hash()[:12]}.json"
         if not target.exists():
             command = [sys.executable, "-m", "adalog", "demo", "--seed", seed, "--threads", str(threads)]
+            command += ["--bits", "w6a6,w4a4,w3a3,w2a2", "--methods", ",".join((*LEVEL_METHODS, "adalog+"))]
             subprocess.run([*command, "--out", str(work / f"seed{seed}"), "--json", str(target)], check=True)
         runs.append(json.loads(target.read_text()))
     fp32 = runs[0]["fp32"]["top1"]

@@ -39,6 +39,7 @@ def test_rows_are_chosen_by_bits_and_first_names():
         plan(["1"], bits=["w5a5"])
 
 
+@pytest.mark.slow
 def test_a_row_that_fits_images_is_measured(monkeypatch, bench):
     """On images of its own pool, while the search has those that it has in every other row."""
     stage = Reconstruction(images=12, iterations=1, batch=4)

@@ -119,7 +119,7 @@ MODELS = {
         *(torchvision_vit, torchvision_swin, torchvision_swin_v2),
     )
 }
-QUICK = {"demo", "timm_vit", "timm_swin", "hf_vit"}
+QUICK = {"demo", "timm_vit"}
 # For parametrize.
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
