@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from adalog.study.evaluate import mcnemar
@@ -339,4 +339,23 @@ def cost_of_four_bits() -> str:
     return (
         f"What 4 bits cost depends on the model: {mean(row['points_lost']):.2f} points on the bundled one, "
         f"{lost('adalog', 'w4a4'):.1f} on TinyViT."
+    )
+
+
+def of_stages(bits: str, stage: str, images: int) -> float:
+    """The mean top-1 on the bundled model after a stage, in percent."""
+    rows = results("reconstruct-demo")["rows"]
+    wanted = (bits, stage, images)
+    return 100 * fmean(row["top1"] for row in rows if (row["bits"], row["stage"], row["images"]) == wanted)
+
+
+@says(README)
+def stages_readme() -> str:
+    full = 100 * results("reconstruct-demo")["fp32"]
+    before = of_stages("w2a2", "search", 32)
+    given = of_stages("w2a2", "correction", 128) - before
+    order(full - of_stages("w4a4", "search", 32) < 0.65)  # less than a standard error
+    return (
+        f"At 2 bits a correction from 128 images gives back {tenths(given)} of the {tenths(full - before)} points that "
+        "the search loses on the bundled model. At 4 bits there is nothing to give back there."
     )

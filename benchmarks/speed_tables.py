@@ -1,0 +1,125 @@
+"""The tables of speed and of what runs: of executors.json, and of the files that runtime.py wrote."""
+
+from benchmarks.publish import RESULTS
+
+import json
+from typing import Any
+
+
+def executors_table() -> str:
+    """Executors and tables compared with fake quantization, and speeds on DeiT-S, from executors.json."""
+    result = json.loads((RESULTS / "executors.json").read_text())
+    lines = [
+        "| bits | executor | tables | type | top-1 | loss | other codes | error of logits | agreement | images/s |"
+    ]
+    lines.append("|---" * 10 + "|")
+    for row in result["rows"]:
+        cells = (row["bits"].upper(), row["executor"], row["table"], row["dtype"], f"{100 * row['top1']:.2f} %")
+        beside = (f"{row['median_logit_error']:.1e}", f"{100 * row['agreement']:.2f} %")
+        flips = row["code_flip_fraction"]  # None for another model, whose codes mean something else
+        cells += (f"{row['loss']:.4g}", *(("", "", "") if flips is None else (f"{flips:.1e}", *beside)))
+        lines.append("| " + " | ".join([*cells, f"{row['images_per_second']:.0f}"]) + " |")
+    lines += ["", "| DeiT-S, batch 8 | " + " | ".join(result["speed"][0]["ratio"]) + " |"]
+    lines.append("|---" * (1 + len(result["speed"][0]["ratio"])) + "|")
+    for row in result["speed"]:
+        rates = (f"{rate:.1f} ({row['ratio'][name]:.2f})" for name, rate in row["images_per_second"].items())
+        lines.append("| " + " | ".join([f"{row['bits'].upper()}, images/s", *rates]) + " |")
+    return "\n".join(lines)
+
+
+# What is timed, by its name in the result files.
+ENGINES = {
+    "torch": "PyTorch eager, float32",
+    "torch-bf16": "PyTorch eager, bfloat16",
+    "onnxruntime": "ONNX Runtime, float32",
+    "onnxruntime-int8": "ONNX Runtime int8, static",
+    "onnxruntime-int8-dynamic": "ONNX Runtime int8, dynamic",
+    "openvino": "OpenVINO, float32",
+    "openvino-bf16": "OpenVINO, bfloat16",
+    "openvino-int8": "OpenVINO int8, static, float32 around it",
+    "openvino-int8-bf16": "OpenVINO int8, static, bfloat16 around it",
+}
+LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avx2": "AVX2"}
+
+
+def engine(name: str) -> str:
+    """What is timed, for people; ours are bold."""
+    kind, _, bits = name.partition("/")
+    return f"**adalog {bits.upper()}, native**" if kind == "native" else ENGINES[name]
+
+
+def runtime_results() -> list[dict[str, Any]]:
+    """The files that `benchmarks/runtime.py` wrote."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("runtime-*.json"))]
+
+
+def runtime_table() -> str:
+    """The time of our kernels over that of each peer, and the errors of all, from each runtime-*.json."""
+    results = runtime_results()
+    peers = list(dict.fromkeys(row["name"] for result in results for row in result["rows"] if "/" not in row["name"]))
+    heads = ("model", "kernels", "threads", "bits", "batch", "CPU [ms]", "error", "weights [MB]", "load [CPU s]")
+    lines = [f"| {' | '.join((*heads, *map(engine, peers)))} |", "|---" * (len(heads) + len(peers)) + "|"]
+    for result in results:
+        name = result["model"].rpartition(":")[2]
+        errors = {(row["name"], row["batch"]): f"{row['logit_error']:.2f}" for row in result["rows"]}
+        for row in result["rows"]:
+            if row["name"] not in peers:
+                bits, ratios = row["name"].partition("/")[2], result["ratios"][f"{row['name']}/b{row['batch']}"]
+                cells = (name, result["level"], result["threads"], bits.upper(), row["batch"], f"{row['cpu_ms']:.1f}")
+                cells += (f"{row['logit_error']:.2f}", f"{row['weight_bytes'] / 1e6:.2f}")
+                cells += (f"{row['load_cpu_seconds']:.1f}",)
+                cells += tuple(
+                    f"{ratios[peer]:.2f} ({errors[peer, row['batch']]})" if peer in ratios else "" for peer in peers
+                )
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def speed_table() -> str:
+    """DeiT-S by all engines on one thread: a row per engine, processors side by side."""
+    results = [each for each in runtime_results() if "deit_small" in each["model"] and each["threads"] == 1]
+    results.sort(key=lambda result: list(LEVELS).index(result["level"]))
+    times = [{(row["name"], row["batch"]): row["cpu_ms"] for row in result["rows"]} for result in results]
+    rows = sorted((row for each in results for row in each["rows"]), key=lambda row: row["logit_error"])
+    errors = {row["name"]: row["logit_error"] for row in rows}  # the largest of each
+    columns = [(index, batch) for index in range(len(results)) for batch in (1, 8)]
+    heads = [f"{LEVELS[results[index]['level']]}, {batch} at once" for index, batch in columns]
+    lines = ["| engine | error of the logits | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    for name in [*(name for name in errors if "/" in name), *(name for name in ENGINES if name in errors)]:
+        cells = (times[index].get((name, batch)) for index, batch in columns)
+        told = ("" if value is None else f"{value:.1f} ms" for value in cells)
+        lines.append(f"| {engine(name)} | {errors[name]:.2f} | {' | '.join(told)} |")
+    processors = dict.fromkeys(f"{LEVELS[result['level']]}: {result['machine']['processor']}" for result in results)
+    text = (
+        "DeiT-S on 224 x 224, random weights: CPU milliseconds of a batch on one thread, medians of calls in turn, and "
+        "the largest relative error of the logits to the float model, after a short calibration on noise. "
+        f"{'; '.join(processors)}; shared with other work. Columns of different processors are different runs. All "
+        "figures: [measured](docs/measured.md)."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def accuracy_table() -> str:
+    """Accuracy beside milliseconds, from each runtime-*.json of a model with real weights."""
+    results = [result for result in runtime_results() if "accuracy" in result]
+    names = {"demo": "the bundled ViT", "realbench": "TinyViT"}
+    lines = ["| model | engine | top-1 | agreement | error of the logits | 1 at once | 8 at once |", "|---" * 7 + "|"]
+    for result in results:
+        times = {(row["name"], row["batch"]): f"{row['cpu_ms']:.2f} ms" for row in result["rows"]}
+        errors = {row["name"]: row["logit_error"] for row in result["rows"] if row["batch"] == 8}
+        for name, found in result["accuracy"].items():
+            if name != "fp32":
+                cells = (names[result["model"]], engine(name), f"{100 * found['top1']:.2f} %")
+                cells += (f"{100 * found['agreement']:.2f} %", f"{errors[name]:.3f}")
+                lines.append(f"| {' | '.join((*cells, times[name, 1], times[name, 8]))} |")
+    tops = (
+        f"{names[each['model']]} has {100 * each['accuracy']['fp32']['top1']:.2f} % in full precision, on "
+        f"{each['accuracy']['fp32']['images']:,} images"
+        for each in results
+    )
+    machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}" for each in results)
+    text = (
+        f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with "
+        f"other work). All are calibrated on the same 32 images; {'; '.join(tops)}."
+    )
+    return "\n".join([*lines, "", text])
