@@ -251,6 +251,41 @@ def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypat
     assert counts == [5 * 256, 10 * 256, 24 * 256]
 
 
+def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
+    """Where a site's output is added to one: the target is the float sum less what the quantized stream has."""
+    calibration, before = searched
+    program = calibration.program
+    names = {group.name: index for index, (group, _) in enumerate(before)}
+    streams = {name: compensate._stream(program, before[index][0]) for name, index in names.items()}
+    assert {name for name, found in streams.items() if found} == {
+        f"blocks.{block}.{site}" for block in (0, 1) for site in ("attn.proj", "mlp.fc2")
+    }
+    group, stream = before[names["blocks.1.mlp.fc2"]][0], streams["blocks.1.mlp.fc2"]
+    pieces = find_pieces(program)
+    number = next(index for index, piece in enumerate(pieces) if group.first.node.name in piece.nodes)
+    floats = Blocks(program, [pool[:24]], pieces)
+    quantized = Blocks(rewritten(program, before), [pool[:24]], pieces, like=floats)
+    seen = compensate._seen(floats, quantized, number, group, rewritten(program, before), stream)
+    values = [{}, {}]
+    for each, found in zip((program, rewritten(program, before)), values, strict=True):
+        each.run([pool[:24]], lambda node, args, result, found=found: found.update({node.name: result}))
+    lacks = (values[0][stream[0]] - values[1][stream[1]]).double().flatten(0, 1)
+    both = seen.fit + seen.held
+    assert torch.allclose(both.y[0] / both.count + seen.origin[1][0], lacks.mean(0), atol=1e-4)
+    about = both.about(*both.means()).yy[0]
+    assert torch.allclose(about, (lacks - lacks.mean(0)).square().sum(0), rtol=1e-3)
+
+
+def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
+    calibration, before = searched
+    choices = replace(STAGE, target="stream")
+    after = corrected(calibration.program, [pool[:24]], before, choices)
+    plain, better = (QuantizedModel(calibration.finished(each, LOW)) for each in (before, after))
+    assert distance(better, tiny, pool[:24]) < 0.7 * distance(plain, tiny, pool[:24])
+    with pytest.raises(ValueError, match="target = 'block' is none of output, stream"):
+        Correction(target="block")
+
+
 def test_what_has_no_codes_stays(pool, searched):
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, STAGE)
@@ -364,6 +399,9 @@ def test_stages_are_written_as_format_3_has_them():
         kinds = [each["kind"] for each in fields] if isinstance(fields, list) else fields and fields["kind"]
         assert kinds == told
         assert Config.from_json(config.to_json()) == config
+    earlier = json.loads(Config(stages=some[1:]).to_json())
+    del earlier["refine"]["target"]  # which files had no word of
+    assert Config.from_json(json.dumps(earlier)).stages == some[1:]
     with pytest.raises(ValueError, match=r"stages = \[\] is not a tuple of stages"):
         Config(stages=[])
     with pytest.raises(ValueError, match="stages that fit images come last"):

@@ -28,6 +28,8 @@ RIVALS = {
     "brecq-adalog": ("adalog", "adalog"),
     "qdrop": ("uniform", "uniform"),
     "aphq-vit": ("uniform", "uniform"),
+    "fima-q": ("uniform", "uniform"),
+    "qwt": ("log-sqrt2", "uniform"),
     "erq": ("log-sqrt2", "uniform"),
 }
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
+from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, squared_gradients
 from adalog.calibration.partial import Partial
@@ -188,7 +189,12 @@ def test_a_bias_follows_the_weight_of_a_lifted_input(searched, biases):
         {},
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in ({"weights": "adaround", "rate": 0.1}, {"loss": "fisher"}, {"loss": "averaged"})
+            for each in (
+                {"weights": "adaround", "rate": 0.1},
+                {"loss": "fisher"},
+                {"loss": "averaged"},
+                {"loss": "low-rank"},
+            )
         ),
     ],
 )
@@ -251,10 +257,45 @@ def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):
     assert torch.allclose(found, wanted / wanted.mean(), rtol=1e-4)
 
 
+def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoilt):
+    """Of KL divergences by autograd, image by image: the two parts, each 1 where the last gradient was taken."""
+    block = block_of(*spoilt, pool[:24], loss="low-rank")
+    start, numbers, name, last = block._assigned, block._fitted, block._out, spoilt[0].program.output.name
+    softer = [(group, replace(found, left=None)) for group, found in start]
+    gradients, changes, given = [], [], []
+    assert block._renew(softer)  # it begins with a gradient at the start
+    for assigned in (start, softer):
+        sums, moved, given = 0.0, 0.0, []
+        for number in numbers:
+            one = number[None]
+            chunk = picked(block._blocks, {**block._exact, **block._wanted}, one)
+            value = block._run(assigned, picked(block._blocks, block._given, one), 0.0).detach().requires_grad_()
+            with torch.enable_grad():
+                logits = (block._blocks.values({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
+                wanted, found = (each.log_softmax(-1) for each in logits)
+                loss = F.kl_div(found, wanted.detach(), log_target=True, reduction="sum")
+            sums = sums + torch.autograd.grad(loss, value)[0].abs().double()
+            given.append((value - chunk[name]).detach())
+            moved = moved + given[-1].abs().double()
+        gradients.append(sums.flatten() / len(numbers))
+        changes.append(moved.flatten() / len(numbers))
+    g, d = torch.stack(gradients), torch.stack(changes)
+
+    def parts(difference):
+        size = difference.abs().double().flatten()
+        return (g @ size) @ torch.linalg.inv(d @ d.T) @ (g @ size), (size.square() * g.mean(0)).mean()
+
+    low, diagonal = (sum(each) / len(numbers) for each in zip(*map(parts, given), strict=True))
+    other = normal(*given[0].shape, seed=3).float()
+    wanted = parts(other)[0] / low + parts(other)[1] / diagonal
+    assert float(block._error(other, numbers[:1])) == pytest.approx(float(wanted), rel=1e-3)
+    assert float(block._error(torch.cat(given), numbers)) == pytest.approx(2, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_averaged_weights_are_the_mean_over_images(pool, searched):
     """Each image gives another weight with "fisher", and all the same one with "averaged"."""
-    fisher, averaged = (block_of(*searched, pool[:24], loss=loss)._weights for loss in ("fisher", "averaged"))
+    fisher, averaged = (block_of(*searched, pool[:24], loss=loss)._error.weights for loss in ("fisher", "averaged"))
     everything = fisher(torch.arange(24))
     assert torch.equal(fisher(torch.tensor([5, 2])), everything[[5, 2]])
     assert torch.allclose(averaged(torch.arange(2)), everything.mean(0).expand(2, *everything.shape[1:]), atol=1e-5)

@@ -43,7 +43,7 @@ def test_a_label_stands_beside_the_name_wherever_a_row_is_shown(monkeypatch, tmp
     from benchmarks import tables as generator
 
     assert labelled("apq-vit") == "apq-vit (our reading)"
-    assert {name for name in METHODS if labelled(name) != name} == {"apq-vit", "aphq-vit", "erq"}
+    assert {name for name in METHODS if labelled(name) != name} == {"apq-vit", "aphq-vit", "erq", "fima-q", "qwt"}
     both = [{"bits": bits, "method": name} for bits in ("w4a4", "w3a3") for name in ("adalog", "apq-vit")]
     share = {"mean": 0.5, "std": 0.0, "values": [0.5]}
     measured = {"top1": 0.5, "agreement": 0.5, "mcnemar_p": 0.1, "mcnemar_p_adalog": None, "seconds": 1.0}

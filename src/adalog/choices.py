@@ -17,7 +17,8 @@ Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 WeightRounding = Literal["latent", "adaround"]
-BlockLoss = Literal["squared", "fisher", "averaged"]
+BlockLoss = Literal["squared", "fisher", "averaged", "low-rank"]
+CorrectionTarget = Literal["output", "stream"]
 FoldRanges = Literal["own", "deviations", "by-bits"]
 
 
@@ -222,17 +223,20 @@ class Correction:
 
     images: how many unlabelled images are fitted; a site reads the first batches that give it 262,144 rows. ridge:
     whether weights are fitted, or rounded alone. compensate: whether codes make up for each other's errors, or are the
-    nearest.
+    nearest. target: what a site is fitted to, its own "output" in the float network or, where that is added to a
+    "stream", what the quantized stream lacks of the float sum.
     """
 
     images: int = 128
     ridge: bool = True
     compensate: bool = True
+    target: CorrectionTarget = "output"
 
     def __post_init__(self) -> None:
         check_whole("images", self.images, 1)
         for name in ("ridge", "compensate"):
             check_flag(name, getattr(self, name))
+        check_choice("target", self.target, CorrectionTarget)
 
 
 @dataclass(frozen=True)
@@ -243,9 +247,10 @@ class Reconstruction:
     with `batch` images each. weights: codes are the float weight's rounded up or down ("adaround"), or "latent" values
     rounded straight through, whose scales are trained as well. scales: whether activations' scales and zero points are
     trained. biases: whether biases are. loss: the squared error of the block's output, all of it the same ("squared"),
-    or weighted by the squared gradients of the model's loss, image by image ("fisher") or their average ("averaged").
-    drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of codes, in units of
-    codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
+    weighted by the squared gradients of the model's loss, image by image ("fisher") or their average ("averaged"), or
+    by a diagonal and a low-rank part of the Fisher information ("low-rank"). drop: the share of a block's inputs and
+    quantized activations that stay exact in a step. rate: of codes, in units of codes. scale_rate: of the logarithms of
+    scales, and of biases. Both fall to zero by a cosine.
     """
 
     images: int = 1024

@@ -184,6 +184,18 @@ METHODS: dict[str, Method] = {
         {**_UNIFORM, "stages": (replace(_BRECQ, loss="averaged", drop=0.5),)},
         label="our reading",
     ),
+    "fima-q": Method(
+        "FIMA-Q (Wu et al., CVPR 2025): its diagonal and low-rank Fisher information, of 4 gradients on 64 images "
+        f"(published: 15, on all); after the search of AdaLog, {_SHORTENED}",
+        {**_UNIFORM, "stages": (replace(_BRECQ, loss="low-rank", drop=0.5),)},
+        label="our reading",
+    ),
+    "qwt": Method(
+        "QwT (Fu et al., CVPR 2025) on 512 images: what the stream lacks after a block is fitted in closed form, but "
+        "by the block's own weights and not by a linear beside it",
+        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=512, target="stream"),)},
+        label="our reading",
+    ),
     "erq": Method(
         "ERQ (Zhong et al., ICML 2024): its ridge regressions, with codes rounded as GPTQ does",
         {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=32),)},

@@ -10,6 +10,10 @@ where W_0 is the float weight, and the bias takes what the means leave. Without 
 equations; its codes are chosen one column after another, each of which hands its error to those that follow (GPTQ,
 Frantar et al., ICLR 2023; with wanted outputs that are the float network's, as in GPTAQ, Li et al., ICML 2025), and
 then one at a time as long as the error falls. Only second moments of the rows are held.
+
+A site whose output is added to a stream may be fitted to what the quantized stream lacks of the float sum instead, so
+that it makes up for the errors of the sites before it too. Where QwT (Fu et al., CVPR 2025) puts another linear beside
+a block for that, here the block's own weights do it, and the file stays as it is.
 """
 
 import math
@@ -128,7 +132,8 @@ def corrected(
                 key = f"correction of {group.name}"
                 found = None if partial is None else partial.get(key, images[0].device)
                 if found is None:
-                    seen = _seen(floats, quantized, number, group, rewritten(program, current))
+                    stream = _stream(program, group) if choices.target == "stream" else None
+                    seen = _seen(floats, quantized, number, group, rewritten(program, current), stream)
                     found = _refitted(program, group, assignment, seen, choices)
                     if partial is not None:
                         partial.add(key, found)
@@ -149,23 +154,45 @@ class _Seen:
     origin: tuple[Tensor, Tensor]
 
 
-def _seen(floats: Blocks, quantized: Blocks, number: int, group: SiteGroup, program: Program) -> _Seen:
+def _stream(program: Program, group: SiteGroup) -> tuple[str, str] | None:
+    """The sum in which a group's output is added to a stream, and the stream before; None where it is not added."""
+    output, readers = group.first.node.name, program.consumers()
+    users = readers.get(output, [])
+    if len(group.sites) > 1 or len(users) != 1 or users[0].op != "aten.add.Tensor" or users[0].kwargs:
+        return None
+    before = [name for name in users[0].refs() if name != output and name not in program.tensors]
+    return (users[0].name, before[0]) if len(before) == 1 else None
+
+
+def _seen(
+    floats: Blocks,
+    quantized: Blocks,
+    number: int,
+    group: SiteGroup,
+    program: Program,
+    stream: tuple[str, str] | None = None,
+) -> _Seen:
     """What a group's sites read in the quantized network, and are to put out.
 
     Of all images, or of the first batches that give enough rows. Every fourth image is held out, unless there are few,
-    or images cannot be told apart.
+    or images cannot be told apart. stream: as `_stream` says; the sites then are to put out what the quantized stream
+    lacks of the float sum.
     """
     nodes = {node.name: node for node in program.nodes}
     read, outputs = nodes[group.first.node.name].args[0].name, [site.node.name for site in group.sites]
-    apart = floats.keeps_apart(number, [group.first.left, *outputs])
+    beside = [] if stream is None else list(stream)
+    apart = floats.keeps_apart(number, [group.first.left, *outputs, *beside])
     axis = floats.axis(group.first.left) if apart and floats.count > _HELD_OUT else None
-    wanted = floats.streamed(number, outputs, apart=apart)
-    given = quantized.streamed(number, [read], program, apart=apart)
+    wanted = floats.streamed(number, [*outputs, *beside[:1]], apart=apart)
+    given = quantized.streamed(number, [read, *beside[1:]], program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
     first = 0
     for one, other in zip(wanted, given, strict=True):
-        for inputs, targets in _pieces(group, other[read], [one[name] for name in outputs], program):
+        values = [one[name] for name in outputs]
+        if stream is not None and one[stream[0]].shape == values[0].shape:
+            values = [one[stream[0]] - other[stream[1]]]
+        for inputs, targets in _pieces(group, other[read], values, program):
             x, y = rows_of(group, inputs, targets, program)
             x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
             if origin is None:

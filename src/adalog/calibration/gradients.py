@@ -54,6 +54,17 @@ def noise_probe(generator: torch.Generator) -> Probe:
     return probe
 
 
+def distance_gradient(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradient of the distance to the float network's outputs, by other outputs.
+
+    As above, the distance is KL(softmax(wanted) || softmax(y)) where the only output is (B, classes), and otherwise
+    half the squared one.
+    """
+    if _is_scores(outputs):
+        return [outputs[0].detach().softmax(-1) - wanted[0].softmax(-1)]
+    return [value.detach() - exact for value, exact in zip(outputs, wanted, strict=True)]
+
+
 def given_probe(gradient: Tensor) -> Probe:
     """A given gradient by the model's only output: (images, ...)."""
     return lambda outputs, images: [_like(gradient[images], outputs[0])]

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.batches import Chunk
+from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, block_error, picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import with_codes
-from adalog.calibration.gradients import BATCH, hessian_probe
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Reconstruction
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, leaves_of, refs_of
+from adalog.graph.program import Node, Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
 from adalog.graph.sites import find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
@@ -289,7 +289,10 @@ class _Block:
         if apart and bool(held.any()):
             self._fitted, self._judging = numbers[~held], numbers[held]
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
-        self._weights = self._error_weights(program.output, seed)
+        chunk = {name: self._exact[name] for name in floats.images} | self._wanted
+        behind = BlockOutput(floats, self._out, chunk, tuple(dict.fromkeys(refs_of(program.output))), apart)
+        self._error = block_error(choices.loss, behind, self._fitted, seed)
+        self._renew(self._assigned)
 
     def trained(self) -> list[tuple[SiteGroup, Assignment]]:
         """The best assignments on the images held out, those at the start among them."""
@@ -307,8 +310,10 @@ class _Block:
             return self._measured(best)
         optimizer = torch.optim.Adam(parameters)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
-        check = max(1, choices.iterations // _CHECKS)
+        check, renewal = max(1, choices.iterations // _CHECKS), -(-choices.iterations // RENEWALS)
         for step, numbers in enumerate(self._draws(), 1):
+            if step > 1 and step % renewal == 1 and self._renew([(each.group, each.hard()) for each in self._groups]):
+                least = self._judged(best)
             with torch.enable_grad():
                 loss = self._loss([(each.group, each.soft()) for each in self._groups], numbers, self._choices.drop)
                 loss = loss / unit + self._regulariser(step / choices.iterations)
@@ -332,7 +337,7 @@ class _Block:
         names = [site.node.name for group, _ in assigned for site in group.sites]
         sums = {name: torch.zeros(4, dtype=torch.float64) for name in names}
         for numbers in self._judging.split(self._batch):
-            chunks = (_picked(self._blocks, chunk, numbers) for chunk in (self._exact, self._given))
+            chunks = (picked(self._blocks, chunk, numbers) for chunk in (self._exact, self._given))
             exact, given = (
                 self._blocks.values(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
@@ -376,12 +381,17 @@ class _Block:
         return found / len(self._judging)
 
     def _loss(self, assigned: Assigned, numbers: Tensor, drop: float) -> Tensor:
-        """The mean weighted squared error of the block's output on some images."""
-        given, wanted = (_picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
+        """The mean error of the block's output on some images."""
+        given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._blocks.blocks[self._number].value_in
         if drop and given[name].is_floating_point():
-            exact = _picked(self._blocks, {name: self._exact[name]}, numbers)
+            exact = picked(self._blocks, {name: self._exact[name]}, numbers)
             given[name] = self._mixed(given[name], exact[name], drop)
+        difference = self._run(assigned, given, drop) - wanted[self._out]
+        return self._error(difference, numbers)
+
+    def _run(self, assigned: Assigned, given: Chunk, drop: float) -> Tensor:
+        """The block's output, quantized, for what it is given."""
         program = rewritten(self._nodes, assigned)
 
         def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
@@ -389,65 +399,16 @@ class _Block:
                 return None
             return self._mixed(result, args[0] + program.quantizers[args[1]].kept_offset, drop)
 
-        output = self._blocks.values(given, [self._out], program, watch if drop else None)[self._out]
-        error = (output - wanted[self._out]).square()
-        weights = self._weights
-        return error.mean() if weights is None else (error * weights(numbers)).mean()
+        return self._blocks.values(given, [self._out], program, watch if drop else None)[self._out]
+
+    def _renew(self, assigned: Assigned) -> bool:
+        """Take the error's next gradients where the block is now, if it has any; whether it has."""
+        if not isinstance(self._error, LowRankFisher):
+            return False
+        self._error.renew(lambda numbers: self._run(assigned, picked(self._blocks, self._given, numbers), 0.0))
+        return True
 
     def _mixed(self, quantized: Tensor, exact: Tensor, drop: float) -> Tensor:
         """Values of which a share is exact."""
         kept = torch.rand(quantized.shape, generator=self._generator, device=quantized.device) < drop
         return torch.where(kept, exact, quantized)
-
-    def _error_weights(self, output: Any, seed: int) -> Callable[[Tensor], Tensor] | None:
-        """What the squared errors of some images are weighted by; None where all weigh the same.
-
-        output: the program's. Only the operations behind the block are run.
-        """
-        if self._choices.loss == "squared":
-            return None
-        blocks, name, names = self._blocks, self._out, list(dict.fromkeys(refs_of(output)))
-        probe = hessian_probe(torch.Generator().manual_seed(seed))
-        everything = torch.arange(blocks.count, device=self._fitted.device)
-        squares = torch.empty_like(self._wanted[name])
-        for numbers in everything.split(BATCH if self._apart else blocks.count):
-            chunk = {key: self._exact[key] for key in blocks.images} | self._wanted
-            chunk = _picked(blocks, chunk, numbers)
-            with torch.enable_grad():
-                leaf = chunk[name] = chunk[name].detach().requires_grad_()
-                found = blocks.values(chunk, names)
-                outputs = [value for each in names for value in leaves_of(found[each]) if value.requires_grad]
-                gradient = torch.autograd.grad(outputs, leaf, probe(outputs, slice(None)))[0]
-            _put(blocks, squares, name, numbers, gradient.square())
-        squares /= squares.mean().clamp(min=torch.finfo(squares.dtype).tiny)
-        axis = blocks.axis(name)
-        if self._choices.loss == "averaged" and axis is not None:
-            dim, each = axis
-            mean = squares.unflatten(dim, (-1, each)).mean(dim)
-            return lambda numbers: torch.cat([mean] * len(numbers), dim)
-        return lambda numbers: _picked(blocks, {name: squares}, numbers)[name]
-
-
-def _picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
-    """The values of a chunk of all images for some of them."""
-    if len(numbers) == blocks.count:
-        return dict(chunk)
-    axes = {name: blocks.axis(name) for name in chunk}
-    return {
-        name: value if (axis := axes[name]) is None else value.index_select(axis[0], _places(axis, numbers))
-        for name, value in chunk.items()
-    }
-
-
-def _put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
-    """Write the values of some images into those of all images, for a value of this name."""
-    axis = blocks.axis(name)
-    if axis is None:
-        whole.copy_(some)
-    else:
-        whole.index_copy_(axis[0], _places(axis, numbers), some)
-
-
-def _places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
-    """The entries of some images along their axis."""
-    return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()

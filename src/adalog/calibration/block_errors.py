@@ -1,0 +1,187 @@
+"""How the errors of a block's output count while it is reconstructed: alike, or by what they change behind it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.batches import Chunk
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe
+from adalog.choices import BlockLoss
+from adalog.graph.program import leaves_of
+
+# (the differences of a block's output on some images, the numbers of these images) -> their mean error.
+BlockError = Callable[[Tensor, Tensor], Tensor]
+# From the model's outputs that depend on the block's, by their places among all, to the gradient of a loss by each.
+Slope = Callable[[Mapping[int, Tensor]], Sequence[Tensor]]
+
+# FIMA-Q's gradients: how often they are taken anew while a block is trained (15 times there), and on how many images.
+RENEWALS = 4
+_IMAGES = 64
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """A block's output in the float network, on all images, and what is behind it.
+
+    values: the model's inputs and this output, by name. outputs: names of the model's outputs. apart: whether the
+    images can be told apart in them; gradients of all are taken together otherwise.
+    """
+
+    blocks: Blocks
+    name: str
+    values: Chunk
+    outputs: tuple[str, ...]
+    apart: bool
+
+    def batches(self, numbers: Tensor) -> Iterator[Tensor]:
+        """The numbers of images, as many at a time as gradients are taken of."""
+        yield from numbers.split(BATCH) if self.apart else [numbers]
+
+    def picked(self, numbers: Tensor) -> Chunk:
+        return picked(self.blocks, self.values, numbers)
+
+    def gradient(self, chunk: Chunk, value: Tensor, slope: Slope) -> Tensor:
+        """The gradient of a loss by the block's output, at this value of it.
+
+        chunk: as `picked` gives it.
+        """
+        with torch.enable_grad():
+            leaf = value.detach().requires_grad_()
+            found = self.leaves({**chunk, self.name: leaf})
+            outputs = {index: each for index, each in enumerate(found) if each.requires_grad}
+            return torch.autograd.grad(list(outputs.values()), leaf, slope(outputs))[0]
+
+    def leaves(self, chunk: Chunk) -> list[Tensor]:
+        """The model's outputs that are tensors."""
+        found = self.blocks.values(chunk, self.outputs)
+        return [value for name in self.outputs for value in leaves_of(found[name]) if isinstance(value, Tensor)]
+
+    def by_image(self, values: Tensor) -> Tensor:
+        """Values of the block's output, (images, values of one); one row where images cannot be told apart."""
+        axis = self.blocks.axis(self.name) if self.apart else None
+        if axis is None:
+            return values.flatten()[None]
+        dim, each = axis
+        return values.unflatten(dim, (-1, each)).movedim(dim, 0).flatten(1)
+
+
+def block_error(loss: BlockLoss, output: BlockOutput, fitted: Tensor, seed: int) -> BlockError:
+    """The error that a choice of `Reconstruction.loss` stands for. fitted: the numbers of the images to train with."""
+    if loss == "squared":
+        return lambda difference, numbers: difference.square().mean()
+    if loss == "low-rank":
+        return LowRankFisher(output, fitted[:_IMAGES] if output.apart else fitted)
+    return FisherWeights(output, seed, averaged=loss == "averaged")
+
+
+class FisherWeights:
+    """Squared errors weighted by squared gradients of the model's loss: BRECQ's diagonal of the Fisher information.
+
+    The loss is the distance to the float network's outputs (`hessian_probe`), since no labels are known. averaged: each
+    value weighs what it does on average over all images (APHQ-ViT).
+    """
+
+    def __init__(self, output: BlockOutput, seed: int, *, averaged: bool):
+        self._blocks, self._name = output.blocks, output.name
+        probe = hessian_probe(torch.Generator().manual_seed(seed))
+        value = output.values[output.name]
+        squares = torch.empty_like(value)
+        for numbers in output.batches(torch.arange(output.blocks.count, device=value.device)):
+            chunk = output.picked(numbers)
+            exact = chunk[output.name]
+            gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
+            put(output.blocks, squares, output.name, numbers, gradient.square())
+        self._squares = squares / squares.mean().clamp(min=torch.finfo(squares.dtype).tiny)
+        axis = output.blocks.axis(output.name)
+        self._dim, self._mean = 0, None
+        if averaged and axis is not None:
+            self._dim, each = axis
+            self._mean = self._squares.unflatten(self._dim, (-1, each)).mean(self._dim)
+
+    def weights(self, numbers: Tensor) -> Tensor:
+        """The weights of the output's values on these images."""
+        if self._mean is not None:
+            return torch.cat([self._mean] * len(numbers), self._dim)
+        return picked(self._blocks, {self._name: self._squares}, numbers)[self._name]
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        return (difference.square() * self.weights(numbers)).mean()
+
+
+class LowRankFisher:
+    """A low-rank and a diagonal part of the Fisher information: FIMA-Q (Wu et al., CVPR 2025), as released.
+
+    A gradient of the loss at the quantized output is the Fisher information times the output's change. So k gradients
+    and changes, their magnitudes averaged over images, G and D, (k, values), make the part of rank k,
+    a^T (D D^T)^-1 a with a = G |difference|, and the mean of G weighs the diagonal part. Both have the mean 1 where the
+    last gradient was taken, and count alike.
+    """
+
+    def __init__(self, output: BlockOutput, numbers: Tensor):
+        self._output, self._numbers = output, numbers
+        self._gradients: list[Tensor] = []
+        self._changes: list[Tensor] = []
+        self._inverse = torch.empty(0)
+        self._units: tuple[float, float] = (1.0, 1.0)
+
+    @torch.no_grad()
+    def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
+        """Take another gradient. quantized: from numbers of images to the block's output as it is quantized now."""
+        output, differences = self._output, []
+        gradient, change = torch.zeros(()), torch.zeros(())
+        for numbers in output.batches(self._numbers):
+            chunk, value = output.picked(numbers), quantized(numbers)
+            wanted = output.leaves(chunk)
+
+            def slope(outputs: Mapping[int, Tensor], wanted: list[Tensor] = wanted) -> Sequence[Tensor]:
+                return distance_gradient(list(outputs.values()), [wanted[index] for index in outputs])
+
+            found = output.by_image(output.gradient(chunk, value, slope)).abs()
+            differences.append(value - chunk[output.name])
+            moved = output.by_image(differences[-1]).abs()
+            gradient, change = (before.to(found) + now.sum(0) for before, now in ((gradient, found), (change, moved)))
+        self._gradients.append(gradient / len(self._numbers))
+        self._changes.append(change / len(self._numbers))
+        changes = torch.stack(self._changes).double()
+        self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True).to(gradient.dtype)
+        parts = [torch.stack(self._parts(each)) * len(output.by_image(each)) for each in differences]
+        low, diagonal = (torch.stack(parts).sum(0) / len(self._numbers)).clamp(min=torch.finfo(torch.float32).tiny)
+        self._units = float(low), float(diagonal)
+
+    def _parts(self, difference: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = torch.stack(self._gradients)
+        size = self._output.by_image(difference).abs()
+        along = size @ gradients.t()
+        return ((along @ self._inverse) * along).sum(1).mean(), (size.square() @ gradients.mean(0)).mean()
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        low, diagonal = self._parts(difference)
+        return low / self._units[0] + diagonal / self._units[1]
+
+
+def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
+    """The values of a chunk of all images for some of them."""
+    if len(numbers) == blocks.count:
+        return dict(chunk)
+    axes = {name: blocks.axis(name) for name in chunk}
+    return {
+        name: value if (axis := axes[name]) is None else value.index_select(axis[0], _places(axis, numbers))
+        for name, value in chunk.items()
+    }
+
+
+def put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
+    """Write the values of some images into those of all images, for a value of this name."""
+    axis = blocks.axis(name)
+    if axis is None:
+        whole.copy_(some)
+    else:
+        whole.index_copy_(axis[0], _places(axis, numbers), some)
+
+
+def _places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
+    """The entries of some images along their axis."""
+    return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()
