@@ -143,12 +143,13 @@ class LowRankFisher:
             differences.append(value - chunk[output.name])
             moved = output.by_image(differences[-1]).abs()
             gradient, change = (before.to(found) + now.sum(0) for before, now in ((gradient, found), (change, moved)))
-        self._gradients.append(gradient / len(self._numbers))
-        self._changes.append(change / len(self._numbers))
+        rows = [len(output.by_image(each)) for each in differences]
+        self._gradients.append(gradient / sum(rows))
+        self._changes.append(change / sum(rows))
         changes = torch.stack(self._changes).double()
         self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True).to(gradient.dtype)
-        parts = [torch.stack(self._parts(each)) * len(output.by_image(each)) for each in differences]
-        low, diagonal = (torch.stack(parts).sum(0) / len(self._numbers)).clamp(min=torch.finfo(torch.float32).tiny)
+        parts = [torch.stack(self._parts(each)) * count for each, count in zip(differences, rows, strict=True)]
+        low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
         self._units = float(low), float(diagonal)
 
     def _parts(self, difference: Tensor) -> tuple[Tensor, Tensor]:
