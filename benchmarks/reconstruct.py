@@ -8,8 +8,9 @@ of the search; the reconstruction goes on from the correction with the most imag
 model these are drawn from 1,024 training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the
 1,000 support images, and the 1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of
 one thread, of the search, the correction or the reconstruction alone.
-Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows as long
-as the sources of the package are the same.
+Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows, and
+what is finished of a row, as long as the sources of the package are the same; a killed run goes on from there, and the
+seconds of its parts add up.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -31,7 +32,9 @@ from torch import Tensor, nn
 
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
 from adalog.calibration.compensate import corrected
+from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstructed
+from adalog.files import write_whole
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.inputs.images import draw_indices
@@ -39,6 +42,7 @@ from adalog.model import quickest
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict, score
 from adalog.study.tables import kept, packed
+from adalog.version import source_hash
 
 IMAGES = 32  # of the search
 STAGES = ("search", "correction", "reconstruction")
@@ -52,6 +56,29 @@ class Case:
     drawn: Callable[[int, int], Tensor]
     classes: Callable[[Callable[[Tensor], Any], int], Tensor]
     labels: Tensor
+
+
+class Stage:
+    """A stage that is being run: where its finished parts are kept, and the CPU seconds of all runs that it took."""
+
+    def __init__(self, path: Path | None):
+        self.file = path
+        self._clock = None if path is None else path.with_suffix(".seconds")
+        known = self._clock is not None and self._clock.exists()
+        self._before = float(self._clock.read_text()) if self._clock is not None and known else 0.0
+        self._start = time.process_time()
+
+    def partial(self) -> Partial | None:
+        """Of a correction or reconstruction; its name says which, as the path does."""
+        return None if self.file is None else Partial(self.file, fingerprint(self.file.name, ()))
+
+    def seconds(self) -> float:
+        return self._before + time.process_time() - self._start
+
+    def progress(self, done: int, total: int, name: str) -> None:
+        print(f"{name}: {done} of {total}, {self.seconds():.0f} CPU s", file=sys.stderr)
+        if self._clock is not None:
+            write_whole(self._clock, str(self.seconds()).encode())
 
 
 def load_case(name: str, folder: Path | None) -> Case:
@@ -92,30 +119,36 @@ def main() -> None:
 
     reference = torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
 
+    def staged(name: str) -> Stage:
+        return Stage(given.work and given.work / f"{given.model}-{name}-{source_hash()[:12]}.partial")
+
     @cache
     def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
         calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
-        start = time.process_time()
-        assigned = calibration.assign(Config.preset(bits))
-        return calibration, assigned, time.process_time() - start
+        stage = staged(f"{bits}-search-{IMAGES}-{seed}")
+        assigned = calibration.assign(Config.preset(bits), stage.progress, partial=stage.file)
+        return calibration, assigned, stage.seconds()
 
     @cache
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
-        start = time.process_time()
-        choices = Correction(images=images)
-        found = corrected(calibration.program, [case.drawn(images, seed)], assigned, choices)
-        return found, time.process_time() - start
+        stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
+        found = corrected(
+            calibration.program, drawn, assigned, Correction(images=images), None, stage.partial(), stage.progress
+        )
+        return found, stage.seconds()
 
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
         calibration, assigned, seconds = searched(bits, seed)
         if stage != "search":
             assigned, seconds = fitted(bits, seed, images)
         if stage == "reconstruction":
-            start = time.process_time()
-            choices = Reconstruction(images=images)
-            assigned = reconstructed(calibration.program, [case.drawn(images, seed)], assigned, choices, seed=seed)
-            seconds = time.process_time() - start
+            run, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
+            choices, kept_parts = Reconstruction(images=images), run.partial()
+            assigned = reconstructed(
+                calibration.program, drawn, assigned, choices, seed=seed, partial=kept_parts, progress=run.progress
+            )
+            seconds = run.seconds()
         model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
         answers = case.classes(runs, at_once)
