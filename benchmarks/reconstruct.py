@@ -19,6 +19,7 @@ from benchmarks.realbench import RealBench
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,24 +62,22 @@ class Case:
 class Stage:
     """A stage that is being run: where its finished parts are kept, and the CPU seconds of all runs that it took."""
 
-    def __init__(self, path: Path | None):
-        self.file = path
-        self._clock = None if path is None else path.with_suffix(".seconds")
-        known = self._clock is not None and self._clock.exists()
-        self._before = float(self._clock.read_text()) if self._clock is not None and known else 0.0
+    def __init__(self, work: Path, name: str):
+        self.path = work / f"{name}-{source_hash()[:12]}.partial"
+        self._clock = self.path.with_suffix(".seconds")
+        self._before = float(self._clock.read_text()) if self._clock.exists() else 0.0
         self._start = time.process_time()
 
-    def partial(self) -> Partial | None:
-        """Of a correction or reconstruction; its name says which, as the path does."""
-        return None if self.file is None else Partial(self.file, fingerprint(self.file.name, ()))
+    def partial(self) -> Partial:
+        """The finished parts of a correction or reconstruction; the name of the file says which."""
+        return Partial(self.path, fingerprint(self.path.name, ()))
 
     def seconds(self) -> float:
         return self._before + time.process_time() - self._start
 
     def progress(self, done: int, total: int, name: str) -> None:
         print(f"{name}: {done} of {total}, {self.seconds():.0f} CPU s", file=sys.stderr)
-        if self._clock is not None:
-            write_whole(self._clock, str(self.seconds()).encode())
+        write_whole(self._clock, str(self.seconds()).encode())
 
 
 def load_case(name: str, folder: Path | None) -> Case:
@@ -111,22 +110,31 @@ def main() -> None:
         print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
         sys.exit(0)
     torch.set_num_threads(1)
+    if given.work is not None:
+        given.work.mkdir(parents=True, exist_ok=True)
+        measure(given, given.work)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(given, Path(folder))
+
+
+def measure(given: argparse.Namespace, work: Path) -> None:
+    """work: where finished rows are, and what is finished of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        path = None if given.work is None else given.work / f"{given.model}-{name}.json"
-        return kept(path, {"model": given.model, **key}, make)
+        return kept(work / f"{given.model}-{name}.json", {"model": given.model, **key}, make)
 
     reference = torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
 
     def staged(name: str) -> Stage:
-        return Stage(given.work and given.work / f"{given.model}-{name}-{source_hash()[:12]}.partial")
+        return Stage(work, f"{given.model}-{name}")
 
     @cache
     def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
         calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
         stage = staged(f"{bits}-search-{IMAGES}-{seed}")
-        assigned = calibration.assign(Config.preset(bits), stage.progress, partial=stage.file)
+        assigned = calibration.assign(Config.preset(bits), stage.progress, partial=stage.path)
         return calibration, assigned, stage.seconds()
 
     @cache
@@ -138,17 +146,19 @@ def main() -> None:
         )
         return found, stage.seconds()
 
+    def trained(bits: str, seed: int, images: int, start: Assigned) -> tuple[Assigned, float]:
+        program = searched(bits, seed)[0].program
+        stage, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
+        choices, done = Reconstruction(images=images), stage.partial()
+        found = reconstructed(program, drawn, start, choices, seed=seed, partial=done, progress=stage.progress)
+        return found, stage.seconds()
+
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
         calibration, assigned, seconds = searched(bits, seed)
         if stage != "search":
             assigned, seconds = fitted(bits, seed, images)
         if stage == "reconstruction":
-            run, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
-            choices, kept_parts = Reconstruction(images=images), run.partial()
-            assigned = reconstructed(
-                calibration.program, drawn, assigned, choices, seed=seed, partial=kept_parts, progress=run.progress
-            )
-            seconds = run.seconds()
+            assigned, seconds = trained(bits, seed, images, assigned)
         model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
         answers = case.classes(runs, at_once)

@@ -9,6 +9,7 @@ from torch.nn.functional import gelu
 from adalog.choices import Search
 from adalog.quantizers import (
     QuantizedTensor,
+    UniformQuantizer,
 )
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
@@ -56,7 +57,14 @@ def fixed_base(width=4):
     return replace(after_softmax(width)[0], format=form), after_softmax(width)[1]
 
 
-PROBLEMS = {problem.__name__: problem for problem in (linear, attention, after_softmax, after_gelu, fixed_base)}
+def symmetric(width=4):
+    x, weight = linear(width)
+    return x, replace(weight, format=replace(weight.format, one_scale=UniformQuantizer))
+
+
+PROBLEMS = {
+    problem.__name__: problem for problem in (linear, attention, after_softmax, after_gelu, fixed_base, symmetric)
+}
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
 

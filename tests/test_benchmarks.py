@@ -110,7 +110,7 @@ def operands(kind):
         return Operand(normal(50, 12).relu(), power), Operand(normal(9, 12, seed=1), Format(4, (0,))), log, of(9, 1)
     if kind == "twin":
         twin = TwinUniformQuantizer(torch.tensor(0.2), torch.tensor(0.02), 4)
-        form = Format(4, twin=True, offset=0.17)
+        form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
         return Operand(normal(50, 12), form), Operand(normal(9, 12, seed=1), Format(4, (0,))), twin, of(9, 1)
     if kind == "grouped conv":
         mask = (normal(5, 40, 6, seed=3) > 0).float()

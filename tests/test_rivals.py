@@ -343,7 +343,10 @@ def test_twin_scales_after_gelu():
     bits, x, weight = 4, gelu(normal(50, 8) * 2), normal(3, 8, seed=1)
     search = ScaleSearch(metric="squared", **FEW)
     delta = 0.16997
-    operands = Operand(x, Format(bits, twin=True, offset=delta)), Operand(weight, Format(bits, own_dims=(0,)))
+    operands = (
+        Operand(x, Format(bits, one_scale=TwinUniformQuantizer, offset=delta)),
+        Operand(weight, Format(bits, own_dims=(0,))),
+    )
     product = Product("linear", *operands, row_splits=torch.zeros(3, dtype=torch.int64))
     found = scales.search_product(product, search)
     h = 2 ** (bits - 1)

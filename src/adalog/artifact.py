@@ -1,7 +1,8 @@
 """The only reader and writer of the artifact: one safetensors file that holds a program and its tensors.
 
 Layout (docs/format.md). Metadata key "adalog": JSON with the format version, program, quantizers, config, ledger and
-provenance. Tensors: "codes/W" packed b-bit codes, "scale/W" and "zero_point/W" of weights, "float/T" the rest.
+provenance. Tensors: "codes/W" packed b-bit codes and the parameters of the quantizers of weights, "scale/W" and
+"zero_point/W" of a uniform one; "float/T" the rest.
 Reading runs no code: the program may name only the operations of `graph.operations.OPERATIONS`.
 """
 
@@ -25,8 +26,8 @@ from adalog.graph.program import Arg, Node, Output, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
-from adalog.quantizers.codec import check_shape, decode_quantizer, pack, unpack
-from adalog.quantizers.quantizer import check_parameters, is_whole
+from adalog.quantizers.codec import check_shape, decode_quantizer, decode_weight, pack
+from adalog.quantizers.quantizer import is_whole
 
 FORMAT = 3
 KEY = "adalog"
@@ -78,10 +79,10 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
     for name, weight in program.weights.items():
-        tensors[f"codes/{name}"] = pack(weight.codes, weight.quantizer.bits)
-        tensors[f"scale/{name}"] = weight.quantizer.scale.reshape(-1).contiguous()
-        tensors[f"zero_point/{name}"] = weight.quantizer.zero_point.reshape(-1).to(torch.uint8)
-        shapes[name] = [weight.quantizer.bits, list(weight.codes.shape)]
+        tensors[f"codes/{name}"] = pack(weight.codes, weight.bits)
+        tensors |= {f"{part}/{name}": value for part, value in weight.quantizer.stored().items()}
+        kind = weight.quantizer.kind
+        shapes[name] = [weight.bits, list(weight.codes.shape), *([] if kind == UniformQuantizer.kind else [kind])]
     for name, value in program.tensors.items():
         if name not in program.weights:
             tensors[f"float/{name}"] = _smallest(value).contiguous()
@@ -227,7 +228,7 @@ def sizes(content: bytes) -> dict[str, int]:
     parts = {"header": len(content), "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
     for tensor in tensor_sizes(content).values():
         for part, count in tensor.items():
-            parts[part] += count
+            parts[part] = parts.get(part, 0) + count
             parts["header"] -= count
     return parts
 
@@ -268,13 +269,20 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     for name, kind in _FIELDS.items():
         _check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
     _check_text(dict(header))
-    named = {f"{part}/{name}" for name in header["weights"] for part in ("codes", "scale", "zero_point")}
-    named |= {f"float/{name}" for name in header["dtypes"] if name not in header["weights"]}
-    odd = sorted(named ^ set(stored))
+    _check(header["weights"].keys() <= header["dtypes"].keys(), "a weight is not among the tensors")
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in header["weights"]}
+    floats = {f"float/{name}" for name in header["dtypes"] if name not in parts}
+    odd = []
+    for key, value in stored.items():
+        part, _, name = key.partition("/")
+        if name in parts:
+            parts[name][part] = value
+        elif key not in floats:
+            odd.append(key)
+    odd = sorted([*odd, *(floats - stored.keys())])
     _check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
-    weights = {name: _decode_weight(name, entry, stored) for name, entry in header["weights"].items()}
+    weights = {name: _decode_weight(name, entry, parts[name]) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
-    _check(weights.keys() <= tensors.keys(), "a weight is not among the tensors")
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
     inputs, example = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
@@ -319,23 +327,12 @@ def _decode_tensor(
 
 
 def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-    _check(isinstance(entry, list) and len(entry) == 2, f"weight {name} is no [bits, shape]")
-    bits, shape = entry
+    """stored: the weight's tensors by what they hold. The kind of a weight's quantizer is written unless uniform."""
+    _check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape]")
+    bits, shape, kind = (*entry, UniformQuantizer.kind)[:3]
     _check(is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
     check_shape(f"weight {name}", shape)
-    packed, scale, zero_point = (stored[f"{part}/{name}"] for part in ("codes", "scale", "zero_point"))
-    types = packed.dtype == zero_point.dtype == torch.uint8 and scale.dtype in DTYPES.values()
-    types = types and scale.is_floating_point() and packed.ndim == 1
-    found = [str(value.dtype) for value in (packed, scale, zero_point)]
-    _check(types, f"weight {name} has codes, scales and zero points of the types {', '.join(found)}")
-    codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
-    zero_point = zero_point.to(scale.dtype)
-    for value in (scale, zero_point):
-        sizes_found = list(value.shape)
-        _check(sizes_found == shape[:1], f"weight {name} has the shape {shape} and {sizes_found} parameters")
-    check_parameters(name, scale, zero_point, bits)
-    lead = (-1, *(1 for _ in shape[1:]))
-    return QuantizedTensor(codes, UniformQuantizer(scale.reshape(lead), zero_point.reshape(lead), bits))
+    return decode_weight(name, kind, stored, bits, shape)
 
 
 def _decode_nodes(

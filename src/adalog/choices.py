@@ -12,6 +12,7 @@ from adalog.quantizers import FLOAT_BITS, MAX_BITS, MIN_BITS
 
 PowerLaw = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog"]
 PostSoftmax = Literal["uniform", "twin", "log2", "log-sqrt2", "adalog", "split", "max-kept"]
+Weights = Literal["uniform", "symmetric"]
 Sharing = Literal["none", "mean", "power-of-two"]
 Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]

@@ -20,6 +20,7 @@ from adalog.choices import (
     Search,
     Stage,
     Tables,
+    Weights,
     check_bits,
     check_choice,
     check_fields,
@@ -53,6 +54,10 @@ class Config:
     # The quantizers of activations that follow a power law; all others are asymmetric uniform (Sec. 3.1).
     post_softmax: PostSoftmax = "adalog"
     post_gelu: PowerLaw = "adalog"
+
+    # The quantizers of weights: asymmetric uniform (Sec. 3.1), or uniform with half of the codes as the zero point, the
+    # only weights that some engines take. It is a choice of `Search`; rivals' searches have their own.
+    weights: Weights = "uniform"
 
     # log2(base) = q / r: r = 37 (Sec. 4.1); q is searched from q_min to q_max. The released code has 10 ... 137; here
     # it starts at 1, since small q win at 6 bits (docs/decisions).
@@ -93,14 +98,9 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
             check_bits(name, getattr(self, name))
-        if not isinstance(self.pinned, tuple):
-            raise ValueError(f"pinned = {self.pinned!r} is not a tuple of (pattern, bits)")
-        for entry in self.pinned:
-            if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str) or not entry[0]:
-                raise ValueError(f"pinned = {entry!r} is not (pattern, bits), as in ('head', 8)")
-            check_bits(f"pinned bits of {entry[0]!r}", entry[1])
+        _check_pinned(self.pinned)
         choices = (PostSoftmax, "post_softmax"), (PowerLaw, "post_gelu"), (Beyond, "beyond"), (Rounding, "rounding")
-        for allowed, name in (*choices, (Tables, "tables")):
+        for allowed, name in (*choices, (Tables, "tables"), (Weights, "weights")):
             check_choice(name, getattr(self, name), allowed)
         if self.post_softmax == "twin":
             raise ValueError("post_softmax = 'twin': a twin quantizer is for values of both signs")
@@ -108,6 +108,8 @@ class Config:
             raise ValueError(f"post_softmax = {self.post_softmax!r} goes with search = ScaleSearch(...)")
         if isinstance(self.search, (RangeSearch, ScaleSearch)) and "adalog" in (self.post_softmax, self.post_gelu):
             raise ValueError(f"{type(self.search).__name__} finds no base: choose other quantizers than 'adalog'")
+        if self.weights != "uniform" and not isinstance(self.search, Search):
+            raise ValueError(f"weights = {self.weights!r} goes with search = Search(...)")
         for name in ("r", "q_min", "q_max", "fold_rows", "images"):
             check_whole(name, getattr(self, name), 1)
         if self.q_min > self.q_max:
@@ -179,9 +181,12 @@ class Config:
     def to_json(self) -> str:
         """All choices as JSON; a search or stage is an object whose "kind" names its class.
 
-        Files of format 3 call `pinned` and `Search.parents` "keep", and `stages` "refine".
+        Files of format 3 call `pinned` and `Search.parents` "keep", and `stages` "refine"; `weights` is left out where
+        it is "uniform", as all weights were when the format was made.
         """
         fields = dataclasses.asdict(self)
+        if self.weights == "uniform":
+            del fields["weights"]
         fields |= {
             "search": kind_to_json(self.search, SEARCH_KINDS),
             "stages": stages_to_json(self.stages),
@@ -198,3 +203,12 @@ class Config:
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
         return Config(search=search, stages=stages, **fields)
+
+
+def _check_pinned(pinned: object) -> None:
+    if not isinstance(pinned, tuple):
+        raise ValueError(f"pinned = {pinned!r} is not a tuple of (pattern, bits)")
+    for entry in pinned:
+        if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str) or not entry[0]:
+            raise ValueError(f"pinned = {entry!r} is not (pattern, bits), as in ('head', 8)")
+        check_bits(f"pinned bits of {entry[0]!r}", entry[1])

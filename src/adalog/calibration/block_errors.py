@@ -112,7 +112,9 @@ class FisherWeights:
 
 
 class LowRankFisher:
-    """A low-rank and a diagonal part of the Fisher information: FIMA-Q (Wu et al., CVPR 2025), as released.
+    """A low-rank and a diagonal part of the Fisher information: FIMA-Q (Wu et al., CVPR 2025).
+
+    The formulas are those of a public reproduction of its released code.
 
     A gradient of the loss at the quantized output is the Fisher information times the output's change. So k gradients
     and changes, their magnitudes averaged over images, G and D, (k, values), make the part of rank k,

@@ -31,7 +31,7 @@ from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
-from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
 
 # Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
 _HELD_OUT = 4
@@ -297,7 +297,6 @@ def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedT
     """
     if isinstance(right, QuantizedTensor):
         return right
-    assert isinstance(right, UniformQuantizer)
     lead = right.scale.shape[:-1]
     return QuantizedTensor.nearest(weight.reshape(*lead, -1) if math.prod(lead) == len(weight) else weight, right)
 
@@ -329,7 +328,7 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
     return form, torch.cholesky_solve((moments.yx + added * start).transpose(1, 2), torch.linalg.cholesky(form)).mT
 
 
-def rounded(target: Tensor, form: Tensor, levels: UniformQuantizer) -> tuple[Tensor, UniformQuantizer]:
+def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
     """Codes (G, O, K), and scales, with a small error e A e^T, summed over rows e of target less what codes stand for.
 
     target: (G, O, K). form: A, (G, K, K), positive definite. levels: the quantizer to begin with, whose zero points
@@ -345,7 +344,7 @@ def rounded(target: Tensor, form: Tensor, levels: UniformQuantizer) -> tuple[Ten
     return codes, _least_squares(target, form, codes, levels)
 
 
-def _in_turn(target: Tensor, form: Tensor, levels: UniformQuantizer) -> Tensor:
+def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
     """Codes chosen column by column, those that matter most first; each hands its error to the columns that follow."""
     order = form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
@@ -362,7 +361,7 @@ def _in_turn(target: Tensor, form: Tensor, levels: UniformQuantizer) -> Tensor:
     return torch.empty_like(codes).scatter_(2, places, codes)
 
 
-def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: UniformQuantizer) -> Tensor:
+def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Tensor:
     """Codes, each in turn replaced by the one that is best beside all others."""
     codes = codes.clone()
     pull = (target - levels.dequantize(codes)) @ form
@@ -376,12 +375,12 @@ def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: UniformQuantizer
     return codes
 
 
-def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: UniformQuantizer) -> UniformQuantizer:
+def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
     """The scales with the least error for these codes; a scale that would not be positive stays."""
-    units = codes - levels.zero_point
+    (units,) = (part.to(target.dtype) for part in levels.integers(codes))
     seen = units @ form
     scale = (seen * target).sum(2, keepdim=True) / (seen * units).sum(2, keepdim=True)
-    return replace(levels, scale=torch.where(scale > 0, scale, levels.scale))
+    return replace(levels, scale=torch.where(scale > 0, scale, levels.scale))  # type: ignore[type-var]
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:

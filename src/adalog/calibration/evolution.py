@@ -18,9 +18,9 @@ from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
 from adalog.graph.tracing import trace
-from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, UniformQuantizer
+from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, Quantizer
 
-Weight = UniformQuantizer | QuantizedTensor  # codes that are chosen already stay
+Weight = Quantizer | QuantizedTensor  # codes that are chosen already stay
 
 
 def evolved(
@@ -68,7 +68,7 @@ def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
     found: dict[int, Weight] = {}
     for index, (group, assignment) in enumerate(assigned):
         stored = group.first.role in ("linear", "conv") and group.first.node.name in nodes
-        if stored and isinstance(assignment.right, (UniformQuantizer, QuantizedTensor)):
+        if stored and assignment.right is not None:
             found[index] = assignment.right
     return found
 
@@ -119,12 +119,12 @@ def mutated(weight: Weight, radius: float | None, generator: torch.Generator) ->
     return _moved(weight, radius, generator)
 
 
-def _moved(quantizer: UniformQuantizer, radius: float | None, generator: torch.Generator) -> UniformQuantizer:
+def _moved(quantizer: Quantizer, radius: float | None, generator: torch.Generator) -> Quantizer:
     if radius is None:
         radius = 1e-4 if quantizer.bits == MAX_BITS else 1e-3
     moves = torch.rand(quantizer.scale.shape, generator=generator, dtype=torch.float64) * 2 - 1
     scale = (quantizer.scale + radius * moves.to(quantizer.scale)).abs()
-    return replace(quantizer, scale=scale.clamp(min=2.0**-94))
+    return replace(quantizer, scale=scale.clamp(min=2.0**-94))  # type: ignore[type-var]
 
 
 def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:

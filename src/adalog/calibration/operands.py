@@ -85,12 +85,11 @@ def operands_of(
         return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=heads), alike=alike)
     weights = [program.tensors[member.right] for member in group.sites]
     if site.role == "conv":
-        return _conv_operands(site, x, weights[0], activation, config.weight_bits)
+        return _conv_operands(site, x, weights[0], activation, config)
     weight = torch.cat(weights)
     if fold is not None:
         x, weight = fold.activation(x), fold.weight(weight)
-    form = Format(config.weight_bits, own_dims=(0,))
-    return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, form)
+    return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format.of_weights(config, 0))
 
 
 def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]) -> Tensor:
@@ -148,7 +147,7 @@ def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, T
 
 
 def _conv_operands(
-    site: Site, x: Tensor, weight: Tensor, activation: Format, weight_bits: int
+    site: Site, x: Tensor, weight: Tensor, activation: Format, config: Config
 ) -> tuple[Operand, Operand]:
     """A convolution as a product of patches, (T, I), and kernels, (O, I).
 
@@ -169,11 +168,11 @@ def _conv_operands(
     if any(padding) and activation.log2_base is not None:
         mask = rows(torch.ones_like(x))
     if groups == 1:
-        return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format(weight_bits, own_dims=(0,)))
+        return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format.of_weights(config, 0))
     kernels = weight.reshape(groups, -1, weight[0].numel())
     if activation.is_uniform:
         activation = replace(activation, own_dims=(0,))
-    return Operand(rows(x), activation, mask), Operand(kernels, Format(weight_bits, own_dims=(0, 1)))
+    return Operand(rows(x), activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
 
 
 def _overlap(site: Site, weight: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from adalog.errors import ArtifactError, DataError
 from adalog.files import write_error
-from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 from adalog.quantizers.codec import check_shape, decode_quantizer, pack, unpack
 
 _DTYPES = {
@@ -138,8 +138,6 @@ def _side(name: str, fields: dict[str, Any] | None) -> Quantizer | QuantizedTens
     quantizer = decode_quantizer(name, fields, _DTYPES[fields["dtype"]])
     if "codes" not in fields:
         return quantizer
-    if not isinstance(quantizer, UniformQuantizer):
-        raise TypeError(f"the codes of {name!r} are those of a {quantizer.kind} quantizer")
     shape = fields["codes"]["shape"]
     check_shape(name, shape)
     packed = torch.frombuffer(bytearray(b64decode(fields["codes"]["packed"], validate=True)), dtype=torch.uint8)

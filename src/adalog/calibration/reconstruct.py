@@ -63,9 +63,10 @@ class _Rounding:
 
     def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
         quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
-        self._top = 2**quantizer.bits - 1
+        self._top = quantizer.code_count - 1
         self._quantizer = quantizer
-        place = weight.reshape(codes.shape) / quantizer.scale + quantizer.zero_point
+        (integers,) = quantizer.integers(stored.codes)
+        place = weight.reshape(codes.shape) / quantizer.scale + (codes - integers)  # a scale is the step of all codes
         self._up_or_down = choices.weights == "adaround"
         inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
         place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)
@@ -91,9 +92,9 @@ class _Rounding:
             return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
         return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
 
-    def _scaled(self) -> UniformQuantizer:
+    def _scaled(self) -> Quantizer:
         assert self.log_scale is not None
-        return replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())
+        return self._quantizer.scaled(self.log_scale.exp())
 
     def regulariser(self, exponent: float) -> Tensor:
         """The mean of AdaRound's regulariser over the values."""

@@ -9,7 +9,7 @@ from adalog.graph.convolution import conv_geometry
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import Pair, Site
-from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer, UniformQuantizer
+from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,8 @@ class _Build:
         if right is None:
             self._tensors[name] = values.reshape(shape)
         else:
-            if isinstance(right, UniformQuantizer):
+            if isinstance(right, Quantizer):
                 right = QuantizedTensor.nearest(values, right)
-            assert isinstance(right, QuantizedTensor)
             lead = (-1, *(1 for _ in shape[1:]))
             quantizer = right.quantizer.map(lambda value: value.reshape(lead))
             self._weights[name] = stored = QuantizedTensor(right.codes.reshape(shape), quantizer)

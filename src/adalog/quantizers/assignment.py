@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers.quantizer import Quantizer
-from adalog.quantizers.uniform import UniformQuantizer
 
 
 @dataclass(frozen=True)
@@ -21,10 +20,10 @@ class QuantizedTensor:
     """
 
     codes: Tensor
-    quantizer: UniformQuantizer
+    quantizer: Quantizer
 
     @staticmethod
-    def nearest(values: Tensor, quantizer: UniformQuantizer) -> QuantizedTensor:
+    def nearest(values: Tensor, quantizer: Quantizer) -> QuantizedTensor:
         """The values as the codes that the quantizer finds nearest."""
         return QuantizedTensor(quantizer.quantize(values).to(torch.uint8), quantizer)
 
@@ -39,7 +38,7 @@ class QuantizedTensor:
         """The same codes, with a function applied to the quantizer's parameters."""
         return replace(self, quantizer=self.quantizer.map(function))
 
-    def scaled(self, factor: float) -> QuantizedTensor:
+    def scaled(self, factor: float | Tensor) -> QuantizedTensor:
         """The same codes, with scales that are `factor` times as large."""
         return replace(self, quantizer=self.quantizer.scaled(factor))
 

@@ -1,5 +1,6 @@
 """The form that codes and quantizers have in a file: packed bits, and JSON."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,15 +9,9 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.quantizers.logarithmic import LogQuantizer
-from adalog.quantizers.quantizer import MAX_BITS, MIN_BITS, Quantizer, is_whole, read_scale
-from adalog.quantizers.split import SplitUniformQuantizer
-from adalog.quantizers.twin import TwinUniformQuantizer
-from adalog.quantizers.uniform import UniformQuantizer
+from adalog.quantizers.assignment import QuantizedTensor
+from adalog.quantizers.quantizer import MAX_BITS, MIN_BITS, Quantizer, check_parameters, is_whole, read_scale
 
-KINDS: dict[str, type[Quantizer]] = {
-    kind.kind: kind for kind in (UniformQuantizer, LogQuantizer, TwinUniformQuantizer, SplitUniformQuantizer)
-}
 MAX_DIMENSIONS = 8
 
 
@@ -65,7 +60,42 @@ def decode_quantizer(name: str, given: Mapping[str, Any], dtype: torch.dtype = t
     if not is_whole(bits, MIN_BITS, MAX_BITS):
         raise ArtifactError(f"quantizer {name} has {bits!r} bits")
     check_shape(f"quantizer {name}", given["shape"])
-    kind = given["kind"]
-    if kind not in KINDS:
-        raise ArtifactError(f"quantizer {name} is of the unknown kind {kind!r}")
-    return KINDS[kind].of_fields(name, given, read_scale(name, given["scale"], given["shape"], dtype))
+    kind = kind_of(f"quantizer {name}", given["kind"])
+    return kind.of_fields(name, given, read_scale(name, given["scale"], given["shape"], dtype))
+
+
+def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int, shape: list[int]) -> QuantizedTensor:
+    """The weight of this shape whose codes and quantizer have the tensors `stored`, by name ("codes", "scale", ...).
+
+    Raises ArtifactError for tensors that no weight has.
+    """
+    try:
+        packed, scale = stored["codes"], stored["scale"]
+        if packed.dtype != torch.uint8 or packed.ndim != 1 or not scale.is_floating_point():
+            raise ArtifactError(f"weight {name} has codes and scales of the types {packed.dtype} and {scale.dtype}")
+        codes = unpack(packed, bits, math.prod(shape))
+        for part, value in stored.items():
+            if part != "codes" and list(value.shape) != shape[:1]:
+                raise ArtifactError(f"weight {name} has the shape {shape} and {list(value.shape)} parameters")
+        check_parameters(name, scale, torch.zeros_like(scale), bits)
+        quantizer = kind_of(f"weight {name}", kind).of_stored(name, stored, bits)
+    except KeyError as missing:
+        raise ArtifactError(f"tensors and header do not name the same: {missing.args[0]}/{name}") from missing
+    odd = sorted(stored.keys() - quantizer.stored().keys() - {"codes"})
+    if odd:
+        raise ArtifactError(f"tensors and header do not name the same: {odd[0]}/{name}")
+    if codes.numel() and int(codes.max()) >= quantizer.code_count:
+        raise ArtifactError(f"weight {name} has the code {int(codes.max())}: there are {quantizer.code_count} codes")
+    lead = (-1, *(1 for _ in shape[1:]))
+    return QuantizedTensor(codes.reshape(shape), quantizer.map(lambda value: value.reshape(lead)))
+
+
+def kind_of(what: str, kind: Any) -> type[Quantizer]:
+    """The class of quantizers that has this name in files.
+
+    what: is of this kind, for messages. Raises ArtifactError for a name that no class has.
+    """
+    found = [each for each in Quantizer.__subclasses__() if each.kind == kind]
+    if not found:
+        raise ArtifactError(f"{what} is of the unknown kind {kind!r}")
+    return found[-1]

@@ -319,8 +319,9 @@ class LogQuantizer(Quantizer):
     def step(self, x: Tensor) -> Tensor:
         return self.scale
 
-    def levels(self) -> Tensor:
-        return self._levels(2**self.bits + (self.beyond == "zero"))  # one more value than codes of these bits
+    @property
+    def code_count(self) -> int:
+        return int(2**self.bits) + (self.beyond == "zero")  # one more than these bits hold
 
     @property
     def lift(self) -> float:

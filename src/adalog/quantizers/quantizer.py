@@ -87,6 +87,11 @@ class Quantizer(ABC):
 
     # --- codes ---
 
+    @property
+    def code_count(self) -> int:
+        """How many codes there are, from 0 on."""
+        return int(2**self.bits)
+
     @abstractmethod
     def quantize(self, x: Tensor) -> Tensor:
         """The codes of values: whole numbers in the dtype of the values, at least float32."""
@@ -129,10 +134,7 @@ class Quantizer(ABC):
 
         The values are in the domain of what it quantizes: an offset that a bias has absorbed is taken off.
         """
-        return self._levels(2**self.bits)
-
-    def _levels(self, codes: int) -> Tensor:
-        code = torch.arange(codes, dtype=torch.float32, device=self.scale.device)
+        code = torch.arange(self.code_count, dtype=torch.float32, device=self.scale.device)
         return self.unabsorbed().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
 
     @property
@@ -152,14 +154,23 @@ class Quantizer(ABC):
         changed = {name: function(value) for name, value in self.parameters().items()}
         return replace(self, **changed)  # type: ignore[type-var]
 
-    def scaled(self: Same, factor: float) -> Same:
-        """The same quantizer with a scale that is `factor` times as large."""
+    def scaled(self: Same, factor: float | Tensor) -> Same:
+        """The same quantizer with scales that are `factor` times as large; a tensor has a factor for each scale."""
         return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
 
     @property
     def nbytes(self) -> int:
-        """The size of the parameters as an artifact's tensors would hold them [bytes]."""
-        return sum(value.nbytes for value in self.parameters().values())
+        """The size of the parameters as an artifact's tensors hold them [bytes]."""
+        return sum(value.nbytes for value in self.stored().values())
+
+    @classmethod
+    def reaching(cls: type[Same], upper: Tensor, bits: int, offset: float) -> Same:
+        """The quantizer whose largest level is `upper`, for a search that has this one number to find.
+
+        upper: in the shape of the scale. offset: how far below zero the values reach, where that is known; else 0.
+        Raises ValueError where one number does not give a quantizer of this kind.
+        """
+        raise ValueError(f"a quantizer of the kind {cls.kind} takes more than one number")
 
     def absorbed(self: Same) -> tuple[float, Same]:
         """The offset that a consumer's bias can absorb (Eq. 15), and the quantizer after that; 0: there is none."""
@@ -251,6 +262,19 @@ class Quantizer(ABC):
         name: the quantizer's, for messages. scale: already read, positive and finite.
         Raises ArtifactError for fields that no quantizer of this kind has.
         """
+
+    def stored(self) -> dict[str, Tensor]:
+        """The parameters as an artifact's tensors hold those of a weight, by name: (n,) each, for n scales."""
+        return {name: value.reshape(-1).contiguous() for name, value in self.parameters().items()}
+
+    @classmethod
+    def of_stored(cls: type[Same], name: str, stored: Mapping[str, Tensor], bits: int) -> Same:
+        """The quantizer of a weight that `stored` wrote.
+
+        name: the weight's, for messages. stored: `scale` is already checked: floating, positive and finite.
+        Raises ArtifactError for tensors that no quantizer of this kind has, and for kinds that no weight has.
+        """
+        raise ArtifactError(f"the weight {name} has a quantizer of the kind {cls.kind}, which no weight has")
 
     def _common_fields(self) -> dict[str, Any]:
         return {"bits": self.bits, "shape": list(self.scale.shape), "scale": decimals(self.scale)}

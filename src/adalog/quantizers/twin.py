@@ -36,6 +36,13 @@ class TwinUniformQuantizer(Quantizer):
         signed = code.to(self.scale.dtype) - symmetric_zero_point(self.bits)
         return signed.clamp(min=0) * self.scale + signed.clamp(max=0) * self.negative_scale
 
+    @classmethod
+    def reaching(cls, upper: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
+        """The negative scale spans the offset."""
+        half = symmetric_zero_point(bits)
+        scale = (upper / (half - 1)).clamp(min=1e-12)
+        return TwinUniformQuantizer(scale, torch.full_like(scale, offset / half), bits)
+
     def bounds(self) -> tuple[Tensor, Tensor]:
         half = symmetric_zero_point(self.bits)
         return -half * self.negative_scale, (half - 1) * self.scale
@@ -43,7 +50,7 @@ class TwinUniformQuantizer(Quantizer):
     def step(self, x: Tensor) -> Tensor:
         return torch.where(x < 0, self.negative_scale, self.scale)
 
-    def scaled(self, factor: float) -> "TwinUniformQuantizer":
+    def scaled(self, factor: float | Tensor) -> "TwinUniformQuantizer":
         return replace(self, scale=self.scale * factor, negative_scale=self.negative_scale * factor)
 
     def describe(self, count: int = 0) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from adalog.errors import ArtifactError
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
@@ -15,6 +16,11 @@ from adalog.quantizers.quantizer import (
     check_parameters,
     round_ste,
 )
+
+
+def least_scale(dtype: torch.dtype) -> float:
+    """The scale of values that are all zero; its reciprocal is finite too."""
+    return 2.0**-20 if dtype == torch.float16 else 2.0**-94
 
 
 def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
@@ -47,7 +53,7 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
     """
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     top = 2**bits - 1
-    scale = ((upper - lower) / top).clamp(min=2.0**-20 if lower.dtype == torch.float16 else 2.0**-94)
+    scale = ((upper - lower) / top).clamp(min=least_scale(lower.dtype))
     return scale, round_ste(-lower / scale).clamp(0, top)
 
 
@@ -84,9 +90,12 @@ class UniformQuantizer(Quantizer):
     def step(self, x: Tensor) -> Tensor:
         return self.scale
 
-    @property
-    def nbytes(self) -> int:
-        return self.scale.nbytes + self.zero_point.numel()  # zero points are bytes in a file
+    @classmethod
+    def reaching(cls, upper: Tensor, bits: int, offset: float) -> "UniformQuantizer":
+        """The symmetric quantizer: its zero point is half of the codes."""
+        half = symmetric_zero_point(bits)
+        scale = (upper / (half - 1)).clamp(min=least_scale(upper.dtype))
+        return UniformQuantizer(scale, torch.full_like(scale, half), bits)
 
     def describe(self, count: int = 0) -> str:
         count = count or self.scale.numel()
@@ -111,6 +120,19 @@ class UniformQuantizer(Quantizer):
         check_parameters("a uniform quantizer", self.scale, self.zero_point, self.bits)
         zero_point = [int(value) for value in self.zero_point.reshape(-1)]
         return {"kind": self.kind, **self._common_fields(), "zero_point": zero_point}
+
+    def stored(self) -> dict[str, Tensor]:
+        stored = super().stored()
+        return stored | {"zero_point": stored["zero_point"].to(torch.uint8)}
+
+    @classmethod
+    def of_stored(cls, name: str, stored: Mapping[str, Tensor], bits: int) -> "UniformQuantizer":
+        scale, zero_point = stored["scale"], stored["zero_point"]
+        if zero_point.dtype != torch.uint8:
+            raise ArtifactError(f"weight {name} has zero points of the type {zero_point.dtype}")
+        zero_point = zero_point.to(scale.dtype)
+        check_parameters(name, scale, zero_point, bits)
+        return UniformQuantizer(scale, zero_point, bits)
 
     @classmethod
     def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "UniformQuantizer":

@@ -17,10 +17,8 @@ from adalog.quantizers import (
     LogQuantizer,
     QuantizedTensor,
     Quantizer,
-    TwinUniformQuantizer,
     UniformQuantizer,
     bounds_to_uniform,
-    symmetric_zero_point,
 )
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
@@ -82,7 +80,7 @@ def search_product(product: Product, search: Search) -> Assignment:
         if error > before[1] * (1 - _LEAST_GAIN):
             break
     x_side, w_side = left.quantizer(first), right.quantizer(second)
-    if search.refit and right.has_own_rows and isinstance(w_side, UniformQuantizer):
+    if search.refit and right.has_own_rows and isinstance(w_side, Quantizer):
         found = product.assigned(x_side, product.refitted(x_side, w_side))
     else:
         found = product.assigned(x_side, w_side)
@@ -108,8 +106,11 @@ def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tens
         scale = quantizer.scale.reshape(shape)
         searched = not form.log2_base[0]
         return torch.stack([torch.full_like(scale, math.log2(quantizer.q)), scale] if searched else [scale])
-    if isinstance(quantizer, TwinUniformQuantizer) and form.twin:
-        return (quantizer.scale * (symmetric_zero_point(form.bits) - 1)).reshape(1, *shape)
+    if form.one_scale is not None and isinstance(quantizer, form.one_scale):
+        upper = quantizer.bounds()[1]
+        again = form.one_scale.reaching(upper, form.bits, form.offset)
+        if upper.numel() == math.prod(shape) and torch.allclose(again.bounds()[0], quantizer.bounds()[0], rtol=1e-4):
+            return upper.reshape(1, *shape)
     return None
 
 

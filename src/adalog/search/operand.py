@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from adalog.choices import PostSoftmax
+from adalog.choices import PostSoftmax, Weights
 from adalog.config import Config
 from adalog.quantizers import (
     FLOAT_BITS,
@@ -20,7 +20,6 @@ from adalog.quantizers import (
     UniformQuantizer,
     bounds_to_uniform,
     log_steps,
-    symmetric_zero_point,
 )
 from adalog.search.fused import shaped_against, table_errors, uniform_errors
 from adalog.search.objective import Errors
@@ -37,14 +36,14 @@ class Format:
 
     own_dims: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
     log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
-    twin: half of the codes are for the negative values, down to -offset. unit: the rivals' format for values in [0, 1],
-    if it is one.
+    one_scale: the kind of a quantizer that its largest level alone decides (`Quantizer.reaching`); of the uniform kind
+    that is a symmetric one. unit: the rivals' format for values in [0, 1], if it is one.
     """
 
     bits: int
     own_dims: tuple[int, ...] = ()
     log2_base: tuple[int, int] | None = None
-    twin: bool = False
+    one_scale: type[Quantizer] | None = None
     q_min: int = 1
     q_max: int = 137
     table: bool = True
@@ -55,7 +54,18 @@ class Format:
 
     @property
     def is_uniform(self) -> bool:
-        return self.log2_base is None and not self.twin and not self.unit
+        return self.log2_base is None and self.one_scale is None and not self.unit
+
+    @property
+    def twin(self) -> bool:
+        """Whether half of the codes are for the negative values, down to -offset."""
+        return self.one_scale is TwinUniformQuantizer
+
+    @staticmethod
+    def of_weights(config: Config, *own_dims: int) -> "Format":
+        """The format of a weight whose rows, along these dimensions, have parameters of their own."""
+        kinds: dict[Weights, type[Quantizer] | None] = {"uniform": None, "symmetric": UniformQuantizer}
+        return Format(config.weight_bits, own_dims, one_scale=kinds[config.weights])
 
     @staticmethod
     def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
@@ -66,7 +76,7 @@ class Format:
         if kind in ("split", "max-kept"):
             return Format(bits, unit=kind)
         if kind in ("uniform", "twin") or bits == FLOAT_BITS:
-            return Format(bits, twin=kind == "twin", offset=offset)
+            return Format(bits, one_scale=TwinUniformQuantizer if kind == "twin" else None, offset=offset)
         base = {"log2": (1, 1), "log-sqrt2": (1, 2), "adalog": (0, config.r)}[kind]
         return Format(
             bits,
@@ -119,8 +129,9 @@ class Operand:
         form = self.format
         if point is None:
             return None
-        if form.twin:
-            return self._twin(point[:1]).map(lambda scale: scale.reshape(()))
+        if form.one_scale is not None:
+            found = self._reaching(form.one_scale, point[:1])
+            return found.map(lambda value: value[0] if form.own_dims else value.reshape(()))
         if form.log2_base is None:
             scale, zero_point = bounds_to_uniform(point[0], point[1], form.bits)
             return UniformQuantizer(self.shaped(scale)[0], self.shaped(zero_point)[0], form.bits)
@@ -135,8 +146,13 @@ class Operand:
         other side; `search_product` therefore replaces a point only by the exact loss.
         """
         form = self.format
-        if form.twin:
-            return lambda points, dtype: self._twin(points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
+        kind = form.one_scale
+        if kind is not None:
+
+            def one_scale(points: Tensor, dtype: torch.dtype) -> Tensor:
+                return self._reaching(kind, points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
+
+            return one_scale
         if form.log2_base is None:
 
             def uniform(points: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,16 +183,14 @@ class Operand:
         return logarithmic
 
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The levels (K, L) of K logarithmic or twin points (K, P), and the thresholds (K, L - 1) between them.
+        """The levels (K, L) of K logarithmic points, or of one scale, (K, P), and the thresholds (K, L - 1) between.
 
         Both are ascending, in float64, on the points' device.
         """
         form = self.format
-        if form.twin:
-            half = symmetric_zero_point(form.bits)
-            signed = torch.arange(-half, half, dtype=torch.float64, device=points.device)
-            upper = points[:, :1].double() / (half - 1)
-            levels = signed.clamp(min=0) * upper + signed.clamp(max=0) * (form.offset / half)
+        if form.one_scale is not None:
+            quantizer = form.one_scale.reaching(points[:, :1].double(), form.bits, form.offset)
+            levels = quantizer.dequantize(torch.arange(quantizer.code_count, device=points.device))
             return levels, (levels[:, 1:] + levels[:, :-1]) / 2
         assert form.log2_base is not None
         fixed, r = form.log2_base
@@ -196,11 +210,9 @@ class Operand:
         levels, cuts = (each.index_select(0, row.to(torch.int64)) * factor - form.offset for each in tables)
         return levels, cuts
 
-    def _twin(self, upper: Tensor) -> TwinUniformQuantizer:
-        """k twin quantizers with these largest values, (k,); their negative scale spans the offset."""
-        half = symmetric_zero_point(self.format.bits)
-        scale = self.shaped((upper / (half - 1)).clamp(min=1e-12))
-        return TwinUniformQuantizer(scale, torch.full_like(scale, self.format.offset / half), self.format.bits)
+    def _reaching(self, kind: type[Quantizer], upper: Tensor) -> Quantizer:
+        """k quantizers of this kind with these largest levels, (k, *groups)."""
+        return kind.reaching(self.shaped(upper), self.format.bits, self.format.offset)
 
     @property
     def radix(self) -> int:
@@ -213,7 +225,8 @@ class Operand:
 
         Uniform: the lower bound between the percentiles 0 and reach, the upper one between 1 - reach and 1 (Algorithm
         1, lines 1-2). Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1
-        of the values plus the offset. Twin: the largest positive value, between the percentiles 0.9 and 1.
+        of the values plus the offset. Twin: the largest positive value, between the percentiles 0.9 and 1. Other kinds
+        of one scale: the largest magnitude, between the percentiles 1 - reach and 1.
         """
         form = self.format
         shape = [self.values.shape[dim] for dim in form.own_dims]
@@ -222,6 +235,10 @@ class Operand:
             own = thinned_quantiles(sample, (0.0, reach, 1 - reach, 1.0))
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
+        if form.one_scale is not None and not form.twin:
+            magnitudes = thinned_quantiles(sample.abs(), (1 - reach, 1.0))
+            low, high = (value.to(self.values.dtype).reshape(1, *shape) for value in magnitudes)
+            return low, high
         lift = 0.0 if form.twin else form.offset
         some, top = thinned(sample), sample.max() + lift
         lifted = some[some + lift > 0] + lift

@@ -74,7 +74,7 @@ class Product:
             noise += float(error.square().sum(dtype=torch.float64))
         return signal, noise
 
-    def refitted(self, first: Side, second: UniformQuantizer) -> QuantizedTensor:
+    def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
         """The weight's codes, with the scale per row that leaves the least error of the output.
 
         Scales are refitted after rounding; the codes stay. The error is quadratic in the scale of a row.
@@ -90,7 +90,7 @@ class Product:
         grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
         excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
         factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
-        return replace(stored, quantizer=replace(second, scale=second.scale * factor.to(second.scale.dtype)))
+        return stored.scaled(factor.to(second.scale.dtype))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.

@@ -252,15 +252,15 @@ def _size_bytes(program: Program) -> dict[str, int]:
     sizes = {"codes": 0, "scale": 0, "zero_point": 0, "activation": 0, "float": 0}
     for name in program.tensors:
         for part, size in _tensor_bytes(program, name).items():
-            sizes[part] += size
+            sizes[part] = sizes.get(part, 0) + size
     sizes["activation"] = sum(quantizer.nbytes for quantizer in program.quantizers.values())
     return sizes
 
 
 def _tensor_bytes(program: Program, name: str) -> dict[str, int]:
-    """A tensor's bytes by part: codes are packed without gaps, and a zero point takes one byte."""
+    """A tensor's bytes by part, as in a file: codes are packed without gaps."""
     if name not in program.weights:
         return {"float": program.tensors[name].nbytes}
     weight = program.weights[name]
-    codes = math.ceil(weight.codes.numel() * weight.quantizer.bits / 8)
-    return {"codes": codes, "scale": weight.quantizer.scale.nbytes, "zero_point": weight.quantizer.zero_point.numel()}
+    codes = math.ceil(weight.codes.numel() * weight.bits / 8)
+    return {"codes": codes} | {part: value.nbytes for part, value in weight.quantizer.stored().items()}

@@ -124,8 +124,10 @@ def _one_group(operand: Operand) -> tuple[list[int], str]:
 
 def _format_words(operand: Operand) -> str:
     form = operand.format
-    kind = "twin uniform" if form.twin else "uniform" if form.log2_base is None else "logarithmic"
-    return f"{form.bits}-bit {kind}"
+    if form.one_scale is None:
+        return f"{form.bits}-bit {'uniform' if form.log2_base is None else 'logarithmic'}"
+    kind = form.one_scale.kind
+    return f"{form.bits}-bit {'twin uniform' if form.twin else 'symmetric uniform' if kind == 'uniform' else kind}"
 
 
 def _landscape(
@@ -144,7 +146,7 @@ def _landscape(
     near = last.amin(0).reshape(low.shape) - margin, last.amax(0).reshape(low.shape) + margin
     form = operand.format
     names: tuple[str, ...] = ("lower bound", "upper bound")
-    if form.twin:
+    if form.one_scale is not None:
         names = ("largest value",)
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")

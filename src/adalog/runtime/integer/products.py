@@ -96,8 +96,7 @@ class RowProduct:
         whole = site.weight_integers()
         whole = whole if site.geometry is None else whole[0]
         outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
-        zero_point = site.right.zero_point.reshape(-1).long()  # type: ignore[attr-defined]
-        moved = torch.where(outside, 128 - zero_point, 0)
+        moved = torch.where(outside, whole.amin(0) + 128, 0)
         return (whole - moved).to(torch.int8).t().contiguous().t(), moved
 
     def _rows(self, left: list[Tensor]) -> list[list[Tensor]]:

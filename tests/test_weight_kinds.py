@@ -1,0 +1,155 @@
+"""Weights whose quantizers are not asymmetric uniform: symmetric ones, and a kind that the package does not have."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adalog import Config, Correction, Reconstruction
+from adalog.choices import RangeSearch
+from adalog.errors import ArtifactError
+from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.quantizers.codec import decode_weight, pack
+from adalog.search.bounds import point_of
+from adalog.search.operand import Format
+from adalog.study.cost import cost
+from problems import symmetric
+from stored import deserialise, serialise
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "add-a-quantizer.md"
+EXECUTORS = ("reference", "torch", "native")
+FITTED = (Correction(images=4), Reconstruction(images=4, iterations=4, batch=4))
+
+
+def codes_agree(model, images):
+    """Every executor puts out what fake quantization does, but for codes that rounding moves."""
+    fake = model(images)
+    return all(float((model.compile(each)(images) - fake).norm() / fake.norm()) < 0.05 for each in EXECUTORS)
+
+
+# --- symmetric weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[(), FITTED], ids=["searched", "reconstructed"])
+def symmetric_model(request, calibration, fast):
+    return calibration.quantize(replace(fast, weight_bits=3, weights="symmetric", stages=request.param))
+
+
+def test_symmetric_weights_have_half_of_the_codes_as_zero_point(symmetric_model):
+    weights = symmetric_model.quantized.program.weights
+    assert {weight.bits for weight in weights.values()} == {3}
+    assert all(bool((weight.quantizer.zero_point == 4).all()) for weight in weights.values())
+    assert {int(code) for weight in weights.values() for code in weight.codes.unique()} == set(range(8))
+
+
+def test_symmetric_weights_run_and_round_trip(symmetric_model, images):
+    assert codes_agree(symmetric_model, images)
+    loaded = deserialise(serialise(symmetric_model))
+    assert torch.equal(loaded(images), symmetric_model(images))
+    assert loaded.config.weights == "symmetric"
+
+
+def test_a_search_can_start_from_symmetric_weights_alone():
+    right = symmetric()[1]
+    upper = right.values.abs().amax(1)
+    point = point_of(right, right.quantizer(upper[None]))
+    torch.testing.assert_close(point, upper[None])
+    skewed = UniformQuantizer(torch.ones(12, 1), torch.full((12, 1), 3.0), 4)
+    assert point_of(right, skewed) is None
+
+
+def test_the_largest_level_decides_a_symmetric_quantizer():
+    found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4, 0.0)
+    assert found.levels()[[0, -1]].tolist() == [-4.0, 3.5]
+    assert float(found.scale[1]) > 0
+
+
+def test_weights_are_a_choice_of_search_alone():
+    config = Config(weights="symmetric")
+    assert Config.from_json(config.to_json()) == config
+    assert "weights" not in Config().to_json()
+    with pytest.raises(ValueError, match=re.escape("weights = 'symmetric' goes with search = Search(...)")):
+        Config(weights="symmetric", post_softmax="log2", post_gelu="uniform", search=RangeSearch())
+    with pytest.raises(ValueError, match="weights = 'ternary' is none of uniform, symmetric"):
+        Config(weights="ternary")
+
+
+# --- the quantizer of the how-to --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ternary():
+    """The class that the page defines."""
+    (code,) = re.findall(r"```python\n(.*?class TernaryQuantizer.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found: dict[str, object] = {}
+    exec(code, found)
+    return found["TernaryQuantizer"]
+
+
+@pytest.fixture(scope="module")
+def ternary_model(ternary, calibration, fast):
+    def of_weights(config, *own_dims):
+        return Format(config.weight_bits, own_dims, one_scale=ternary)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Format, "of_weights", of_weights)
+        return calibration.quantize(replace(fast, weight_bits=2, stages=FITTED))
+
+
+def test_ternary_weights_are_searched_corrected_and_reconstructed(ternary_model, images):
+    weights = ternary_model.quantized.program.weights.values()
+    assert {weight.quantizer.kind for weight in weights} == {"ternary"}
+    assert {int(code) for weight in weights for code in weight.codes.unique()} == {0, 1, 2}
+    assert codes_agree(ternary_model, images)
+
+
+def test_ternary_weights_round_trip(ternary_model, images):
+    content = serialise(ternary_model)
+    loaded = deserialise(content)
+    assert torch.equal(loaded(images), ternary_model(images))
+    assert serialise(loaded) == content
+
+
+def test_bytes_of_ternary_weights_have_no_zero_points(ternary_model):
+    program = ternary_model.quantized.program
+    sizes = cost(program, [(3, 32, 32)]).size_bytes
+    assert sizes["zero_point"] == 0
+    assert sizes["codes"] == sum(math.ceil(weight.codes.numel() / 4) for weight in program.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"codes": pack(torch.full((320,), 3, dtype=torch.uint8), 2)}, "head.weight has the code 3: there are 3 codes"),
+        ({"zero_point": torch.ones(10, dtype=torch.uint8)}, "do not name the same: zero_point/head.weight"),
+        ({"scale": torch.zeros(10)}, "scale that is not positive and finite"),
+    ],
+)
+def test_ternary_weights_that_no_model_has(ternary, change, match):
+    given = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}
+    assert decode_weight("head.weight", "ternary", given, 2, [10, 32]).dequantize().unique().tolist() == [0.0]
+    with pytest.raises(ArtifactError, match=match):
+        decode_weight("head.weight", "ternary", given | change, 2, [10, 32])
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (LogQuantizer.kind, "a quantizer of the kind log, which no weight has"),
+        ("nothing", "weight head.weight is of the unknown kind 'nothing'"),
+        (["uniform"], "is of the unknown kind"),
+        (None, "is of the unknown kind None"),
+    ],
+)
+def test_kinds_that_no_weight_has(kind, match):
+    given = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}
+    with pytest.raises(ArtifactError, match=match):
+        decode_weight("head.weight", kind, given, 2, [10, 32])
+
+
+def test_kinds_that_take_more_than_one_number():
+    with pytest.raises(ValueError, match="a quantizer of the kind log takes more than one number"):
+        LogQuantizer.reaching(torch.ones(()), 4, 0.0)
