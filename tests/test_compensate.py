@@ -196,18 +196,21 @@ def searched(tiny, pool):
     return calibration, calibration.assign(LOW)
 
 
+@pytest.fixture(scope="module")
+def fitted(pool, searched):
+    calibration, before = searched
+    return corrected(calibration.program, [pool[:24]], before, STAGE)
+
+
 def distance(model, reference, images):
     wanted = predict(reference, images)
     return float((predict(model, images) - wanted).square().mean() / wanted.var())
 
 
-def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched):
+def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitted):
     """On the images that are fitted, and on others."""
     calibration, before = searched
-    plain, after = (
-        QuantizedModel(calibration.finished(each, LOW))
-        for each in (before, corrected(calibration.program, [pool[:24]], before, STAGE))
-    )
+    plain, after = (QuantizedModel(calibration.finished(each, LOW)) for each in (before, fitted))
     for images in (pool[:24], pool[24:]):
         assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
 
@@ -226,12 +229,11 @@ def test_rows_are_those_of_the_product(tiny, pool, searched, kind):
 
 
 @pytest.mark.slow
-def test_it_is_the_same_within_a_memory(pool, searched):
+def test_it_is_the_same_within_a_memory(pool, searched, fitted):
     """The values of one image at a time; sums of float32 differ in the last bits, and later codes with them."""
     calibration, before = searched
-    whole = corrected(calibration.program, [pool[:24]], before, STAGE)
     some = corrected(calibration.program, [pool[:24]], before, STAGE, memory=600_000)
-    for (group, one), (_, other) in zip(whole, some, strict=True):
+    for (group, one), (_, other) in zip(fitted, some, strict=True):
         if one.bias is not None and not group.name.startswith(("blocks.1", "head")):
             tolerance = 0.02 if group.name.startswith("patch_embed") else 0.5
             assert one.sqnr == pytest.approx(other.sqnr, abs=tolerance), group.name
@@ -286,10 +288,8 @@ def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
         Correction(target="block")
 
 
-def test_what_has_no_codes_stays(pool, searched):
-    calibration, before = searched
-    after = corrected(calibration.program, [pool[:24]], before, STAGE)
-    for (group, one), (_, other) in zip(before, after, strict=True):
+def test_what_has_no_codes_stays(searched, fitted):
+    for (group, one), (_, other) in zip(searched[1], fitted, strict=True):
         assert (one is other) == (group.first.role in ("qk", "av"))
         assert other.left is one.left
 
@@ -336,10 +336,9 @@ def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
 
 
 @pytest.mark.slow
-def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched):
+def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched, fitted):
     """A bias takes what the means leave, so that the head's outputs have the float network's mean."""
-    calibration, before = searched
-    model = QuantizedModel(calibration.finished(corrected(calibration.program, [pool[:24]], before, STAGE), LOW))
+    model = QuantizedModel(searched[0].finished(fitted, LOW))
     means = (predict(each, pool[:24]).mean(dim=0) for each in (model, tiny))
     assert torch.allclose(*means, atol=1e-4)
 

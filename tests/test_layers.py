@@ -1,6 +1,7 @@
 """The order of the modules, read from their imports, and the size of files and classes."""
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "adalog"
 FOLDERS = ("src", "tests", "benchmarks", "tools")
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 BASE = {"errors", "library", "device", "files", "version"}
 CHOICES = {"quantizers", "choices", "config", "methods"}
@@ -59,10 +61,27 @@ def modules() -> dict[str, Path]:
     return {module_name(file): file for file in sorted(SOURCE.rglob("*.py"))}
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What is directly inside of a node and may hold an import or a class."""
+    return (each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS))
+
+
+def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    for node in statements(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node
+        yield from classes(node)
+
+
 def imported(tree: ast.AST, here: str) -> set[str]:
     """The modules of the package that a module imports, inside functions too; not what only types need."""
     found = set()
-    for node in ast.iter_child_nodes(tree):
+    for node in statements(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             found |= imported(ast.Module(node.orelse, []), here)
         elif isinstance(node, ast.Import):
@@ -80,7 +99,7 @@ def imported(tree: ast.AST, here: str) -> set[str]:
 @cache
 def imports() -> dict[str, set[str]]:
     """What each module of the package imports of it."""
-    return {name: imported(ast.parse(file.read_text()), name) - {name} for name, file in modules().items()}
+    return {name: imported(tree_of(file), name) - {name} for name, file in modules().items()}
 
 
 def test_no_module_imports_a_higher_one():
@@ -110,7 +129,7 @@ def test_no_modules_import_each_other():
 def test_benchmarks_do_not_import_the_command_line():
     failures = []
     for file in sorted((ROOT / "benchmarks").rglob("*.py")):
-        found = imported(ast.parse(file.read_text()), file.name)
+        found = imported(tree_of(file), file.name)
         failures += [f"benchmarks/{file.name} -> {name}" for name in sorted(found) if part_of(name) == "cli"]
     assert not failures
 
@@ -123,7 +142,6 @@ def test_files_and_classes_are_short():
         most = 149 if file == SOURCE / "quantize.py" else 500
         if len(text.splitlines()) > most:
             failures.append(f"{name}: more than {most} lines")
-        classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-        long = [node.name for node in classes if node.end_lineno - node.lineno >= 250]
+        long = [node.name for node in classes(tree_of(file)) if node.end_lineno - node.lineno >= 250]
         failures += [f"{name}: class {each}: more than 250 lines" for each in long]
     assert not failures

@@ -33,7 +33,9 @@ def codes_agree(model, images):
 # --- symmetric weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(), FITTED], ids=["searched", "reconstructed"])
+@pytest.fixture(
+    scope="module", params=[(), pytest.param(FITTED, marks=pytest.mark.slow)], ids=["searched", "reconstructed"]
+)
 def symmetric_model(request, calibration, fast):
     return calibration.quantize(replace(fast, weight_bits=3, weights="symmetric", stages=request.param))
 
