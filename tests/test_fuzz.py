@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -53,19 +54,13 @@ BASES = {
 }
 
 
-@pytest.fixture(scope="module", name="bases")
-def _bases():
-    return make_bases()
-
-
-def make_bases():
-    """For each model the bytes of its artifact, and images that it takes."""
-    made = {}
-    for name, (maker, shape) in BASES.items():
-        torch.manual_seed(0)
-        images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
-        made[name] = serialise(Calibration(maker().eval(), images).quantize(FAST)), images[:2]
-    return made
+@cache
+def base(name):
+    """The bytes of a model's artifact, and images that it takes."""
+    maker, shape = BASES[name]
+    torch.manual_seed(0)
+    images = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+    return serialise(Calibration(maker().eval(), images).quantize(FAST)), images[:2]
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
@@ -182,11 +177,11 @@ def json_changed(content, chance):
     return joined(table, text, data)
 
 
-def mutant(bases, seed):
+def mutant(seed):
     """(content, images): the same seed always gives the same."""
     chance = random.Random(seed)
-    name = chance.choices(list(bases), [90, 8, 2])[0]
-    content, images = bases[name]
+    name = chance.choices(list(BASES), [90, 8, 2])[0]
+    content, images = base(name)
     change = json_changed if chance.random() < 0.75 else bytes_changed
     return change(content, chance), images
 
@@ -223,14 +218,14 @@ def check_told(told):
     assert len(told) < 500
 
 
-def hunt(bases, seeds):
+def hunt(seeds):
     """Under a smaller limit than the usual 1 GiB an image, which these models would not need."""
     counts = {"refused": 0, "fails": 0, "runs": 0}
     seed = -1
     try:
         with mock.patch("adalog.graph.program.MAX_ELEMENTS", 2**22):
             for seed in seeds:
-                counts[outcome(*mutant(bases, seed))] += 1
+                counts[outcome(*mutant(seed))] += 1
     except Exception as error:
         raise AssertionError(f"the mutant of seed {seed}: {type(error).__name__}: {error}") from error
     return counts
@@ -238,15 +233,15 @@ def hunt(bases, seeds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
-def test_mutants(bases, count):
-    counts = hunt(bases, range(count))
+def test_mutants(count):
+    counts = hunt(range(count))
     assert counts["refused"] > count / 3
     assert counts["runs"] > count / 15
 
 
 @pytest.mark.slow
-def test_many_mutants(bases):
-    counts = hunt(bases, range(300, 3_300))
+def test_many_mutants():
+    counts = hunt(range(300, 3_300))
     assert counts["refused"] > 900
     assert counts["runs"] > 150
     assert counts["fails"] > 15
@@ -403,23 +398,23 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_files(bases, kind):
+def test_hostile_files(kind):
     change, told = HOSTILE[kind]
     with pytest.raises(ArtifactError, match=told) as error:
-        deserialise(change(bases["small"][0]), "some.file")
+        deserialise(change(base("small")[0]), "some.file")
     check_told(str(error.value))
 
 
-def test_values_that_grow_with_the_batch(bases):
-    content, images = bases["small"]
+def test_values_that_grow_with_the_batch():
+    content, images = base("small")
     model = deserialise(per_batch(content))
     assert model(images[:1]).shape == (1,)
     with pytest.raises(AdalogError, match=r"aten.zeros.default \(n7\) takes 1,099,511,\d+,\d+ elements"):
         model(images)
 
 
-def test_a_failing_operation_is_told(bases):
-    content, images = bases["small"]
+def test_a_failing_operation_is_told():
+    content, images = base("small")
     far = program(aten("full.default", [1], 10**6, dtype={"dtype": "int64"}), aten("index.Tensor", X, [LAST]))
     model = deserialise(far(content))
     with pytest.raises(AdalogError, match=r"^operation aten.index.Tensor \(n1\) fails: IndexError: index 1000000 is"):
@@ -448,9 +443,9 @@ for file in files:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads how much memory a process has from Linux")
-def test_memory_is_bounded_by_the_file(bases, tmp_path):
+def test_memory_is_bounded_by_the_file(tmp_path):
     """60 times the file and 64 MiB: for hostile files, and for whole ones of two bits, which expand the most."""
-    content = bases["small"][0]
+    content = base("small")[0]
     names = [name for name in HOSTILE if name != "huge JSON"]
     torch.manual_seed(0)
     wide = nn.Linear(2048, 2048).eval()
@@ -467,9 +462,9 @@ def test_memory_is_bounded_by_the_file(bases, tmp_path):
 
 @pytest.mark.parametrize("command", ["inspect", "evaluate"])
 @pytest.mark.parametrize("kind", ["header length", "deep JSON", "not UTF-8", "zeros", "another operation", "escape"])
-def test_the_command_line_refuses(bases, tmp_path, kind, command, monkeypatch, capsys):
+def test_the_command_line_refuses(tmp_path, kind, command, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "some.file").write_bytes(HOSTILE[kind][0](bases["small"][0]))
+    (tmp_path / "some.file").write_bytes(HOSTILE[kind][0](base("small")[0]))
     (tmp_path / "out.json").write_text("old")
     monkeypatch.setattr(sys, "argv", ["adalog", command, "some.file", "--json", "out.json"])
     with pytest.raises(SystemExit) as stopped:
@@ -481,9 +476,9 @@ def test_the_command_line_refuses(bases, tmp_path, kind, command, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_the_command_line_refuses_another_models_file(bases, tmp_path):
+def test_the_command_line_refuses_another_models_file(tmp_path):
     """A whole file whose model does not take the bundled images."""
-    (tmp_path / "some.file").write_bytes(bases["small"][0])
+    (tmp_path / "some.file").write_bytes(base("small")[0])
     words = [sys.executable, "-m", "adalog", "evaluate", "some.file"]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2

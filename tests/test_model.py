@@ -238,6 +238,7 @@ def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
     assert len(plain.float_sites()) == len(quantized.ledger)
 
 
+@pytest.mark.slow
 def test_outputs_keep_their_structure(images):
     output = four_bits("hf_vit")[1](images)
     assert isinstance(output, Output)

@@ -380,7 +380,7 @@ import torch
 import test_fuzz
 
 torch.set_num_threads(1)
-print(test_fuzz.hunt(test_fuzz.make_bases(), range(int(sys.argv[1])))["runs"])
+print(test_fuzz.hunt(range(int(sys.argv[1])))["runs"])
 """
 
 
