@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
+from adalog.calibration.calibration import MEMORY
 from adalog.calibration.compensate import corrected
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstructed
@@ -46,6 +47,7 @@ from adalog.study.tables import kept, packed
 from adalog.version import source_hash
 
 IMAGES = 32  # of the search
+_MEMORY = MEMORY // 2  # bytes: what a calibration gives a stage by default
 STAGES = ("search", "correction", "reconstruction")
 
 
@@ -141,16 +143,17 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
         stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
-        found = corrected(
-            calibration.program, drawn, assigned, Correction(images=images), None, stage.partial(), stage.progress
-        )
+        choices, done = Correction(images=images), stage.partial()
+        found = corrected(calibration.program, drawn, assigned, choices, _MEMORY, done, stage.progress)
         return found, stage.seconds()
 
     def trained(bits: str, seed: int, images: int, start: Assigned) -> tuple[Assigned, float]:
         program = searched(bits, seed)[0].program
         stage, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
         choices, done = Reconstruction(images=images), stage.partial()
-        found = reconstructed(program, drawn, start, choices, seed=seed, partial=done, progress=stage.progress)
+        found = reconstructed(
+            program, drawn, start, choices, seed=seed, memory=_MEMORY, partial=done, progress=stage.progress
+        )
         return found, stage.seconds()
 
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:

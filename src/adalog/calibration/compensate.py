@@ -46,7 +46,7 @@ _ROUNDING = 1e-10
 # The bytes that the patches of a convolution may take at a time.
 _PATCHES = 2**26
 # A site is fitted to this many rows at least, if it has them, and to no more batches of images than they take.
-_ROWS = 2**18
+_ROWS = 2**17
 # How often all codes are gone through once more, at most.
 _SWEEPS = 4
 
