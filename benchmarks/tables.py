@@ -126,11 +126,13 @@ def real_table() -> str:
         rows = (found.get((width, method)) for width in bits)
         cells = (labelled(method), *("" if each is None else share_text(each, "top1") for each in rows))
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in cells) + " |")
+    renewed = [f"`{row['method']}` at {row['bits'].upper()}" for row in result["rows"] if "renewed" in row]
+    again = f", of {' and '.join(renewed)} `realbench-renewed.json`" if renewed else ""
     note = (
         f"Top-1 on {result['queries']:,} images; full precision has {100 * fp32['top1']:.1f} % (95 % interval "
         f"{100 * fp32['low']:.1f} to {100 * fp32['high']:.1f}). {result['calibration_images']} unlabelled images "
-        f"calibrate ({draws_text(result)}), and nothing is trained. Figures: `benchmarks/results/realbench.json`; "
-        "McNemar's tests, seconds and the worst sites: [measured](docs/measured.md)."
+        f"calibrate ({draws_text(result)}), and nothing is trained. Figures: `benchmarks/results/realbench.json`"
+        f"{again}; McNemar's tests, seconds and the worst sites: [measured](docs/measured.md)."
     )
     return "\n".join([*lines, "", note])
 
@@ -271,8 +273,8 @@ def paper_tables() -> str:
             row["names"] = [f"{row['names'][0]} †", *row["names"][1:]]
     text = (
         "## The paper's tables, on the bundled model\n\n"
-        "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`: every method and ablation in the same frame, with "
-        "the same images and the same judge. One top-1 on 2,000 images has a standard error of about 0.7 points; "
+        "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`, with the same images and the same judge. The command "
+        "has gained rows since: those of `-released` readings, of `erq` and of reconstruction are not here. One top-1 on 2,000 images has a standard error of about 0.7 points; "
         "agreement with full precision tells quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
     if renewed:
@@ -344,10 +346,11 @@ def reconstruct_table() -> str:
             cells += (f"{100 * row['top1']:.2f} %", f"{100 * row['agreement']:.2f} %", f"{row['cpu_seconds']:.0f}")
             lines.append(f"| {' | '.join(cells)} |")
         notes.append(f"{model} has {100 * result['fp32']:.2f} % in full precision, on {result['judged']:,} images")
+    told = "; ".join(notes)
+    support = ", for TinyViT from the 1,000 support images" if "TinyViT" in told else ""
     note = (
-        f"{'; '.join(notes)}. Images are drawn from 1,024 unlabelled ones, for TinyViT from the 1,000 support images; "
-        "a correction follows the search of the same seed, a reconstruction the correction with as many images; the "
-        "seconds of each come on top."
+        f"{told[0].upper()}{told[1:]}. Images are drawn from 1,024 unlabelled ones{support}; a correction follows the "
+        "search of the same seed, a reconstruction the correction with as many images; the seconds of each come on top."
     )
     return "\n".join([*lines, "", note])
 
