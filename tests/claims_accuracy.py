@@ -105,8 +105,8 @@ def real_seconds() -> str:
     told = [f"of {methods} at {bits.upper()}" for bits, methods in at.items()]
     times = [seconds[key] / usual[key[0]] for key in slow]
     return (
-        f"The seconds {listed(told)} are {min(times):.1f} to {max(times):.1f} times the median of their method's, and are "
-        "not to be compared."
+        f"The seconds {listed(told)} are {min(times):.1f} to {max(times):.1f} times the median of their method's, and "
+        "are not to be compared."
         if told
         else ""
     )
@@ -138,8 +138,8 @@ def real_apq_vit() -> str:
     few = [mean(real()[method, bits]["top1"]) for method in ("apq-vit", "ptq4vit") for bits in ("w4a4", "w3a3")]
     order(max(few) < 0.01, few)
     return (
-        "`apq-vit`, our reading of its paper, ends below `ptq4vit`, on which it builds, at W8A8 and W6A6; at fewer bits "
-        "neither has 1 % right."
+        "`apq-vit`, our reading of its paper, ends below `ptq4vit`, on which it builds, at W8A8 and W6A6; at fewer "
+        "bits neither has 1 % right."
     )
 
 
@@ -353,8 +353,8 @@ def cost_of_four_bits() -> str:
     top.append(engines["accuracy"]["native/w4a4"]["top1"])
     cost = [100 * (stages["fp32"] - each) for each in top]
     return (
-        f"What 4 bits cost depends on the model: {tenths(min(cost))} to {tenths(max(cost))} points on the bundled one, by "
-        f"draw and processor, {lost('adalog', 'w4a4'):.1f} on TinyViT."
+        f"What 4 bits cost depends on the model: {tenths(min(cost))} to {tenths(max(cost))} points on the bundled one, "
+        f"by draw and processor, {lost('adalog', 'w4a4'):.1f} on TinyViT."
     )
 
 
@@ -372,7 +372,7 @@ def stages_readme() -> str:
     same, more = (of_stages("w2a2", "correction", images) - before for images in (32, 128))
     order(full - of_stages("w4a4", "search", 32) < 0.65)  # less than a standard error
     return (
-        f"At 2 bits a correction gives back {tenths(same)} of the {tenths(full - before)} points that the search loses on "
-        f"the bundled model, from the same 32 images, and {tenths(more)} from 128. At 4 bits there is nothing to give "
-        "back there."
+        f"At 2 bits a correction gives back {tenths(same)} of the {tenths(full - before)} points that the search loses "
+        f"on the bundled model, from the same 32 images, and {tenths(more)} from 128. At 4 bits there is nothing to "
+        "give back there."
     )

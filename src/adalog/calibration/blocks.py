@@ -17,8 +17,8 @@ from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import Block
 from adalog.graph.tracing import Axis, trace
 
-# The most images that are run together. Larger batches leave the cache and take fresh memory for every value, and whoever
-# has seen enough stops only between batches.
+# The most images that are run together. Larger batches leave the cache and take fresh memory for every value, and
+# whoever has seen enough stops only between batches.
 BATCH = 32
 
 
