@@ -275,7 +275,8 @@ def paper_tables() -> str:
         "## The paper's tables, on the bundled model\n\n"
         "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`, with the same images and the same judge. The "
         "command has gained rows since: those of `-released` readings, of `erq` and of reconstruction are not here. "
-        "One top-1 on 2,000 images has a standard error of about 0.7 points; agreement with full precision tells quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
+        "One top-1 on 2,000 images has a standard error of about 0.7 points; agreement with full precision tells "
+        "quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
     if renewed:
         text += (
