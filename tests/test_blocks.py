@@ -169,6 +169,7 @@ def test_images_that_mix_go_at_once():
         assert torch.equal(blocks.inputs(number)[block.value_in], expected[block.value_in])
 
 
+@pytest.mark.slow
 def test_gradients_go_through_a_block():
     """Those of its weights and its input are what they are in the whole model."""
     _, program = zoo.captured("timm_vit")

@@ -80,6 +80,7 @@ def test_modes_are_restored_after_a_refusal():
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_named_outputs_keep_their_names():
     model, program = zoo.captured("hf_vit")
     output = program.run((IMAGES,))

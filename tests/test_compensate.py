@@ -278,6 +278,7 @@ def test_a_stream_is_fitted_to_what_it_lacks(pool, searched):
     assert torch.allclose(about, (lacks - lacks.mean(0)).square().sum(0), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
     calibration, before = searched
     choices = replace(STAGE, target="stream")

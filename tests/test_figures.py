@@ -152,6 +152,7 @@ LEDGER = [
 ]
 
 
+@pytest.mark.slow
 def test_sqnr_by_kind_of_site():
     other = [LedgerRow(row.site, row.role, row.source, "", "", row.sqnr - 1) for row in LEDGER]
     figure = sqnr_figure({"one": LEDGER, "two": other})

@@ -169,6 +169,7 @@ def test_separate_linears_have_rows_of_their_own():
         calibration.search(CONFIG, ["q", "w"])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_norm_folds_by_the_rows_that_its_linears_read():
     """A class token unlike all others: the ranges of the others say nothing of it."""
@@ -237,6 +238,7 @@ def widths(result):
     return {row.site: (row.left.split(" ")[0], row.right.split(" ")[0]) for row in result.ledger}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_sites_keep_other_bits(calibration, images, tmp_path):
     result = calibration.quantize(kept(("blocks.*.mlp.*", 6), ("blocks.1.mlp.fc2", 32), ("*.av", 5)))
@@ -264,7 +266,8 @@ def test_all_sites_kept_in_float_are_the_float_model(calibration, tiny, images):
     assert other.ledger[0].left == "float"
 
 
-@pytest.mark.parametrize("fold_rows", [1, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fold_rows", [1, 10**6])
 @torch.no_grad()
 def test_linears_of_one_activation_keep_the_same_bits(fold_rows):
     """What matches `q` alone is for `k` and `v` too; for what else reads a norm, where that can be folded."""

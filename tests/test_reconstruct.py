@@ -257,6 +257,7 @@ def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):
     assert torch.allclose(found, wanted / wanted.mean(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_low_rank_error_is_made_of_gradients_where_the_block_was(pool, spoilt):
     """Of KL divergences by autograd, image by image: the two parts, each 1 where the last gradient was taken."""
     block = block_of(*spoilt, pool[:24], loss="low-rank")
@@ -444,6 +445,7 @@ def test_choices_that_cannot_be_are_refused():
             Config(stages=stages)
 
 
+@pytest.mark.slow
 def test_the_stage_alone_changes_what_is_to_be_changed(pool, spoilt):
     """Weights alone, without scales and biases: quantizers of activations stay."""
     calibration, before = spoilt

@@ -76,6 +76,7 @@ def test_refuses_autocast():
         capture(Toy(function, fc=nn.Linear(3, 4)), IMAGES)
 
 
+@pytest.mark.slow
 def test_refuses_images_that_are_not_numbers(tiny):
     with pytest.raises(CaptureError, match=r"DemoViT differs from the model by nan.*images may hold NaN"):
         capture(tiny, torch.full((2, 3, 32, 32), torch.nan))

@@ -151,6 +151,7 @@ def test_methods_fold_as_they_say(calibrations):
     assert reasons["repq-vit"] == {"norm": "not folded: it is the head's"}
 
 
+@pytest.mark.slow
 def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     calibration = calibrations("timm_vit")
     config = brief("repq-vit")

@@ -39,7 +39,7 @@ def test_a_trace_has_the_shapes_of_a_run(name):
     assert trace(program, [images], names=some).keys() == set(some)
 
 
-@pytest.mark.parametrize("name", ["demo", "timm_swin"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("timm_swin", marks=pytest.mark.slow)])
 def test_images_lie_along_their_axis(name):
     """What three images have together is what each has alone, along the axis that was found."""
     _, program = zoo.captured(name)
