@@ -70,9 +70,9 @@ class Stage:
         self._before = float(self._clock.read_text()) if self._clock.exists() else 0.0
         self._start = time.process_time()
 
-    def partial(self) -> Partial:
-        """The finished parts of a correction or reconstruction; the name of the file says which."""
-        return Partial(self.path, fingerprint(self.path.name, ()))
+    def partial(self, images: Tensor) -> Partial:
+        """The finished parts of a correction or reconstruction on these images; the name of the file says which."""
+        return Partial(self.path, fingerprint(self.path.name, [("images", images)]))
 
     def seconds(self) -> float:
         return self._before + time.process_time() - self._start
@@ -143,14 +143,14 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
         stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = Correction(images=images), stage.partial()
+        choices, done = Correction(images=images), stage.partial(drawn[0])
         found = corrected(calibration.program, drawn, assigned, choices, _MEMORY, done, stage.progress)
         return found, stage.seconds()
 
     def trained(bits: str, seed: int, images: int, start: Assigned) -> tuple[Assigned, float]:
         program = searched(bits, seed)[0].program
         stage, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = Reconstruction(images=images), stage.partial()
+        choices, done = Reconstruction(images=images), stage.partial(drawn[0])
         found = reconstructed(
             program, drawn, start, choices, seed=seed, memory=_MEMORY, partial=done, progress=stage.progress
         )

@@ -1,17 +1,20 @@
 """Weights whose quantizers are not asymmetric uniform: symmetric ones, and a kind that the package does not have."""
 
+import json
 import math
 import re
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from adalog import Config, Correction, Reconstruction
+from adalog import Config, Correction, QuantizedModel, Reconstruction, artifact
+from adalog.calibration.partial import Partial
 from adalog.choices import RangeSearch
-from adalog.errors import ArtifactError
-from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.errors import ArtifactError, DataError
+from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, TwinUniformQuantizer, UniformQuantizer
 from adalog.quantizers.codec import decode_weight, pack
 from adalog.search.bounds import point_of
 from adalog.search.operand import Format
@@ -63,6 +66,28 @@ def test_a_search_can_start_from_symmetric_weights_alone():
     assert point_of(right, skewed) is None
 
 
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("reach", [0.1, 0.4])
+def test_the_box_of_one_scale_begins_below_the_best_one(width, reach):
+    """Against a grid of scales for each row, by the error of the weight itself."""
+    right = symmetric(width)[1]
+    right = replace(right, values=right.values.abs().clamp(max=3) * right.values.sign())  # without outliers
+    low, high = right.box(reach)
+    top = right.values.abs().amax(1)
+    points = torch.linspace(0.02, 1.2, 119, dtype=torch.float64)[:, None] * top
+    errors = right.errors(right.values)(points[:, None], torch.float64).square().sum(2)
+    best = points.gather(0, errors.argmin(0)[None])
+    assert bool((low <= best * 1.02).all())
+    assert torch.equal(high[0], top)
+
+
+def test_a_twin_whose_negative_scale_is_another_starts_a_search():
+    form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
+    operand = replace(symmetric()[0], format=form)
+    twin = TwinUniformQuantizer(torch.tensor(0.3), torch.tensor(0.5), 4)
+    assert point_of(operand, twin).item() == pytest.approx(7 * 0.3)
+
+
 def test_the_largest_level_decides_a_symmetric_quantizer():
     found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4, 0.0)
     assert found.levels()[[0, -1]].tolist() == [-4.0, 3.5]
@@ -92,16 +117,27 @@ def ternary():
 
 
 @pytest.fixture(scope="module")
-def ternary_model(ternary, calibration, fast):
+def ternary_models(ternary, calibration, fast):
+    """Of the search alone, with a correction, and with training as the only stage."""
+
     def of_weights(config, *own_dims):
         return Format(config.weight_bits, own_dims, one_scale=ternary)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Format, "of_weights", of_weights)
-        return calibration.quantize(replace(fast, weight_bits=2, stages=FITTED))
+        stages = ((), FITTED[:1], FITTED[1:])
+        return [calibration.quantize(replace(fast, weight_bits=2, stages=each)) for each in stages]
 
 
-def test_ternary_weights_are_searched_corrected_and_reconstructed(ternary_model, images):
+@pytest.fixture(scope="module")
+def ternary_model(ternary_models):
+    return ternary_models[1]
+
+
+def test_ternary_weights_are_searched_corrected_and_reconstructed(ternary_models, ternary_model, images):
+    weights = [model.quantized.program.weights.values() for model in ternary_models]
+    one, *others = ([weight.dequantize() for weight in found] for found in weights)
+    assert [all(map(torch.equal, one, other)) for other in others] == [False, False]  # a correction, and training
     weights = ternary_model.quantized.program.weights.values()
     assert {weight.quantizer.kind for weight in weights} == {"ternary"}
     assert {int(code) for weight in weights for code in weight.codes.unique()} == {0, 1, 2}
@@ -113,6 +149,22 @@ def test_ternary_weights_round_trip(ternary_model, images):
     loaded = deserialise(content)
     assert torch.equal(loaded(images), ternary_model(images))
     assert serialise(loaded) == content
+
+
+def test_ternary_weights_go_through_the_file_of_what_is_done(ternary_model, tmp_path):
+    weight = next(iter(ternary_model.quantized.program.weights.values()))
+    path = tmp_path / "some.partial"
+    Partial(path, "of this").add("one", Assignment(None, weight, sqnr=1.0))
+    again = Partial(path, "of this").get("one").right
+    assert again.quantizer.kind == "ternary"
+    assert torch.equal(again.codes, weight.codes)
+    assert torch.equal(again.dequantize(), weight.dequantize())
+    lines = path.read_text().splitlines()
+    line = json.loads(lines[1])
+    line["right"]["codes"]["packed"] = b64encode(b"\xff" * len(b64decode(line["right"]["codes"]["packed"]))).decode()
+    path.write_text(f"{lines[0]}\n{json.dumps(line)}\n")
+    with pytest.raises(DataError, match="has the code 3: there are 3 codes"):
+        Partial(path, "of this")
 
 
 def test_bytes_of_ternary_weights_have_no_zero_points(ternary_model):
@@ -150,6 +202,44 @@ def test_kinds_that_no_weight_has(kind, match):
     given = {"codes": pack(torch.ones(320, dtype=torch.uint8), 2), "scale": torch.ones(10)}
     with pytest.raises(ArtifactError, match=match):
         decode_weight("head.weight", kind, given, 2, [10, 32])
+
+
+def test_a_weight_of_another_kind_is_refused_when_it_is_written(quantized):
+    program = quantized.quantized.program
+    name, weight = next(iter(program.weights.items()))
+    twin = TwinUniformQuantizer(weight.quantizer.scale, weight.quantizer.scale, weight.bits)
+    odd = replace(program, weights={**program.weights, name: replace(weight, quantizer=twin)})
+    with pytest.raises(ArtifactError, match="has a quantizer of the kind twin, which no weight has"):
+        artifact.serialise(replace(quantized.quantized, program=odd))
+    with pytest.raises(ArtifactError, match="values of the kind twin are sums of 2 parts; those of weights have one"):
+        QuantizedModel(replace(quantized.quantized, program=odd)).compile("reference")
+
+
+def test_integers_that_span_more_than_a_byte_run_by_reference_alone(quantized, images):
+    class Wide(UniformQuantizer):
+        kind = "wide"
+
+        def integers(self, code):
+            return [3 * part for part in super().integers(code)]
+
+        def units(self):
+            return [unit / 3 for unit in super().units()]
+
+        def limits(self):
+            return [(3 * low, 3 * high) for low, high in super().limits()]
+
+    program = quantized.quantized.program
+    name, weight = next((name, each) for name, each in program.weights.items() if name.startswith("head"))
+    eight = UniformQuantizer(weight.quantizer.scale / 16, torch.full_like(weight.quantizer.zero_point, 128), 8)
+    codes = eight.quantize(weight.dequantize()).to(torch.uint8)
+    codes[:, :2] = torch.tensor([0, 255], dtype=torch.uint8)
+    wide = QuantizedTensor(codes, Wide(eight.scale, eight.zero_point, 8))
+    tensors = {**program.tensors, name: wide.dequantize()}
+    odd = replace(program, weights={**program.weights, name: wide}, tensors=tensors)
+    model = QuantizedModel(replace(quantized.quantized, program=odd))
+    torch.testing.assert_close(model.compile("reference")(images), model(images), rtol=1e-3, atol=1e-3)
+    with pytest.raises(ArtifactError, match="integers span more than a byte: use `reference`"):
+        model.compile("torch")
 
 
 def test_kinds_that_take_more_than_one_number():

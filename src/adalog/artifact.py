@@ -26,7 +26,7 @@ from adalog.graph.program import Arg, Node, Output, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
-from adalog.quantizers.codec import check_shape, decode_quantizer, decode_weight, pack
+from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, pack
 from adalog.quantizers.quantizer import is_whole
 
 FORMAT = 3
@@ -79,7 +79,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, Any] = {}
     for name, weight in program.weights.items():
-        tensors[f"codes/{name}"] = pack(weight.codes, weight.bits)
+        tensors[f"codes/{name}"] = pack(checked_weight(name, weight).codes, weight.bits)
         tensors |= {f"{part}/{name}": value for part, value in weight.quantizer.stored().items()}
         kind = weight.quantizer.kind
         shapes[name] = [weight.bits, list(weight.codes.shape), *([] if kind == UniformQuantizer.kind else [kind])]
@@ -274,8 +274,8 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     floats = {f"float/{name}" for name in header["dtypes"] if name not in parts}
     odd = []
     for key, value in stored.items():
-        part, _, name = key.partition("/")
-        if name in parts:
+        part, slash, name = key.partition("/")
+        if slash and name in parts:
             parts[name][part] = value
         elif key not in floats:
             odd.append(key)
@@ -328,7 +328,7 @@ def _decode_tensor(
 
 def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:
     """stored: the weight's tensors by what they hold. The kind of a weight's quantizer is written unless uniform."""
-    _check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape]")
+    _check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape] or [..., kind]")
     bits, shape, kind = (*entry, UniformQuantizer.kind)[:3]
     _check(is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
     check_shape(f"weight {name}", shape)

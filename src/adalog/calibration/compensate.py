@@ -377,7 +377,7 @@ def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Te
 
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
     """The scales with the least error for these codes; a scale that would not be positive stays."""
-    (units,) = (part.to(target.dtype) for part in levels.integers(codes))
+    units = levels.integer(codes).to(target.dtype)
     seen = units @ form
     scale = (seen * target).sum(2, keepdim=True) / (seen * units).sum(2, keepdim=True)
     return replace(levels, scale=torch.where(scale > 0, scale, levels.scale))  # type: ignore[type-var]

@@ -15,7 +15,7 @@ from torch import Tensor
 from adalog.errors import ArtifactError, DataError
 from adalog.files import write_error
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
-from adalog.quantizers.codec import check_shape, decode_quantizer, pack, unpack
+from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, pack, unpack
 
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -141,4 +141,5 @@ def _side(name: str, fields: dict[str, Any] | None) -> Quantizer | QuantizedTens
     shape = fields["codes"]["shape"]
     check_shape(name, shape)
     packed = torch.frombuffer(bytearray(b64decode(fields["codes"]["packed"], validate=True)), dtype=torch.uint8)
-    return QuantizedTensor(unpack(packed, quantizer.bits, math.prod(shape)).reshape(shape), quantizer)
+    codes = unpack(packed, quantizer.bits, math.prod(shape)).reshape(shape)
+    return checked_weight(name, QuantizedTensor(codes, quantizer))

@@ -65,8 +65,8 @@ class _Rounding:
         quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
         self._top = quantizer.code_count - 1
         self._quantizer = quantizer
-        (integers,) = quantizer.integers(stored.codes)
-        place = weight.reshape(codes.shape) / quantizer.scale + (codes - integers)  # a scale is the step of all codes
+        # Codes are whole steps of the scale apart, so a constant leads from a code to its integer.
+        place = weight.reshape(codes.shape) / quantizer.scale + (codes - quantizer.integer(stored.codes))
         self._up_or_down = choices.weights == "adaround"
         inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
         place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)

@@ -1,7 +1,7 @@
 """The form that codes and quantizers have in a file: packed bits, and JSON."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from adalog.quantizers.assignment import QuantizedTensor
 from adalog.quantizers.quantizer import MAX_BITS, MIN_BITS, Quantizer, check_parameters, is_whole, read_scale
 
 MAX_DIMENSIONS = 8
+_SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -71,9 +72,9 @@ def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int,
     """
     try:
         packed, scale = stored["codes"], stored["scale"]
-        if packed.dtype != torch.uint8 or packed.ndim != 1 or not scale.is_floating_point():
+        if packed.dtype != torch.uint8 or packed.ndim != 1 or scale.dtype not in _SCALES:
             raise ArtifactError(f"weight {name} has codes and scales of the types {packed.dtype} and {scale.dtype}")
-        codes = unpack(packed, bits, math.prod(shape))
+        codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
         for part, value in stored.items():
             if part != "codes" and list(value.shape) != shape[:1]:
                 raise ArtifactError(f"weight {name} has the shape {shape} and {list(value.shape)} parameters")
@@ -84,10 +85,18 @@ def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int,
     odd = sorted(stored.keys() - quantizer.stored().keys() - {"codes"})
     if odd:
         raise ArtifactError(f"tensors and header do not name the same: {odd[0]}/{name}")
-    if codes.numel() and int(codes.max()) >= quantizer.code_count:
-        raise ArtifactError(f"weight {name} has the code {int(codes.max())}: there are {quantizer.code_count} codes")
     lead = (-1, *(1 for _ in shape[1:]))
-    return QuantizedTensor(codes.reshape(shape), quantizer.map(lambda value: value.reshape(lead)))
+    return checked_weight(name, QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead))))
+
+
+def checked_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
+    """The weight itself. Raises ArtifactError for a kind that no weight has, and for codes that its quantizer lacks."""
+    quantizer = weight.quantizer
+    type(quantizer).of_stored(name, quantizer.stored(), quantizer.bits)
+    most = int(weight.codes.max()) if weight.codes.numel() else 0
+    if most >= quantizer.code_count:
+        raise ArtifactError(f"weight {name} has the code {most}: there are {quantizer.code_count} codes")
+    return weight
 
 
 def kind_of(what: str, kind: Any) -> type[Quantizer]:
@@ -95,7 +104,13 @@ def kind_of(what: str, kind: Any) -> type[Quantizer]:
 
     what: is of this kind, for messages. Raises ArtifactError for a name that no class has.
     """
-    found = [each for each in Quantizer.__subclasses__() if each.kind == kind]
-    if not found:
+    found = [each for each in _derived(Quantizer) if getattr(each, "kind", None) == kind]
+    if kind is None or not found:
         raise ArtifactError(f"{what} is of the unknown kind {kind!r}")
     return found[-1]
+
+
+def _derived(base: type[Any]) -> Iterator[type[Quantizer]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _derived(each)

@@ -211,6 +211,14 @@ class Quantizer(ABC):
         constant part (an offset that no bias has absorbed) are all one.
         """
 
+    def integer(self, code: Tensor) -> Tensor:
+        """The integers of a weight's codes, whose values have one part. Raises ArtifactError for several."""
+        parts = self.integers(code)
+        if len(parts) != 1:
+            count = len(parts)
+            raise ArtifactError(f"values of the kind {self.kind} are sums of {count} parts; those of weights have one")
+        return parts[0]
+
     @abstractmethod
     def units(self) -> list[Tensor]:
         """The unit of each part: float64, to broadcast against the codes."""

@@ -19,7 +19,7 @@ from adalog.quantizers.quantizer import (
 
 
 def least_scale(dtype: torch.dtype) -> float:
-    """The scale of values that are all zero; its reciprocal is finite too."""
+    """The scale of values that are all zero."""
     return 2.0**-20 if dtype == torch.float16 else 2.0**-94
 
 

@@ -63,7 +63,7 @@ class IntegerSite:
     def weight_integers(self) -> Tensor:
         """The integers of a stored weight as the right side of a product: int64, (I, O) or (groups, I, O / groups)."""
         assert self.weight is not None
-        (whole,) = self.right.integers(self.weight)
+        whole = self.right.integer(self.weight)
         if self.geometry is None:
             return whole.t()
         return whole.reshape(self.groups, -1, whole[0].numel()).transpose(1, 2)

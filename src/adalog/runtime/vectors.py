@@ -28,7 +28,7 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
         if isinstance(quantizer, UniformQuantizer):
             values[f"{side}_zero_point"] = quantizer.zero_point.to(torch.int64)
         else:
-            codes = torch.arange(2**quantizer.bits)
+            codes = torch.arange(quantizer.code_count)
             for index, table in enumerate(quantizer.integers(codes)):
                 values[f"{side}_table_{index}"] = table
         for index, unit in enumerate(quantizer.units()):

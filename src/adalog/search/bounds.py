@@ -109,7 +109,9 @@ def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tens
     if form.one_scale is not None and isinstance(quantizer, form.one_scale):
         upper = quantizer.bounds()[1]
         again = form.one_scale.reaching(upper, form.bits, form.offset)
-        if upper.numel() == math.prod(shape) and torch.allclose(again.bounds()[0], quantizer.bounds()[0], rtol=1e-4):
+        near = 4 * torch.finfo(upper.dtype).eps
+        same = form.twin or torch.allclose(again.bounds()[0], quantizer.bounds()[0], rtol=near, atol=0)
+        if same and upper.numel() == math.prod(shape):
             return upper.reshape(1, *shape)
     return None
 

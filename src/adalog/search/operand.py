@@ -226,7 +226,7 @@ class Operand:
         Uniform: the lower bound between the percentiles 0 and reach, the upper one between 1 - reach and 1 (Algorithm
         1, lines 1-2). Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1
         of the values plus the offset. Twin: the largest positive value, between the percentiles 0.9 and 1. Other kinds
-        of one scale: the largest magnitude, between the percentiles 1 - reach and 1.
+        of one scale: the percentiles 1 - 2 reach and 1 of the magnitudes, since both tails are among these.
         """
         form = self.format
         shape = [self.values.shape[dim] for dim in form.own_dims]
@@ -236,9 +236,11 @@ class Operand:
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
         if form.one_scale is not None and not form.twin:
-            magnitudes = thinned_quantiles(sample.abs(), (1 - reach, 1.0))
-            low, high = (value.to(self.values.dtype).reshape(1, *shape) for value in magnitudes)
-            return low, high
+            # Where the range reaches further down, it spans the magnitudes with a smaller largest level.
+            below, above = form.one_scale.reaching(sample.new_ones(()), form.bits, form.offset).bounds()
+            low, high = thinned_quantiles(sample.abs(), (max(0.0, 1 - 2 * reach), 1.0))
+            low = low * float(above / torch.maximum(above, -below))
+            return low.to(self.values.dtype).reshape(1, *shape), high.to(self.values.dtype).reshape(1, *shape)
         lift = 0.0 if form.twin else form.offset
         some, top = thinned(sample), sample.max() + lift
         lifted = some[some + lift > 0] + lift

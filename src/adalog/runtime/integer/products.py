@@ -97,6 +97,8 @@ class RowProduct:
         whole = whole if site.geometry is None else whole[0]
         outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
         moved = torch.where(outside, whole.amin(0) + 128, 0)
+        if bool(((whole - moved) > 127).any()):
+            raise ArtifactError(f"site {site.name} has a weight whose integers span more than a byte: use `reference`")
         return (whole - moved).to(torch.int8).t().contiguous().t(), moved
 
     def _rows(self, left: list[Tensor]) -> list[list[Tensor]]:

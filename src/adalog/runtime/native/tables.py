@@ -43,7 +43,7 @@ def entries_of(quantizer: Quantizer) -> Tensor:
     return (
         quantizer.table_integers().int()
         if isinstance(quantizer, LogQuantizer)
-        else torch.arange(2**quantizer.bits).int()
+        else torch.arange(quantizer.code_count).int()
     )
 
 
