@@ -376,3 +376,18 @@ def stages_readme() -> str:
         f"on the bundled model, from the same 32 images, and {tenths(more)} from 128. At 4 bits there is nothing to "
         "give back there."
     )
+
+
+@says(README)
+def stages_real() -> str:
+    result = results("reconstruct-realbench")
+    found = {(row["bits"], row["stage"]): 100 * row["top1"] for row in result["rows"]}
+    four, three = (
+        [found[bits, stage] for stage in ("search", "correction", "reconstruction")] for bits in ("w4a4", "w3a3")
+    )
+    order(four == sorted(four) and three == sorted(three), found)
+    return (
+        f"On TinyViT, which has {100 * result['fp32']:.1f} %, W4A4 goes from {four[0]:.1f} % to {four[1]:.1f} % by a "
+        f"correction from 128 images, and to {four[2]:.1f} % by training its blocks after that; W3A3 goes from "
+        f"{three[0]:.1f} % to {three[1]:.1f} % and {three[2]:.1f} %, which is still of no use."
+    )
