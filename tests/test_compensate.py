@@ -207,6 +207,7 @@ def distance(model, reference, images):
     return float((predict(model, images) - wanted).square().mean() / wanted.var())
 
 
+@pytest.mark.slow
 def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitted):
     """On the images that are fitted, and on others."""
     calibration, before = searched
@@ -289,6 +290,7 @@ def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
         Correction(target="block")
 
 
+@pytest.mark.slow
 def test_what_has_no_codes_stays(searched, fitted):
     for (group, one), (_, other) in zip(searched[1], fitted, strict=True):
         assert (one is other) == (group.first.role in ("qk", "av"))

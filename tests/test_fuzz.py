@@ -397,7 +397,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "huge JSON" else ()) for kind in HOSTILE]
+)
 def test_hostile_files(kind):
     change, told = HOSTILE[kind]
     with pytest.raises(ArtifactError, match=told) as error:

@@ -209,6 +209,7 @@ def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
             assert bool((one.left.zero_point % 1 == 0).all())
 
 
+@pytest.mark.slow
 def test_a_block_that_got_worse_goes_back(pool, searched):
     block = block_of(*searched, pool[:24], rate=500.0, scale_rate=50.0, iterations=4)
     for (_, one), (_, other) in zip(block.trained(), block._assigned, strict=True):
@@ -225,6 +226,7 @@ def test_no_image_held_out_is_fitted(pool, searched):
     assert sorted(drawn[:21].tolist()) == sorted(set(drawn.tolist()))  # all of them once, before any comes again
 
 
+@pytest.mark.slow
 def test_a_share_of_values_stays_exact(pool, searched):
     """At nearly all of them, a block puts out what the float one does, also where a bias has absorbed an offset."""
     block = block_of(*searched, pool[:24], weights="latent")
@@ -316,6 +318,7 @@ def test_the_regulariser_begins_late_and_sharpens(pool, searched):
     assert found[0] > found[1] > found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3])
 def test_few_images_are_enough(pool, searched, images):
     calibration, before = searched

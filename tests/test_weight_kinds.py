@@ -134,6 +134,7 @@ def ternary_model(ternary_models):
     return ternary_models[1]
 
 
+@pytest.mark.slow
 def test_ternary_weights_are_searched_corrected_and_reconstructed(ternary_models, ternary_model, images):
     weights = [model.quantized.program.weights.values() for model in ternary_models]
     one, *others = ([weight.dequantize() for weight in found] for found in weights)
@@ -144,6 +145,7 @@ def test_ternary_weights_are_searched_corrected_and_reconstructed(ternary_models
     assert codes_agree(ternary_model, images)
 
 
+@pytest.mark.slow
 def test_ternary_weights_round_trip(ternary_model, images):
     content = serialise(ternary_model)
     loaded = deserialise(content)
@@ -151,6 +153,7 @@ def test_ternary_weights_round_trip(ternary_model, images):
     assert serialise(loaded) == content
 
 
+@pytest.mark.slow
 def test_ternary_weights_go_through_the_file_of_what_is_done(ternary_model, tmp_path):
     weight = next(iter(ternary_model.quantized.program.weights.values()))
     path = tmp_path / "some.partial"
@@ -167,6 +170,7 @@ def test_ternary_weights_go_through_the_file_of_what_is_done(ternary_model, tmp_
         Partial(path, "of this")
 
 
+@pytest.mark.slow
 def test_bytes_of_ternary_weights_have_no_zero_points(ternary_model):
     program = ternary_model.quantized.program
     sizes = cost(program, [(3, 32, 32)]).size_bytes
