@@ -9,7 +9,7 @@ from torch import nn
 
 import zoo
 from adalog import Calibration, Config
-from adalog.calibration.batches import cut
+from adalog.calibration.batches import Batches, cut
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.blockwise import refined_blocks
 from adalog.calibration.evolution import evolved
@@ -32,10 +32,10 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def size_of_all(program):
-    """Bytes that the inputs of all blocks take."""
+def size_of_all(program, blocks=None):
+    """Bytes that the inputs of all blocks take, or those of some."""
     values = at_once(program, [IMAGES])
-    return sum(values[block.value_in].numel() * 4 for block in find_blocks(program))
+    return sum(values[block.value_in].numel() * 4 for block in blocks or find_blocks(program))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,6 +112,34 @@ def test_blocks_in_order_cost_one_forward_and_no_more_memory_than_given(name, sh
     batches = -(-len(images) // blocks.batch)
     last = program.nodes[[node.name for node in program.nodes].index(found[-1].value_in)].name
     assert run.count(last) <= batches + 3  # it is tried on two images first
+
+
+@pytest.mark.parametrize("name", ["demo", pytest.param("timm_swin", marks=pytest.mark.slow)])
+def test_the_first_images_are_held_where_not_all_fit(name, monkeypatch):
+    """Reading the first images of each block, however often, costs one forward of those that fit."""
+    _, program = zoo.captured(name)
+    images = torch.cat([IMAGES] * 3)
+    found, expected = find_blocks(program), at_once(program, [images])
+    bytes_of = {block.value_in: 3 * size_of_all(program, [block]) for block in found[1:]}
+    limit = 0.3 * max(bytes_of.values())
+    blocks = Blocks(program, [images], found, int(limit * 8 / 3))
+    run, apply = [], Batches.run
+
+    def counting(self, given, names, *rest):
+        run.extend((self.count_of(given), name) for name in names)
+        return apply(self, given, names, *rest)
+
+    for number, block in enumerate(found):
+        with monkeypatch.context() as patch, Held(images, *program.tensors.values()) as held:
+            patch.setattr(Batches, "run", counting)
+            for _ in range(3):
+                seen = next(iter(blocks.batches(number)))[block.value_in]
+        assert held.peak <= limit * 8 / 3, number
+        close(seen, expected[block.value_in][: len(seen)])
+        close(torch.cat([each[block.value_in] for each in blocks.batches(number)]), expected[block.value_in])
+    for value_in, size in bytes_of.items():
+        made = sum(count for count, value in run if value == value_in)
+        assert made <= min(1, limit / size) * len(images) + 4, value_in  # it is tried on two images, together and alone
 
 
 def quantized_after(program, value, quantizer):

@@ -222,7 +222,7 @@ class Evolution:
 class Correction:
     """Weights and biases are fitted to the float network's outputs in closed form: see `calibration.compensate`.
 
-    images: how many unlabelled images are fitted; a site reads the first batches that give it 262,144 rows. ridge:
+    images: how many unlabelled images are fitted; a site reads the first batches that give it 131,072 rows. ridge:
     whether weights are fitted, or rounded alone. compensate: whether codes make up for each other's errors, or are the
     nearest. target: what a site is fitted to, its own "output" in the float network or, where that is added to a
     "stream", what the quantized stream lacks of the float sum.

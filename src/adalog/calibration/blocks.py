@@ -28,8 +28,9 @@ class Blocks:
     Where the inputs of all blocks and the values of one forward of all images fit, one forward makes the inputs, and
     they stay. Else 3/8 of the memory hold the input of one block, 3/8 that of the next one while it is made, and 1/4
     the values of a batch of images. So blocks in order cost one forward in all, and a block before the last one that
-    was asked for starts from the images again. An input of more than 3/8 of the memory is not held: `inputs` makes it
-    whenever it is asked for, `batches` makes a batch of it at a time.
+    was asked for starts from the images again. An input of more than 3/8 of the memory is held for as many of the first
+    images as fit. `batches` makes the rest a batch at a time, if it is read so far; `inputs` makes all of it whenever
+    it is asked for.
 
     Batches, of `BATCH` images at most, give what all images at once give, up to rounding. They are tried on two images;
     where these have not alone what they have together, all images go at once, whatever the memory. The images, the
@@ -112,7 +113,7 @@ class Blocks:
         images, name = self._batches.images, self.blocks[number].value_in
         if name in images:
             return dict(images)
-        if name not in self._held:
+        if self._held_count(name) < self.count:
             source = self._source(number)
             later = [block.value_in for block in self.blocks[number + 1 :]]
             made = self.run(source, [name, *(later if self._all_fit and self._ahead else ())])
@@ -125,14 +126,18 @@ class Blocks:
     def batches(self, number: int) -> Iterator[Chunk]:
         """What a block takes, in batches of consecutive images."""
         name = self.blocks[number].value_in
-        whole = name in self._batches.images or name in self._held or self._all_fit
+        whole = name in self._batches.images or self._held_count(name) == self.count or self._all_fit
         if whole or self._bytes[name] <= self._limit or not self._splits(self._source(number), [name]):
             chunk = self.inputs(number)
             yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self.count)
             return
-        for chunk in self._batches.split(self._source(number), self.batch):
-            inputs = {key: chunk[key] for key in self._batches.images}
-            yield {**inputs, **self._batches.run(chunk, [name])}
+        first = self._limit * self.count // self._bytes[name]
+        if first and name not in self._held:
+            self._held = self._joined(self._made(number, 0, first), [name], first)
+        if first:
+            images = self._batches.part(self._batches.images, 0, first)
+            yield from self._batches.split({**images, name: self._held[name]}, self.batch)
+        yield from self._made(number, first, self.count)
 
     def keeps_apart(self, number: int, names: Collection[str]) -> bool:
         """Whether these values of a block, and its input, can be made in batches of images."""
@@ -171,20 +176,11 @@ class Blocks:
         """
         if not self._splits(given, names, program):
             return self._batches.run(given, names, program)
-        result: Chunk = {}
-        before = 0
-        for chunk in self._batches.split(given, self.batch):
-            for name, value in self._batches.run(chunk, names, program).items():
-                axis = self._batches.axes[name]
-                if axis is None:
-                    result.setdefault(name, in_own_memory(value))
-                    continue
-                dim, each = axis
-                if name not in result:
-                    result[name] = value.new_empty((*value.shape[:dim], each * self.count, *value.shape[dim + 1 :]))
-                result[name].narrow(dim, before * each, value.shape[dim]).copy_(value)
-            before += self._batches.count_of(chunk)
-        return result
+        chunks = (
+            {**self._images_of(chunk), **self._batches.run(chunk, names, program)}
+            for chunk in self._batches.split(given, self.batch)
+        )
+        return self._joined(chunks, names, self.count)
 
     def change(self, number: int, program: Program) -> None:
         """Go on with another program, which differs from the one so far in this block and those behind it only."""
@@ -197,11 +193,52 @@ class Blocks:
         self._held = {self.blocks[number].value_in: value}
 
     def _source(self, number: int) -> Chunk:
-        """What is held of the last block before this one, or the images: to make this one's input of."""
+        """What is held, for all images, of the last block before this one, or the images: to make its input of."""
+        return self._source_of(number, self.count)[0]
+
+    def _source_of(self, number: int, count: int) -> tuple[Chunk, int]:
+        """The same where the first `count` images are enough, and the number of images that it has."""
         for block in reversed(self.blocks[: number + 1]):
-            if block.value_in in self._held:
-                return {**self._batches.images, block.value_in: self._held[block.value_in]}
-        return dict(self._batches.images)
+            held = self._held_count(block.value_in)
+            if held >= count:
+                return {**self._batches.images, block.value_in: self._held[block.value_in]}, held
+        return dict(self._batches.images), self.count
+
+    def _held_count(self, name: str) -> int:
+        """The number of images, the first ones, for which a block's input is held."""
+        if name not in self._held or self._all_fit:
+            return self.count if name in self._held else 0
+        axis = self._batches.axes.get(name)
+        return self.count if axis is None else self._held[name].shape[axis[0]] // axis[1]
+
+    def _made(self, number: int, first: int, end: int) -> Iterator[Chunk]:
+        """A block's input in batches, from one image to another, made of the nearest input before that is held."""
+        while first < end:
+            source, held = self._source_of(number, first + 1)
+            until = min(end, held)
+            for chunk in self._batches.split(self._batches.part(source, first, until - first), self.batch):
+                yield {**self._images_of(chunk), **self._batches.run(chunk, [self.blocks[number].value_in])}
+            first = until
+
+    def _images_of(self, chunk: Chunk) -> Chunk:
+        return {name: chunk[name] for name in self._batches.images}
+
+    def _joined(self, chunks: Iterator[Chunk], names: Collection[str], count: int) -> Chunk:
+        """The values of these names for `count` images from chunks of consecutive ones."""
+        result: Chunk = {}
+        before = 0
+        for chunk in chunks:
+            for name in names:
+                value, axis = chunk[name], self._batches.axes[name]
+                if axis is None:
+                    result.setdefault(name, in_own_memory(value))
+                    continue
+                dim, each = axis
+                if name not in result:
+                    result[name] = value.new_empty((*value.shape[:dim], each * count, *value.shape[dim + 1 :]))
+                result[name].narrow(dim, before * each, value.shape[dim]).copy_(value)
+            before += self._batches.count_of(chunk)
+        return result
 
     def _splits(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
         """Whether values may be given, and others made of them, in batches; new ones are tried on two images."""
