@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from adalog import ArtifactError, Calibration, Config, library
 from adalog.runtime.native import flow, recognise
 from adalog.runtime.native.steps import Rows
 from stored import deserialise, serialise
+from toys import Toy
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
@@ -290,6 +292,24 @@ def test_rows_that_are_read_in_parts(level, fast):
     compiled = model.compile("native", level=level)
     assert set(compiled.prepare(5).fallbacks.values()) == {"aten.flip.default", "aten.roll.default"}
     assert len(compiled.prepare(5).calls) == 7  # codes, up, norm with its addition, norm, down, and those two
+    for found, wanted in zip(compiled(x), model(x), strict=True):
+        assert close(found, wanted) < 1e-5
+
+
+@every_level
+def test_a_constant_row_behind_a_norm_is_added_to_the_zeros_around_it_too(level, fast):
+    """Behind one norm the rows become codes, behind the other one they stay numbers."""
+
+    def run(m, x):
+        return m.fc(F.pad(m.norm(x), (0, 0, 1, 2)) + m.row), F.pad(m.other(x), (0, 0, 2, 0)).roll(1, 1) + m.row
+
+    torch.manual_seed(0)
+    modules = {"norm": nn.LayerNorm(8), "other": nn.LayerNorm(8), "fc": nn.Linear(8, 3)}
+    x = torch.randn(5, 6, 8)
+    model = Calibration(Toy(run, **modules, row=nn.Parameter(torch.randn(8))).eval(), x).quantize(fast)
+    compiled = model.compile("native", level=level)
+    assert not compiled.prepare(5).fallbacks
+    assert len(compiled.prepare(5).calls) == 3  # two norms and a linear
     for found, wanted in zip(compiled(x), model(x), strict=True):
         assert close(found, wanted) < 1e-5
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import zoo
 from adalog.graph.capture import capture
+from adalog.graph.rewrite import group_sites, rewritten
 from adalog.graph.sites import (
     POWER_LAW_ACTIVATIONS,
     find_blocks,
@@ -21,6 +22,7 @@ from adalog.graph.sites import (
     find_sites,
     minimum_of,
 )
+from adalog.quantizers import Assignment, Fold
 from toys import IMAGES, Attention, Toy
 
 
@@ -294,14 +296,43 @@ def test_norms_that_only_linears_read_are_pairs(function, sites):
 
 
 @pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, 0, 3, 1, 2))),
+        lambda m, x: m.fc(F.pad(m.norm(x), (0, 0, -2, 3), "constant", 0.0).roll(3, 2).flatten(1, 2)),
+        lambda m, x: m.fc(torch.constant_pad_nd(m.norm(x), (0, 0, 1, 1))),
+        lambda m, x: (m.fc(m.norm(x)), m.other(F.pad(m.norm(x), (0, 0, 1, 1)))),
+    ],
+)
+def test_norms_with_zeros_around_are_folded_exactly(function):
+    """The norm keeps the scale; what the zeros must lose as well is taken off behind them."""
+    torch.manual_seed(0)
+    norm, images = nn.LayerNorm(32).double(), IMAGES.double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    model = Toy(function, norm=norm, fc=nn.Linear(32, 4).double(), other=nn.Linear(32, 6).double()).eval()
+    program = capture(model, images)
+    sites = find_sites(program)
+    (pair,) = find_pairs(program, sites, (images[:2],))
+    assert pair.padded
+    assert not pair.refusal
+    fold = Fold(torch.rand(32).double() + 0.5, torch.randn(32).double())
+    folded = rewritten(program, [(group, Assignment(None, None, fold)) for group in group_sites(sites, [pair])])
+    expected, found = model(images), folded.run([images])
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    values = {node.name: node for node in folded.nodes}
+    assert all(values[site.node.name].args[0].name == f"{site.name}.shifted" for site in sites)
+
+
+@pytest.mark.parametrize(
     ("function", "why"),
     [
         (lambda m, x: (m.conv(m.norm(x)), m.fc(m.norm(x))), "it also feeds conv2d.default in conv"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x).roll(1, 2) + x), "it also feeds add.Tensor in the model"),
-        (
-            lambda m, x: (m.fc(m.norm(x)), m.fc(F.pad(m.norm(x), (0, 0, 1, 1)))),
-            "it also feeds pad.default in the model",
-        ),
+        (lambda m, x: (m.fc(m.norm(x)), F.pad(m.norm(x), (0, 0, 1, 1), value=1.0)), "it also feeds pad.default"),
+        (lambda m, x: (m.fc(m.norm(x)), F.pad(m.norm(x), (0, 0, 1, 1), "reflect")), "it also feeds pad.default"),
+        (lambda m, x: m.fc(F.pad(m.norm(x), (-1, 1, 1, 1))), "its channels are mixed with positions before fc"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x)), "it is an output of the model"),
         (lambda m, x: (m.fc(m.norm(x)), m.norm(x)[:, 0]), "it is an output of the model"),
         (lambda m, x: m.fc(m.norm(x).transpose(2, 3)), "its channels are mixed with positions before fc"),

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from adalog.errors import CaptureError
 from adalog.graph.canonical import UNFOLDED, Call, canonical
-from adalog.graph.operations import OPERATIONS, PLACEMENT, aten
+from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
 from adalog.graph.program import Arg, Node, Output, Program, Ref, leaves_of
 
 TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fraction of the largest output
@@ -43,7 +43,6 @@ _IDENTITIES = _CLONES | aten(
     "detach_.default alias.default lift_fresh.default"
 )
 _CASTS = aten("to.dtype to.dtype_layout to.device to.other type_as.default")
-_PADS = aten("pad.default constant_pad_nd.default")
 _NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros", "ones", "full")}
 _CHECKS = ("aten._assert", "aten.sym_constrain")
 # Views that can be written through, and the operations that put the written slice back into the whole.
@@ -181,7 +180,7 @@ class _Importer:
             return self._inline(node, op)
         args = self._convert(node.args)
         kwargs = {key: self._convert(value) for key, value in node.kwargs.items() if key not in PLACEMENT}
-        if op in _IDENTITIES or (op in _PADS and not any(args[1])):
+        if op in _IDENTITIES or (op in PADS and not any(args[1])):
             return args[0]
         if op in _CASTS:
             return args[0] if _dtype(node) == _dtype(node.args[0]) else self._cast(node, args[0])

@@ -103,6 +103,9 @@ MOVES = {"getitem"} | aten(
     "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
 )
 
+# Operations that put a number around a value, or drop its edges.
+PADS = aten("pad.default constant_pad_nd.default")
+
 # Operations that read a tensor's shape alone.
 SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 

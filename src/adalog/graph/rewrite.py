@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from adalog.graph.convolution import conv_geometry
@@ -83,7 +84,7 @@ class _Build:
         """Quantize the operands of a group's sites."""
         first, fold = group.first, assignment.fold
         if fold is not None and group.pair is not None:
-            self._fold_norm(group.pair.norm, fold)
+            self._fold_norm(group.pair, fold)
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
@@ -102,7 +103,10 @@ class _Build:
             quantizer = quantizer.map(
                 lambda value: value.reshape(groups, 1, 1).repeat_interleave(channels, dim=0)  # for (B, channels, H, W)
             )
-        input_ref = self._fake(first, first.left, "input", quantizer)
+        value = first.left
+        if fold is not None and group.pair is not None and group.pair.padded:
+            value = self._shifted(first, fold)
+        input_ref = self._fake(first, value, "input", quantizer)
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
@@ -110,14 +114,26 @@ class _Build:
             self._place_weight(site, input_ref, _rows(assignment.right, start, end), fold, offset, bias)
             start = end
 
-    def _fold_norm(self, norm: Node, fold: Fold) -> None:
+    def _fold_norm(self, pair: Pair, fold: Fold) -> None:
+        norm = pair.norm
         if norm.name in self._folded:  # it feeds several groups
             return
+        if pair.padded:
+            fold = replace(fold, beta=torch.zeros_like(fold.beta))
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
         names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
         self._tensors[names[0]], self._tensors[names[1]] = fold.norm(weight, bias)
         self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
         self._folded.add(norm.name)
+
+    def _shifted(self, site: Site, fold: Fold) -> str:
+        """The input of a linear less the fold's beta, which the zeros around the norm's output must lose as well."""
+        name = f"{site.name}.shifted"
+        self._tensors[f"{name}#beta"] = -fold.beta
+        self._before.setdefault(site.node.name, []).append(
+            Node(name, "aten.add.Tensor", (Ref(site.left), Ref(f"{name}#beta")), scope=site.node.scope)
+        )
+        return name
 
     def _place_weight(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
 from adalog.graph.program import Node, Program, Ref, refs_of
-from adalog.graph.tracing import channels_in_views, trace
+from adalog.graph.tracing import channels_in_views, trace, zero_padding
 
 _ACTIVATIONS = {
     f"aten.{name}.default": name
@@ -56,11 +56,15 @@ class Site:
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm and the linears that read it, whose scale can be folded; refusal: why not, where it cannot."""
+    """A LayerNorm and the linears that read it, whose scale can be folded; refusal: why not, where it cannot.
+
+    padded: whether zeros are put around the norm's output before the linears read it.
+    """
 
     norm: Node
     sites: tuple[str, ...]
     refusal: str = ""
+    padded: bool = False
 
     @property
     def name(self) -> str:
@@ -181,7 +185,8 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     """For every LayerNorm that feeds a linear: the linears to fold it with, or the reason not to.
 
     Folding changes every value that the norm puts out. So every reader must be a linear, and its last axis must count
-    the norm's channels, whatever views lie between. example: inputs whose shapes the program is traced with.
+    the norm's channels, whatever views or zeros around them lie between. example: inputs whose shapes the program is
+    traced with.
     """
     values, readers = trace(program, example), program.consumers()
     linears = {site.node.name: site for site in sites if site.role == "linear"}
@@ -190,24 +195,26 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     for norm in program.nodes:
         if norm.op != "aten.layer_norm.default":
             continue
-        reading, refusals = [], []
+        reading, refusals, padded = [], [], False
         if len(norm.args[1]) != 1:
             refusals.append("it normalises more than the channels")
         if any(arg is None or arg.name not in program.tensors for arg in (*norm.args[2:4], None, None)[:2]):
             refusals.append("it has no weight and bias to fold into")
-        for name, channels in channels_in_views(norm.name, values, readers):
+        for name, channels in channels_in_views(norm.name, values, readers, padded=True):
             if name in outputs:
                 refusals.append("it is an output of the model")
             for reader in readers.get(name, []):
                 if reader.name in linears and linears[reader.name].left == name:
                     reading.append(linears[reader.name].name)
                     count = values[norm.name].shape[-1]
-                    if channels.shape[-1] != count or not bool((channels == torch.arange(count)).all()):
+                    if channels.shape[-1] != count or not bool((channels == torch.arange(count))[channels >= 0].all()):
                         refusals.append(f"its channels are mixed with positions before {reading[-1]}")
+                elif zero_padding(reader):
+                    padded = True
                 elif reader.op not in MOVES and reader.op != "aten.sym_size.int":
                     refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
         if reading:
-            pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else ""))
+            pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else "", padded))
     return pairs
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.operations import MOVES, resolve
+from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
 Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None where all images share a value
@@ -43,20 +43,33 @@ def sizes(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def channels_in_views(
-    name: str, values: Mapping[str, Any], readers: Mapping[str, Sequence[Node]]
+    name: str, values: Mapping[str, Any], readers: Mapping[str, Sequence[Node]], *, padded: bool = False
 ) -> list[tuple[str, Any]]:
     """A value and all its views, in order of distance, each with the number of the channel that lies at each place.
 
-    The last axis of the value counts its channels. values: of `trace`; readers: of `Program.consumers`.
+    The last axis of the value counts its channels. values: of `trace`; readers: of `Program.consumers`. padded: whether
+    a view may have zeros around it, as `zero_padding` tells; their number is -1.
     """
     numbers, shape = sizes(values), values[name].shape
     views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape))]
     for view, channels in views:  # the list grows meanwhile
         for reader in readers.get(view, []):
+            known = {**numbers, view: channels}
             if reader.op in MOVES:
-                moved = resolve(reader.op)(*evaluate(reader.args, {**numbers, view: channels}), **reader.kwargs)
-                views.append((reader.name, moved))
+                views.append((reader.name, resolve(reader.op)(*evaluate(reader.args, known), **reader.kwargs)))
+            elif padded and zero_padding(reader):
+                widths = evaluate(reader.args[1], known)
+                views.append((reader.name, torch.nn.functional.pad(channels, widths, value=-1)))
     return views
+
+
+def zero_padding(node: Node) -> bool:
+    """Whether an operation puts zeros around a value, or drops its edges."""
+    given: list[Any] = list(node.args[2:])
+    if node.op == "aten.constant_pad_nd.default":
+        given.insert(0, "constant")
+    mode, fill = given + ["constant", 0][len(given) :]
+    return node.op in PADS and not node.kwargs and mode == "constant" and not fill
 
 
 def image_axes(program: Program, inputs: Sequence[Tensor]) -> dict[str, Axis]:

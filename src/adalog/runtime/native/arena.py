@@ -135,22 +135,25 @@ class Layout:
                 seen = self.dense(plane)
         return seen if 1 in (seen.stride(-1), seen.stride(-2)) else self.dense(seen)
 
-    def results(self, finish: Finish, shape: Sequence[int], whole: bool = True) -> list[Tensor]:
+    def results(self, finish: Finish, shape: Sequence[int], rows: Rows | None = None) -> list[Tensor]:
         """Memory for the results of a kernel, one tensor per plane.
 
-        whole: whether the kernel writes all of it. If not, it is no shared memory and starts full of what stands for 0.
+        rows: where the kernel puts them. If that is not everywhere, the memory is not shared, and starts full of what
+        stands for the rows that are empty.
         """
         count = finish.planes if isinstance(finish, Lookup) else 1
         dtype = torch.float32 if finish is None else torch.uint8
-        if whole:
+        if rows is None or rows.whole:
             return [self.arena.take(shape, dtype) for _ in range(count)]
-        out = [torch.zeros(shape, dtype=dtype) for _ in range(count)]
+        empty = torch.zeros(shape[-1]) if rows.empty is None else rows.empty
         if isinstance(finish, Codes):
-            out[0].view(-1, len(finish.zero))[:] = finish.zero
+            planes = [((empty / finish.scale).round() + finish.zero).clamp(torch.zeros(()), finish.top)]
         elif finish is not None:
-            zero = int(finish.values[(finish.thresholds <= 0).sum()])
-            for plane, byte in zip(out, (zero & 255, zero >> 8), strict=False):
-                plane.fill_(byte)
+            bytes_ = finish.values[torch.searchsorted(finish.thresholds, empty, right=True)]
+            planes = [bytes_ & 255, bytes_ >> 8][:count]
+        else:
+            planes = [empty]
+        out = [plane.to(dtype).expand(shape).clone(memory_format=torch.contiguous_format) for plane in planes]
         self.alive += out
         return out
 

@@ -141,7 +141,7 @@ class _Emitter:
     def _norm(self, step: Norm) -> Any:
         layout, x = self.layout, _floats(self._values[step.source])
         x, columns = layout.dense(x), x.shape[-1]
-        out = layout.results(step.finish, step.shape, step.rows.whole)
+        out = layout.results(step.finish, step.shape, step.rows)
         scale = torch.ones(columns).double() if step.weight is None else step.weight.double()
         arguments = abi.Norm(
             data=x.data_ptr(),
@@ -168,7 +168,7 @@ class _Emitter:
         if step.factor is not None:
             scale = scale * step.factor.double()
             bias = None if bias is None else bias * step.factor.double()
-        out = layout.results(step.finish, step.shape, step.rows.whole)
+        out = layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias)
         layout.move_rows(output, step.rows, self._added(step))
         if len(rows[0]):

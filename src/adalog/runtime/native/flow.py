@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.graph.operations import MOVES, aten
+from adalog.graph.operations import MOVES, PADS, aten
 from adalog.graph.program import Node, Program, Ref, evaluate, refs_of
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.reference import ENCODE, PRODUCT
 
 SIZE = "aten.sym_size.int"  # reads the shape of a value and none of its entries
 FACTORS = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
-_PADS = aten("pad.default constant_pad_nd.default")
 
 
 class Flow:
@@ -153,7 +152,7 @@ def _moves(flow: Flow, node: Node, values: Mapping[str, Any]) -> bool:
     refs = list(node.refs())
     if not all(each in values or isinstance(flow.shapes.get(each), int) for each in refs):
         return False
-    if node.op in _PADS:
+    if node.op in PADS:
         return not bool(flow.apply(node, {refs[0]: torch.zeros(values[refs[0]].shape)}).any())
     return node.op in MOVES or node.op == "aten.cat.default"
 
@@ -172,6 +171,20 @@ def _places(numbers: Tensor, count: int) -> Tensor | None:
     rows = torch.arange(columns, dtype=torch.int32) * there[:, None] + first
     whole = not bool((before % columns).any()) and torch.equal(numbers, rows)
     return place if whole and int((place >= 0).sum()) == len(before) else None
+
+
+def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | None]:
+    """The same rows with the constant that their only reader adds to each of them, and that constant, (columns,)."""
+    reader = flow.sole_reader(rows.last)
+    if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or reader.args[0] != Ref(rows.last):
+        return rows, None
+    other = reader.args[1]
+    if not isinstance(other, Ref) or not flow.is_constant(other.name):
+        return rows, None
+    constant = flow.constant(other.name)
+    if constant.shape != (columns,) or flow.shapes[reader.name].dtype != torch.float32:
+        return rows, None
+    return replace(rows, last=reader.name, gone=(*rows.gone, rows.last), empty=constant), constant
 
 
 def with_addition(flow: Flow, rows: Rows, columns: int, pending: Mapping[str, Any]) -> Rows:

@@ -20,7 +20,7 @@ from adalog.errors import AdalogError, ProgramError, one_line
 from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantizers import Quantizer, UniformQuantizer
-from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition
+from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition, with_constant
 from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Rows, Same, Step, Steps, Torch
 from adalog.runtime.native.tables import Codes, Finish, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
@@ -138,14 +138,16 @@ class _Recogniser:
 
     def _norm(self, node: Node) -> None:
         columns = self._flow.shapes[node.name].shape[-1]
-        rows = rows_behind(self._flow, node.name, columns)
+        rows, constant = with_constant(self._flow, rows_behind(self._flow, node.name, columns), columns)
         finish = self._finish_of(rows.last, self._flow.columns(node.name, rows.last))
-        if finish is None:
+        if finish is None and constant is None:
             rows = with_addition(self._flow, rows, columns, self.pending)
         given: list[Any] = list(node.args[:5])
         source, _, weight, bias, epsilon = given + [None, None, 1e-5][len(given) - 2 :]
-        shape = self._flow.shapes[rows.last].shape
-        step = Norm(rows.last, source.name, self._tensor(weight), self._tensor(bias), epsilon, shape, rows, finish)
+        shape, shift = self._flow.shapes[rows.last].shape, self._tensor(bias)
+        if constant is not None:
+            shift = constant if shift is None else shift + constant
+        step = Norm(rows.last, source.name, self._tensor(weight), shift, epsilon, shape, rows, finish)
         self._replace(rows.gone, step)
 
     def _is_bias(self, arg: Any) -> bool:

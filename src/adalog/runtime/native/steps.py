@@ -21,7 +21,8 @@ class Rows:
     """Where each row of a value ends up after moves that have no other reader; `last` is what the last of them makes.
 
     place: of each row, its number among the rows of `last`, or -1 where it is dropped; int32; None where rows stay.
-    whole: whether a row lands in every place of `last`; elsewhere there are zeros. gone: the values that nobody makes.
+    whole: whether a row lands in every place of `last`; elsewhere there is `empty`, (columns,), or zeros where that is
+    None. gone: the values that nobody makes.
     added: the value that is added on the way, if any; added_to: of each row, the number of the row of `added` that it
     is added to, int32; None where that is its own.
     """
@@ -32,6 +33,7 @@ class Rows:
     gone: tuple[str, ...] = ()
     added: str | None = None
     added_to: Tensor | None = None
+    empty: Tensor | None = None
 
 
 @dataclass(frozen=True)
