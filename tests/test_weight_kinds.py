@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adalog import Config, Correction, QuantizedModel, Reconstruction, artifact
+from adalog import Config, Correction, QuantizedModel, Reconstruction, artifact, library
 from adalog.calibration.partial import Partial
 from adalog.choices import RangeSearch
 from adalog.errors import ArtifactError, DataError
@@ -23,7 +23,7 @@ from problems import symmetric
 from stored import deserialise, serialise
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "add-a-quantizer.md"
-EXECUTORS = ("reference", "torch", "native")
+EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 FITTED = (Correction(images=4), Reconstruction(images=4, iterations=4, batch=4))
 
 
