@@ -94,7 +94,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
         "refusals": dict(quantized.refusals),
         "ledger": [[_encode(value) for value in row.values()] for row in ledger_json(quantized.ledger)],
         "inputs": [
-            [name, _dtype_name(value), list(value.shape[1:])]
+            [name, _dtype_name(value), list(value.shape[1:]), *map(list, filter(None, [program.free.get(name)]))]
             for name, value in zip(program.inputs, quantized.example, strict=True)
         ],
         "output": _encode(program.output),
@@ -103,6 +103,8 @@ def serialise(quantized: QuantizedProgram) -> bytes:
         "weights": shapes,
         "dtypes": {name: _dtype_name(value) for name, value in program.tensors.items()},
     }
+    if program.rule is not None:
+        header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
     _check_text(header)
     # One metadata key only: the order of several is not fixed, and the bytes must be.
     content = to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
@@ -264,7 +266,7 @@ def _check_text(value: Any) -> None:
 
 
 def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedProgram:
-    odd = sorted(_FIELDS.keys() ^ header.keys())
+    odd = sorted(_FIELDS.keys() ^ (header.keys() - {"rule"}))
     _check(not odd, f"the header lacks the fields, or has fields of its own: {', '.join(odd)}")
     for name, kind in _FIELDS.items():
         _check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
@@ -284,14 +286,17 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     weights = {name: _decode_weight(name, entry, parts[name]) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
-    inputs, example = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
+    inputs, example, opened = zip(*(_decode_input(entry) for entry in header["inputs"]), strict=True)
+    free = {name: dims for name, dims in zip(inputs, opened, strict=True) if dims}
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode_arg(header["output"])
     known = {*inputs, *tensors, *(node.name for node in nodes)}
     _check(any(True for _ in refs_of(output)), "the output holds no value")
     missing = [ref for ref in refs_of(output) if ref not in known]
     _check(not missing, f"the output reads {missing}, which nothing makes")
-    program = Program(inputs, nodes, output, tensors, quantizers, weights)
+    rule = None if "rule" not in header else _decode_rule(header["rule"], inputs)
+    _check(rule is None or bool(free), "there is a rule for sizes, and no size is free")
+    program = Program(inputs, nodes, output, tensors, quantizers, weights, free, rule)
     config = Config.from_json(json.dumps(header["config"]))
     ledger = tuple(_decode_ledger_row(*row) for row in header["ledger"])
     refusals, provenance = header["refusals"], header["provenance"]
@@ -301,13 +306,27 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     return quantized
 
 
-def _decode_input(entry: Any) -> tuple[str, Tensor]:
-    """The name of an input, and the input itself without images."""
-    _check(isinstance(entry, list) and len(entry) == 3, "an input is no [name, type, shape]")
-    name, dtype, shape = entry
+def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
+    """The name of an input, the input itself without images, and its dimensions whose sizes are free."""
+    _check(isinstance(entry, list) and len(entry) in (3, 4), "an input is no [name, type, shape] or [..., free]")
+    name, dtype, shape, free = (*entry, [])[:4]
     _check(isinstance(name, str), f"an input has the name {name!r}")
     check_shape(f"input {name}", shape)
-    return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype))
+    good = free == [] or (isinstance(free, list) and free == [2, 3] and len(shape) == 3)
+    _check(good, f"input {name} has the free dimensions {free!r}")
+    return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype)), tuple(free)
+
+
+def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
+    """The program of sizes that tells which of them the model takes."""
+    _check(isinstance(entry, list) and len(entry) == 2, "the rule for sizes is no [operations, output]")
+    nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
+    odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
+    _check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
+    made = {node.name for node in nodes}
+    good = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
+    _check(good, "the rule for sizes puts out something else than sizes")
+    return Program(tuple(inputs), nodes, output, {})
 
 
 def _decode_dtype(name: Any) -> torch.dtype:

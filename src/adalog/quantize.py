@@ -8,7 +8,7 @@ from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import CalibrationError
-from adalog.graph.capture import batched, take
+from adalog.graph.capture import Sizes, batched, take
 from adalog.graph.submodule import exchange, record_call
 from adalog.inputs.images import draw_indices
 from adalog.model import QuantizedModel
@@ -26,6 +26,7 @@ def quantize(
     seed: int = 0,
     jobs: int = 1,
     memory: int = MEMORY,
+    sizes: Sizes = "fixed",
     progress: Progress | None = None,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
@@ -36,7 +37,7 @@ def quantize(
     calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
-    bytes, as of `Calibration`. The model is not changed.
+    bytes, and sizes: as of `Calibration`. The model is not changed.
     Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
     `pinned` matches no site, or where memory is too little.
     """
@@ -44,11 +45,11 @@ def quantize(
     whole = batched(sample_images(images, config.images_wanted, seed))
     sample = take(whole, range(config.images))
     if within is None:
-        calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory)
+        calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
         return calibration.quantize(config, progress, jobs=jobs, partial=partial)
     call, inputs = record_call(model, within, sample)
     more = record_call(model, within, whole)[1] if len(whole[0]) > config.images else inputs
-    calibration = Calibration(model, inputs, unlabelled=more, seed=seed, memory=memory)
+    calibration = Calibration(model, inputs, unlabelled=more, seed=seed, memory=memory, sizes=sizes)
     result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
     result.note(calibration=digest(sample), images=config.images)
     result.call = call

@@ -28,35 +28,46 @@ class QuantizedProgram:
     refusals: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     example: tuple[Tensor, ...] = ()
-    _taken: set[tuple[int, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
+    _taken: set[tuple[tuple[int, ...], ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError for inputs of another number, shape or dtype than `example`.
+        """Raise ValueError for inputs of another number, shape or dtype than `example`; sizes that are free may differ.
 
-        Raises ProgramError where the program cannot run on them; a batch size that it takes is not tried again. The
-        inputs may be on the meta device.
+        Raises ProgramError where the program cannot run on them; shapes that it takes are not tried again. The inputs
+        may be on the meta device.
         """
         self._check_shapes(inputs)
-        batches = tuple(len(value) for value in inputs)
-        if batches not in self._taken:
+        shapes = tuple(tuple(value.shape) for value in inputs)
+        if shapes not in self._taken:
             self.program.check(inputs)
-            self._taken.add(batches)
+            self._taken.add(shapes)
 
     def _check_shapes(self, inputs: Sequence[Any]) -> None:
-        wanted = [f"(B, {', '.join(map(str, value.shape[1:]))}) of {value.dtype}" for value in self.example]
+        shapes = [self._shape_of(index) for index in range(len(self.example))]
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)
-            and value.ndim == example.ndim
-            and value.shape[1:] == example.shape[1:]
+            and value.ndim == len(shape)
+            and all(isinstance(size, str) or size == got for size, got in zip(shape, value.shape, strict=True))
             and value.dtype == example.dtype
-            for value, example in zip(inputs, self.example, strict=True)
+            for value, shape, example in zip(inputs, shapes, self.example, strict=True)
         )
         if not fits:
+            wanted = [
+                f"({', '.join(map(str, shape))}) of {example.dtype}"
+                for shape, example in zip(shapes, self.example, strict=True)
+            ]
             got = [
                 f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
                 for value in inputs
             ]
             raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
+
+    def _shape_of(self, index: int) -> list[int | str]:
+        """The shape that an input has, with a letter for each size that is free."""
+        shape: list[int | str] = ["B", *self.example[index].shape[1:]]
+        for dim, letter in zip(self.program.free.get(self.program.inputs[index], ()), "HW", strict=False):
+            shape[dim] = letter
+        return shape
 
     def one_image(self) -> list[Tensor]:
         """Inputs for one image, on the meta device."""

@@ -21,7 +21,7 @@ from adalog.calibration.stages import changed_by, check_images
 from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
-from adalog.graph.capture import batched, capture, take
+from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
 from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites
 from adalog.graph.tracing import trace
@@ -75,11 +75,12 @@ class Calibration:
         unlabelled: Tensor | Sequence[Any] | None = None,
         seed: int = 0,
         memory: int = MEMORY,
+        sizes: Sizes = "fixed",
     ):
         """images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each.
 
-        unlabelled: images that stages after the search may fit; by default those that calibrate.
-        An input that is not a tensor is a constant. Operands are those of the float network, as in the released
+        An input that is not a tensor is a constant. unlabelled: images that stages after the search may fit; by default
+        those that calibrate. sizes: as of `capture`. Operands are those of the float network, as in the released
         algorithm. memory: bytes, half of them for operands and half for the searches' temporaries; the model, the
         images and results come on top. If all operands fit (those of DeiT-T take 0.8 GB at 32 images), they stay for
         further configurations; otherwise each configuration takes a forward. Where one operand, or its search, does not
@@ -89,7 +90,7 @@ class Calibration:
         inputs = batched(images)
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _finite(batched(unlabelled))
-        self.program = capture(model, inputs)
+        self.program = capture(model, inputs, sizes)
         self.sites = find_sites(self.program)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed

@@ -51,6 +51,9 @@ def command(
             help="Give sites whose name matches GLOB these bits, 32 for float; may be repeated.",
         ),
     ] = None,
+    free_sizes: Annotated[
+        bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
+    ] = False,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     resume: Annotated[
@@ -100,6 +103,7 @@ def command(
             seed=seed,
             jobs=jobs if place.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
             memory=limit,
+            sizes="free" if free_sizes else "fixed",
             progress=watch,
             partial=partial,
         ).cpu()

@@ -7,21 +7,27 @@ value of its own; `canonical` says what else changes. The program is then compar
 import inspect
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental import _config as export_config
 from torch.utils import _pytree as pytree
 
-from adalog.errors import CaptureError
+from adalog.errors import CaptureError, ProgramError
 from adalog.graph.canonical import UNFOLDED, Call, canonical
 from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
 from adalog.graph.program import Arg, Node, Output, Program, Ref, leaves_of
+from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fraction of the largest output
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
+Sizes = Literal["fixed", "free"]
+# Height and width, as multiples of those of the images, at which a program with free sizes is compared with the model.
+_STRETCHED = ((1.25, 1.5), (1.5, 2.0), (2.0, 1.0), (3.0, 2.0), (0.75, 1.25))
 
 _SYMBOLIC: dict[Any, str] = {
     operator.add: "sym.add",
@@ -53,18 +59,24 @@ _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 @torch.no_grad()
-def capture(model: nn.Module, inputs: Tensor | Sequence[Any]) -> Program:
-    """The program of a model, which takes any batch size.
+def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fixed") -> Program:
+    """The program of a model, which takes any batch size, and images of any size where `sizes` are "free".
 
     inputs: the model's positional inputs, (N, ...) each; a single tensor is the only input. Inputs that are no tensors
-    (None, a number) become constants of the program. A single image is captured as two equal ones.
+    (None, a number) become constants of the program. A single image is captured as two equal ones. sizes: whether
+    height and width of inputs (N, C, H, W) are left open; a program with free sizes knows those that it cannot take.
     Raises CaptureError where the model cannot be exported or uses an operation outside the whitelist, and where the
-    program and the model differ on the inputs at batches of 1, 2 and 7.
+    program and the model differ on the inputs at batches of 1, 2 and 7, or on images of another size.
     """
+    if sizes not in get_args(Sizes):
+        raise ValueError(f"sizes = {sizes!r} is none of {', '.join(get_args(Sizes))}")
     example = batched(inputs)
     with inference(model):
-        program = canonical(_import(model, take(example, [0, 1])))
-        _check(model, program, example)
+        program = canonical(_import(model, take(example, [0, 1]), sizes == "free"))
+        for batch in BATCHES:
+            _check(model, program, take(example, torch.arange(batch)))
+        if sizes == "free":
+            _check(model, program, _of_another_size(program, take(example, [0, 1])))
     return program
 
 
@@ -103,9 +115,9 @@ def inference(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _import(model: nn.Module, example: tuple[Any, ...]) -> Program:
+def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
     """The exported model as a program, before it is canonical."""
-    exported = _export(model, example)
+    exported = _export(model, example, any_size)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {spec.target for spec in exported.graph_signature.input_specs}
     for spec in exported.graph_signature.input_specs:
@@ -129,22 +141,41 @@ def _import(model: nn.Module, example: tuple[Any, ...]) -> Program:
             "run. Capture a part of the model without it."
         )
     output = _structure(result, exported.call_spec.out_spec)
-    return Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
+    program = Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
+    if not any_size:
+        return program
+    given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
+    free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
+    return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
 
 
-def _export(model: nn.Module, example: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    shapes: Any = tuple({0: torch.export.Dim.DYNAMIC} if isinstance(value, Tensor) else None for value in example)
+def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch.export.ExportedProgram:
+    def open_dims(value: Tensor) -> dict[int, Any]:
+        return dict.fromkeys((0, 2, 3) if any_size and value.ndim == 4 else (0,), torch.export.Dim.DYNAMIC)
+
+    shapes: Any = tuple(open_dims(value) if isinstance(value, Tensor) else None for value in example)
     parameters = list(inspect.signature(model.forward).parameters.values())
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         shapes = (shapes,)  # one entry per parameter of forward
     try:
-        return torch.export.export(model, example, dynamic_shapes=shapes)
+        with _without_layouts() if any_size else nullcontext():
+            return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        raise CaptureError(
-            f"{type(model).__name__} could not be exported: {first_line} "
-            "Capture the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
-        ) from cause
+        way_out = (
+            "Its sizes may not be free: capture it for one size."
+            if any_size
+            else "Capture the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
+        )
+        raise CaptureError(f"{type(model).__name__} could not be exported: {first_line} {way_out}") from cause
+
+
+def _without_layouts() -> AbstractContextManager[Any]:
+    """Where export does not ask for the memory layout of values at every size, which takes most of its time."""
+    if not hasattr(export_config, "backed_size_oblivious"):  # as in PyTorch 2.6
+        return nullcontext()
+    patch: AbstractContextManager[Any] = export_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    return patch
 
 
 class _Importer:
@@ -333,20 +364,42 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     return named if spec.type is dict else Output(named)
 
 
-def _check(model: nn.Module, program: Program, example: tuple[Any, ...]) -> None:
-    """Raise CaptureError unless program and model agree at every batch size of `BATCHES`."""
-    for batch in BATCHES:
-        inputs = take(example, torch.arange(batch))
-        wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        got = [value for value in leaves_of(program.run(tensors)) if value is not None]
-        for expected, actual in zip(wanted, got, strict=True):
-            if not isinstance(expected, Tensor) or not expected.is_floating_point():
-                continue
-            error = (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-            if not error <= TOLERANCE:
-                raise CaptureError(
-                    f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                    f"output at batch {batch} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
-                    "model may behave differently from call to call"
-                )
+def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
+    """Raise CaptureError unless program and model agree on these inputs."""
+    wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    got = [value for value in leaves_of(program.run(tensors)) if value is not None]
+    for expected, actual in zip(wanted, got, strict=True):
+        if not isinstance(expected, Tensor) or not expected.is_floating_point():
+            continue
+        error = (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+        if expected.shape != actual.shape or not error <= TOLERANCE:
+            shapes = " and ".join(str(tuple(value.shape)) for value in tensors)
+            raise CaptureError(
+                f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
+                f"output on inputs of {shapes} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
+                "model may behave differently from call to call"
+            )
+
+
+def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs with images of another height and width, the first of a few that the program takes.
+
+    Raises CaptureError where it takes none of them.
+    """
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    for height, width in _STRETCHED:
+
+        def stretched(value: Any, height: float = height, width: float = width) -> Any:
+            if not isinstance(value, Tensor) or value.ndim != 4:
+                return value
+            size = (round(value.shape[2] * height), round(value.shape[3] * width))
+            return torch.nn.functional.interpolate(value, size, mode="nearest")
+
+        try:
+            program.check([stretched(value) for value in tensors])
+        except ProgramError:
+            continue
+        return tuple(stretched(value) for value in inputs)
+    shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
+    raise CaptureError(f"no other size than {shapes} serves this model: capture it for one size")

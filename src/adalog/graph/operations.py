@@ -76,6 +76,14 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "sym.floordiv": _on_sizes(operator.floordiv),
     "sym.mod": _on_sizes(operator.mod),
     "sym.neg": _on_sizes(operator.neg),
+    "sym.min": _on_sizes(min),
+    "sym.max": _on_sizes(max),
+    "sym.eq": _on_sizes(lambda one, other: int(one == other)),
+    "sym.ne": _on_sizes(lambda one, other: int(one != other)),
+    "sym.lt": _on_sizes(lambda one, other: int(one < other)),
+    "sym.le": _on_sizes(lambda one, other: int(one <= other)),
+    "sym.and": _on_sizes(lambda one, other: int(bool(one and other))),
+    "sym.or": _on_sizes(lambda one, other: int(bool(one or other))),
     "getitem": _item,
 }
 

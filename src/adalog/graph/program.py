@@ -83,7 +83,9 @@ class Program:
     """A straight line of operations that reads inputs and stored tensors and makes an output.
 
     inputs: their names. output: nested tuples, lists and dicts of `Ref`. tensors: float values by name, among them the
-    dequantized value of every entry of `weights`. quantizers: by the name that a fake-quantize node gives.
+    dequantized value of every entry of `weights`. quantizers: by the name that a fake-quantize node gives. free: the
+    dimensions of inputs, besides the first, that may have any size for which `rule`, a program of sizes alone, puts out
+    nothing but ones.
     """
 
     inputs: tuple[str, ...]
@@ -92,6 +94,8 @@ class Program:
     tensors: Mapping[str, Tensor]
     quantizers: Mapping[str, Quantizer] = field(default_factory=dict)
     weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rule: "Program | None" = None
 
     def run(
         self,
@@ -144,10 +148,16 @@ class Program:
     def check(self, inputs: Sequence[Tensor]) -> None:
         """Refuse a program that cannot run on inputs like these, without running it on data.
 
-        Takes about a millisecond per seven nodes. Raises ProgramError where an operation cannot take its arguments,
-        where a quantizer does not have the shape for its value, or where the values held at once, inputs included, are
-        more than `MAX_ELEMENTS` per image.
+        Takes about a millisecond per seven nodes. Raises ProgramError for sizes against the rule, where an operation
+        cannot take its arguments, where a quantizer does not have the shape for its value, or where the values held at
+        once, inputs included, are more than `MAX_ELEMENTS` per image.
         """
+        if self.rule is not None and not all(self.rule.run_without_data(inputs)):
+            sizes = " and ".join(str(tuple(value.shape[1:])) for value in inputs)
+            raise ProgramError(
+                f"inputs of {sizes} are not what the program was captured for: there the model takes another path "
+                "(as where a map is no larger than a window); quantize it with images of about this size"
+            )
         for node in self.nodes:
             _check_dtypes(node)
         limit = MAX_ELEMENTS * max(1, *(len(value) for value in inputs if value.ndim))

@@ -108,7 +108,7 @@ class Compiled(nn.Module):
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
-        self._plans: dict[int, native.Plan] = {}
+        self._plans: dict[tuple[tuple[int, ...], ...], native.Plan] = {}
 
     def _check_native(self) -> None:
         given = [*self.quantized.example, *self.quantized.program.tensors.values()]
@@ -118,22 +118,25 @@ class Compiled(nn.Module):
                 f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}"
             )
 
-    def prepare(self, batch: int) -> native.Plan:
-        """The calls by which "native" runs inputs of this batch size, made once and held for the last few sizes.
+    def prepare(self, batch: int, *shapes: Sequence[int]) -> native.Plan:
+        """The calls by which "native" runs inputs of this batch size, made once and held for the last few shapes.
 
-        Raises ValueError for another executor, and for a batch of no image.
+        shapes: of one image of each input, (C, H, W), where sizes are free; by default those of the calibration.
+        Raises ValueError for another executor, for a batch of no image, and for shapes that the model does not take.
         """
         if self._context is None or batch < 1:
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
+        example = self.quantized.example
+        wanted = tuple((batch, *shape) for shape in shapes or [value.shape[1:] for value in example])
         with self._lock:
-            if batch not in self._plans:
-                inputs = [torch.zeros(batch, *value.shape[1:], dtype=value.dtype) for value in self.quantized.example]
+            if wanted not in self._plans:
+                inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in zip(wanted, example, strict=True)]
                 self.quantized.check(inputs)
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                shapes = trace(self.quantized.program, inputs)
-                self._plans[batch] = native.Plan(*self._apart, self._context, inputs, shapes)
-            return self._plans[batch]
+                values = trace(self.quantized.program, inputs)
+                self._plans[wanted] = native.Plan(*self._apart, self._context, inputs, values)
+            return self._plans[wanted]
 
     @property
     def weight_bytes(self) -> int:
@@ -146,7 +149,7 @@ class Compiled(nn.Module):
         self.quantized.check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
-            return self.prepare(batches.pop())(inputs)
+            return self.prepare(batches.pop(), *(value.shape[1:] for value in inputs))(inputs)
         if self._regions is not None:
             program, steps = self._regions
             try:

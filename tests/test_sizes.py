@@ -1,0 +1,219 @@
+"""Models that take images of any size: what is captured, refused, saved and run at sizes that did not calibrate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zoo
+from adalog import Calibration, CaptureError, artifact, library
+from adalog.errors import ArtifactError, ProgramError
+from adalog.graph.capture import capture
+from stored import deserialise, rebuilt, serialise
+from toys import Toy, assert_same
+
+SIZES = [(40, 56), (64, 64), (45, 83)]
+EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
+
+
+def of_size(height, width, batch=2):
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(height + width))
+
+
+def windows(m, x):
+    """Windows of 4 x 4 patches with zeros at the edges, as in a Swin; maps that are no larger are not rolled."""
+    x = m.embed(x).permute(0, 2, 3, 1)
+    height, width = x.shape[1:3]
+    y = F.pad(m.norm(x), (0, 0, 0, -width % 4, 0, -height % 4))
+    if height > 4:
+        y = y.roll(2, 1)
+    y = y.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).transpose(2, 3).flatten(3, 4)
+    q, k, v = m.qkv(y).chunk(3, -1)
+    y = F.scaled_dot_product_attention(q, k, v).unflatten(3, (4, 4)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    x = x + y[:, :height, :width]
+    return m.head(m.last(x).mean((1, 2)))
+
+
+def make(function=windows):
+    torch.manual_seed(0)
+    model = Toy(
+        function,
+        embed=nn.Conv2d(3, 16, 4, 4),
+        norm=nn.LayerNorm(16),
+        qkv=nn.Linear(16, 48),
+        last=nn.LayerNorm(16),
+        head=nn.Linear(16, 5),
+    )
+    for norm in (model.norm, model.last):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def free(fast):
+    images = of_size(40, 56, 8)
+    return Calibration(make(), images, sizes="free").quantize(replace(fast, images=8))
+
+
+# --- capture ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_program_with_free_sizes_is_the_model_at_each():
+    model = make()
+    program = capture(model, of_size(40, 56), sizes="free")
+    assert program.free == {"x": (2, 3)}
+    for height, width in [*SIZES, (21, 9)]:
+        assert_same(model, program, of_size(height, width, 3))
+
+
+@pytest.mark.parametrize(("size", "fits"), [((20, 8), True), ((19, 64), False), ((16, 16), False), ((160, 4), True)])
+def test_sizes_for_which_the_model_takes_another_path_are_refused(size, fits):
+    program = capture(make(), of_size(40, 56), sizes="free")
+    if fits:
+        program.check([of_size(*size)])
+        return
+    with pytest.raises(
+        ProgramError, match=rf"inputs of \(3, {size[0]}, {size[1]}\) are not what the program was captu"
+    ):
+        program.check([of_size(*size)])
+
+
+def test_a_model_without_questions_has_no_rule():
+    program = capture(make(lambda m, x: m.head(m.embed(x).mean((2, 3)))), of_size(40, 56), sizes="free")
+    assert program.rule is None
+    program.check([of_size(4, 4)])
+
+
+def asserting(m, x):
+    torch._assert(x.shape[2] % 8 == 0, "rows must come by eights")
+    return m.head(m.embed(x).mean((2, 3)))
+
+
+def test_what_a_model_asserts_is_asserted_of_new_sizes():
+    program = capture(make(asserting), of_size(40, 56), sizes="free")
+    program.check([of_size(48, 9)])
+    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+        program.check([of_size(44, 56)])
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda m, x: m.head(m.embed(x).flatten(2) @ m.table), r"no other size than \(3, 40, 56\) serves this model: "),
+        (lambda m, x: m.head(m.embed(x).mean((2, 3))) if x.shape[2:] == (40, 56) else x, "Toy could not be exported"),
+    ],
+)
+def test_models_of_one_size_say_so(function, why):
+    model = make(function)
+    model.table = nn.Parameter(torch.randn(140, 16))
+    with pytest.raises(CaptureError, match=f"{why}.*capture it for one size"):
+        capture(model, of_size(40, 56), sizes="free")
+
+
+def test_sizes_that_are_no_choice():
+    with pytest.raises(ValueError, match="sizes = 'any' is none of fixed, free"):
+        capture(make(), of_size(40, 56), sizes="any")
+
+
+# --- quantized -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("size", SIZES)
+def test_executors_agree_at_every_size(free, executor, size):
+    images = of_size(*size)
+    wanted, found = free(images), free.compile(executor)(images)
+    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+
+
+def test_the_norm_before_zeros_is_folded(free):
+    assert not free.refusals
+    assert any(name.endswith("shifted") for name in (node.name for node in free.program.nodes))
+
+
+def test_a_loaded_model_is_the_same_at_every_size(free):
+    loaded = deserialise(serialise(free))
+    assert loaded.program.free == {"x": (2, 3)}
+    for size in SIZES:
+        assert torch.equal(loaded(of_size(*size)), free(of_size(*size)))
+    with pytest.raises(ProgramError, match=r"inputs of \(3, 16, 16\) are not what the program was captured for"):
+        loaded(of_size(16, 16))
+    assert serialise(loaded) == serialise(free)
+
+
+def test_other_shapes_are_told_what_is_free(free):
+    with pytest.raises(ValueError, match=r"the model takes \(B, 3, H, W\) of torch.float32; got \(2, 1, 40, 56\)"):
+        free(torch.zeros(2, 1, 40, 56))
+
+
+@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+def test_native_holds_a_plan_for_each_shape(free):
+    compiled = free.compile("native")
+    plan = compiled.prepare(2, (3, 45, 83))
+    assert compiled.prepare(2, (3, 45, 83)) is plan
+    assert compiled.prepare(2) is compiled.prepare(2, (3, 40, 56))
+    assert compiled.prepare(2) is not plan
+    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+        compiled.prepare(1, (3, 16, 16))
+
+
+def test_a_model_of_one_size_is_written_as_before(quantized):
+    header = artifact.read_header(serialise(quantized))
+    assert "rule" not in header
+    assert [len(entry) for entry in header["inputs"]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda header: header["inputs"][0].__setitem__(3, [1, 2]), r"has the free dimensions \[1, 2\]"),
+        (lambda header: header["inputs"][0].__setitem__(3, "23"), "has the free dimensions '23'"),
+        (lambda header: header["inputs"][0].append(1), "an input is no"),
+        (lambda header: header["inputs"].__setitem__(0, header["inputs"][0][:3]), "no size is free"),
+        (lambda header: header.update(rule=[]), "the rule for sizes is no"),
+        (lambda header: header.update(rule=[[], []]), "no operations"),
+        (lambda header: header["rule"].__setitem__(1, [{"ref": "x"}]), "puts out something else than sizes"),
+        (lambda header: header["rule"].__setitem__(1, 1), "puts out something else than sizes"),
+        (
+            lambda header: header["rule"][0].append(["big", "aten.relu.default", [{"ref": "x"}], {}, ""]),
+            "the rule for sizes has the operations aten.relu.default",
+        ),
+        (
+            lambda header: (
+                header["rule"][0].append(["big", "sym.mul", [2**70, 2], {}, ""])
+                or header["rule"][1].append({"ref": "big"})
+            ),
+            "takes whole numbers of 64 bits",
+        ),
+        (
+            lambda header: (
+                header["rule"][0].append(["no", "sym.lt", [2, 1], {}, ""]) or header["rule"][1].append({"ref": "no"})
+            ),
+            "are not what",
+        ),
+    ],
+)
+def test_damaged_rules(free, change, told):
+    content = rebuilt(serialise(free), change)
+    with pytest.raises(ArtifactError, match=told):
+        deserialise(content)
+
+
+@pytest.mark.slow
+def test_a_swin_runs_at_other_sizes_in_every_executor(fast):
+    """All its norms fold, those before zeros too."""
+    model = zoo.make("torchvision_swin")
+    images = torch.randn(8, 3, 36, 44, generator=torch.Generator().manual_seed(0))
+    calibration = Calibration(model, images, sizes="free")
+    assert [pair.refusal for pair in calibration.pairs if pair.refusal] == []
+    assert sum(pair.padded for pair in calibration.pairs) == 3
+    found = calibration.quantize(replace(fast, images=8))
+    for size in [(36, 44), (52, 40), (41, 70)]:
+        wanted = found(of_size(*size))
+        assert_same(model, calibration.program, of_size(*size))
+        for executor in EXECUTORS:
+            other = found.compile(executor)(of_size(*size))
+            assert float((other - wanted).abs().max()) < 1e-4 * float(wanted.abs().max()), (executor, size)
