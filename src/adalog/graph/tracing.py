@@ -65,11 +65,13 @@ def channels_in_views(
 
 def zero_padding(node: Node) -> bool:
     """Whether an operation puts zeros around a value, or drops its edges."""
+    if node.op not in PADS or node.kwargs:
+        return False
     given: list[Any] = list(node.args[2:])
     if node.op == "aten.constant_pad_nd.default":
         given.insert(0, "constant")
     mode, fill = given + ["constant", 0][len(given) :]
-    return node.op in PADS and not node.kwargs and mode == "constant" and not fill
+    return mode == "constant" and not fill
 
 
 def image_axes(program: Program, inputs: Sequence[Tensor]) -> dict[str, Axis]:
