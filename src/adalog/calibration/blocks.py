@@ -115,8 +115,12 @@ class Blocks:
             return dict(images)
         if self._held_count(name) < self.count:
             source = self._source(number)
-            later = [block.value_in for block in self.blocks[number + 1 :]]
-            made = self.run(source, [name, *(later if self._all_fit and self._ahead else ())])
+            if self._all_fit and self._ahead:
+                made = self.run(source, [block.value_in for block in self.blocks[number:]])
+            elif self._splits(source, [name]):
+                made = self._joined(self._made(number, 0, self.count), [name], self.count)
+            else:
+                made = self.run(source, [name])
             if not self._all_fit and self._bytes[name] > self._limit:
                 return {**images, name: made[name]}
             self._held = {**(self._held if self._all_fit else {}), **made}
