@@ -144,6 +144,13 @@ def test_a_loaded_model_is_the_same_at_every_size(free):
     assert serialise(loaded) == serialise(free)
 
 
+def test_a_file_says_that_its_sizes_are_free(free, quantized):
+    assert artifact.inspect(serialise(free))["inputs"] == {"x": ["B", 3, "H", "W"]}
+    assert "height and width of x are free" in free.summary().splitlines()
+    assert list(artifact.inspect(serialise(quantized))["inputs"].values()) == [["B", 3, 32, 32]]
+    assert "free" not in quantized.summary()
+
+
 def test_other_shapes_are_told_what_is_free(free):
     with pytest.raises(ValueError, match=r"the model takes \(B, 3, H, W\) of torch.float32; got \(2, 1, 40, 56\)"):
         free(torch.zeros(2, 1, 40, 56))
@@ -200,6 +207,18 @@ def test_damaged_rules(free, change, told):
     content = rebuilt(serialise(free), change)
     with pytest.raises(ArtifactError, match=told):
         deserialise(content)
+
+
+@pytest.mark.slow
+def test_a_vit_that_interpolates_its_positions_takes_whole_patches():
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, dynamic_img_size=True, num_classes=5, depth=1).eval()
+    program = capture(model, of_size(64, 64), sizes="free")
+    for size in [(64, 96), (32, 48), (128, 80)]:
+        assert_same(model, program, of_size(*size))
+    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+        program.check([of_size(70, 64)])
 
 
 @pytest.mark.slow

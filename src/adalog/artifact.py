@@ -426,6 +426,7 @@ def describe(quantized: QuantizedProgram) -> dict[str, Any]:
     return {
         "bits": quantized.config.bits,
         "config": json.loads(quantized.config.to_json()),
+        "inputs": quantized.shapes(),
         "float_sites": quantized.float_sites(),
         "float_operations": quantized.float_operations(),
         "refusals": dict(quantized.refusals),

@@ -43,7 +43,7 @@ class QuantizedProgram:
             self._taken.add(shapes)
 
     def _check_shapes(self, inputs: Sequence[Any]) -> None:
-        shapes = [self._shape_of(index) for index in range(len(self.example))]
+        shapes = list(self.shapes().values())
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)
             and value.ndim == len(shape)
@@ -62,12 +62,14 @@ class QuantizedProgram:
             ]
             raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
 
-    def _shape_of(self, index: int) -> list[int | str]:
-        """The shape that an input has, with a letter for each size that is free."""
-        shape: list[int | str] = ["B", *self.example[index].shape[1:]]
-        for dim, letter in zip(self.program.free.get(self.program.inputs[index], ()), "HW", strict=False):
-            shape[dim] = letter
-        return shape
+    def shapes(self) -> dict[str, list[int | str]]:
+        """The shape of each input by name, with a letter for each size that is free, as in ["B", 3, "H", "W"]."""
+        found: dict[str, list[int | str]] = {}
+        for name, value in zip(self.program.inputs, self.example, strict=True):
+            found[name] = ["B", *value.shape[1:]]
+            for dim, letter in zip(self.program.free.get(name, ()), "HW", strict=False):
+                found[name][dim] = letter
+        return found
 
     def one_image(self) -> list[Tensor]:
         """Inputs for one image, on the meta device."""
@@ -94,5 +96,6 @@ class QuantizedProgram:
         """The ledger as text: one row per site, then what stays float and why."""
         lines = ledger_table(self.ledger)
         lines.append(f"bits {self.config.bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
+        lines += [f"height and width of {name} are free" for name in self.program.free]
         lines += float_lines(self.refusals, self.float_operations())
         return "\n".join(line.rstrip() for line in lines)
