@@ -153,14 +153,6 @@ def test_attention_roles():
     assert (av.left_source.kind, av.left_source.minimum, av.right_source.kind) == ("softmax", 0.0, "other")
 
 
-def test_a_module_called_twice_has_two_sites():
-    program = capture(Toy(lambda m, x: m.fc(m.fc(x).relu()), fc=nn.Linear(32, 32)), IMAGES)
-    first, second = find_sites(program)
-    assert first.name == "fc"
-    assert second.name != first.name
-    assert first.right == second.right == "fc.weight"
-
-
 @pytest.mark.parametrize(
     ("function", "name", "why"),
     [

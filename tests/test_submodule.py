@@ -1,6 +1,7 @@
 """A part of a model is quantized where it stands, and nothing else of the model changes."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,9 +104,9 @@ def fails(backbone, windows):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda b, x: {**b(x), **b(x)}, CalibrationError, "Backbone is called 2 times in one forward of Detector"),
-        (lambda b, x: dict.fromkeys(("fine", "coarse"), b.fine(x)), CalibrationError, "called 0 times"),
-        (lambda b, x: b(x, mask=x), CalibrationError, "called with mask by keyword alone"),
+        (lambda b, x: {**b(x), **b(x, 2.0)}, CalibrationError, "Backbone is called 2 times in one forward of Detector"),
+        (lambda b, x: dict.fromkeys(("fine", "coarse"), b.fine(x)), CalibrationError, "Backbone is not called in"),
+        (lambda b, x: b(x, mask=object()), CalibrationError, "called with a object for mask; give it tensors"),
         (lambda b, x: b(x, torch.ones(1, 1, 1, 1)), CaptureError, r"\(12, 3, 8, 8\), \(1, 1, 1, 1\)"),
         (fails, ArithmeticError, "of the model's own"),
     ],
@@ -168,3 +169,147 @@ def test_the_backbone_of_a_transformers_model(make):
     assert type(result(images)) is type(features)
     assert type(actual) is type(expected)
     assert_close(actual.logits, expected.logits, least=20)
+
+
+# --- parts that are called several times, or with more than tensors by position ---------------------------------------
+
+
+class Head(nn.Module):
+    """Scores of one map."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.scores = nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        return {"scores": self.scores(self.hidden(x).relu())}
+
+
+class Pyramid(nn.Module):
+    """A head on maps, by `call`, and one feature an image from what it gives."""
+
+    def __init__(self, head, call, sizes=(1, 2, 4)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head, self.call, self.sizes = nn.Conv2d(3, 8, 2, 2), head(), call, sizes
+
+    def forward(self, images):
+        x = self.stem(images)
+        found = self.call(self.head, [nn.functional.avg_pool2d(x, size) * size for size in self.sizes])
+        return torch.cat([value.mean((2, 3)) for value in found], 1)
+
+
+def one_by_one(head, maps):
+    return [head(value)["scores"] for value in maps]
+
+
+def together(head, maps):
+    return [value["scores"] for value in head(maps)]
+
+
+class Heads(Head):
+    """The same head on a list of maps."""
+
+    def forward(self, maps):
+        return [super(Heads, self).forward(value) for value in maps]
+
+
+class Named(Heads):
+    """The same on maps by name, with a number besides."""
+
+    def forward(self, maps, *, scale=1.0, also=None):
+        return [{"scores": value["scores"] * scale} for value in super().forward(list(maps.values()))]
+
+
+MINMAX = replace(Config.preset("w8a8", "minmax"), images=5)
+CALLS = {
+    "several sizes": (Head, one_by_one, (1, 2, 4)),
+    "one size": (Head, one_by_one, (2, 2)),
+    "a list": (Heads, together, (1, 2, 4)),
+    "a tuple": (Heads, lambda head, maps: together(head, tuple(maps)), (1, 2)),
+    "a dict": (
+        Named,
+        lambda head, maps: together(lambda x: head(dict(zip("abc", x, strict=False)), scale=2.0), maps),
+        (1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+@torch.no_grad()
+def test_a_head_on_several_maps(case, tmp_path):
+    model = Pyramid(*CALLS[case]).eval()
+    read = []
+    hook = model.head.hidden.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    expected = model(IMAGES)
+    hook.remove()
+    result = adalog.quantize(model.head, IMAGES, MINMAX, within=model)
+    assert_close(model(IMAGES), expected)
+    assert model(IMAGES[:1]).shape == expected[:1].shape
+    assert sorted(result.program.weights) == ["hidden.weight", "scores.weight"]
+    assert sorted(result.program.quantizers) == ["hidden.input", "scores.input"]
+    assert [row.site for row in result.ledger] == ["hidden", "scores"]
+    assert len(read) == len(model.sizes)
+    low, high = min(float(value.min()) for value in read), max(float(value.max()) for value in read)
+    assert float(result.program.quantizers["hidden.input"].scale) == pytest.approx((high - low) / 255, rel=1e-5)
+
+
+@torch.no_grad()
+def test_what_maps_of_several_sizes_gave_is_saved_for_any_size(tmp_path):
+    model = Pyramid(*CALLS["several sizes"]).eval()
+    result = adalog.quantize(model.head, IMAGES, MINMAX, within=model)
+    result.save(tmp_path / "head")
+    loaded = adalog.load(tmp_path / "head")
+    assert loaded.quantized.shapes() == {"x": ["B", 8, "H", "W"]}
+    for shape in ((2, 8, 8, 8), (1, 8, 5, 3)):
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(loaded(value)["scores"], result(value)["scores"])
+        assert torch.allclose(loaded.compile("torch")(value)["scores"], result(value)["scores"], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_list_is_saved_as_its_members(tmp_path):
+    model = Pyramid(*CALLS["a list"]).eval()
+    result = adalog.quantize(model.head, IMAGES, MINMAX, within=model, sizes="free")
+    result.save(tmp_path / "head")
+    loaded = adalog.load(tmp_path / "head")
+    assert list(loaded.quantized.shapes()) == ["maps_0", "maps_1", "maps_2"]
+    maps = [torch.randn(2, 8, size, size) for size in (9, 4, 2)]
+    wanted, found = result(maps), loaded(*maps)
+    assert [list(value) for value in wanted] == [["scores"]] * 3
+    assert all(torch.equal(a["scores"], b["scores"]) for a, b in zip(wanted, found, strict=True))
+    with pytest.raises(TypeError, match="was quantized for the tensors"):
+        result(maps[:2])
+
+
+class Mixing(nn.Module):
+    """Each place of a map weighted by how alike it is to the others."""
+
+    def forward(self, x):
+        rows = x.flatten(2).transpose(1, 2)
+        return {"scores": ((rows @ rows.transpose(1, 2)).softmax(-1) @ rows).transpose(1, 2).unflatten(2, x.shape[2:])}
+
+
+@pytest.mark.parametrize(
+    ("head", "call", "words"),
+    [
+        (Mixing, one_by_one, "Mixing is called on maps of several sizes, and multiplies computed values"),
+        (
+            lambda: nn.Linear(8, 2),
+            lambda head, maps: [head(value.flatten(2).transpose(1, 2)).transpose(1, 2)[..., None] for value in maps],
+            r"Linear is called 2 times, on \(5, 64, 8\), \(5, 16, 8\): its calls can share quantizers where",
+        ),
+    ],
+)
+def test_calls_that_cannot_share(head, call, words):
+    model = Pyramid(head, call, (1, 2)).eval()
+    with pytest.raises(CalibrationError, match=words):
+        adalog.quantize(model.head, IMAGES, MINMAX, within=model)
+
+
+@torch.no_grad()
+def test_attention_called_on_maps_of_one_size():
+    model = Pyramid(Mixing, one_by_one, (2, 2)).eval()
+    expected = model(IMAGES)
+    adalog.quantize(model.head, IMAGES, MINMAX, within=model)
+    assert_close(model(IMAGES), expected, least=20)

@@ -1,5 +1,6 @@
 """The story: sample the images, calibrate the model on them, and give back a quantized one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, take
-from adalog.graph.submodule import exchange, record_call
+from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
 from adalog.inputs.images import draw_indices
 from adalog.model import QuantizedModel
 
@@ -33,8 +34,8 @@ def quantize(
 
     images: (N, 3, H, W), normalised as the model wants, N >= config.images_wanted, of which a sample drawn with `seed`
     serves: its first `config.images` calibrate, and stages that fit weights may see all of it; or a tuple of inputs,
-    (N, ...) each. within: a model that holds this one and takes the images: this one is
-    calibrated on what it is given there, and the quantized model takes its place, in which nothing else changes.
+    (N, ...) each. within: a model that holds this one and takes the images: this one is calibrated on what it is given
+    there, in all its calls, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
     bytes, and sizes: as of `Calibration`. The model is not changed.
@@ -47,10 +48,18 @@ def quantize(
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
         return calibration.quantize(config, progress, jobs=jobs, partial=partial)
-    call, inputs = record_call(model, within, sample)
-    more = record_call(model, within, whole)[1] if len(whole[0]) > config.images else inputs
-    calibration = Calibration(model, inputs, unlabelled=more, seed=seed, memory=memory, sizes=sizes)
+    call, calls = record_calls(model, within, sample)
+    more = record_calls(model, within, whole)[1] if len(whole[0]) > config.images else calls
+    given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
+    sizes = sizes if len(calls) == 1 else "free"
+    part = as_function(model, call, len(calls))
+    calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
+    if len(calls) > 1:
+        check_shareable(model, calibration.sites)
     result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
+    if len(calls) > 1:
+        program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
+        result = QuantizedModel(replace(result.quantized, program=program, example=example))
     result.note(calibration=digest(sample), images=config.images)
     result.call = call
     exchange(model, within, result)

@@ -38,10 +38,11 @@ def refined_blocks(
     current = list(assigned)
     blocks = Blocks(program, images, find_blocks(program), memory)
     for number, block in enumerate(blocks.blocks):
+        names = {node.name for node in blocks.nodes(number).nodes}  # without those of a second head
         indices = [
             index
             for index, (group, assignment) in enumerate(current)
-            if _nodes(group) <= set(block.nodes) and assignment.fold is None
+            if names.issuperset(group.nodes) and assignment.fold is None
         ]
         if not indices or block.value_out not in gradients:
             continue
@@ -67,7 +68,7 @@ def _refined_block(
         """The loss of quantizers that differ from the best at one index: values before that site are computed once."""
         state = _with_sides(assigned, best)
         whole = rewritten(alone, state)
-        known = _read_by(whole, _nodes(state[index // 2][0]))
+        known = _read_by(whole, state[index // 2][0].nodes)
         values = blocks.run(given, known, whole)
 
         def loss(quantizers: Sides) -> float:
@@ -79,11 +80,6 @@ def _refined_block(
         return loss
 
     return _with_sides(assigned, refine_block(near, start, choices, fixed))
-
-
-def _nodes(group: SiteGroup) -> set[str]:
-    """The names of the nodes of a group's sites."""
-    return {site.node.name for site in group.sites}
 
 
 def _with_sides(assigned: Assigned, sides: Sides) -> list[tuple[SiteGroup, Assignment]]:

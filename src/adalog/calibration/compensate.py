@@ -112,8 +112,9 @@ def corrected(
 ) -> list[tuple[SiteGroup, Assignment]]:
     """The assignments with other codes, scales and biases for every weight that has codes.
 
-    Sites of attention, and weights that stay float, keep what they have. memory: bytes for the values that are held at
-    a time, those of both networks together; the moments of one site come on top. partial: sites that are done are
+    Sites of attention, and weights that stay float, keep what they have, and so do layers whose calls belong to several
+    pieces of the program, since what a later one reads hangs on the weight. memory: bytes for the values that are held
+    at a time, those of both networks together; the moments of one site come on top. partial: sites that are done are
     read from it, and written to it.
     """
     current = list(assigned)
@@ -128,7 +129,11 @@ def corrected(
         for index, (group, assignment) in enumerate(current):
             if group.first.node.name not in names:
                 continue
-            if assignment.right is not None and group.first.role in ("linear", "conv"):
+            if (
+                assignment.right is not None
+                and group.first.role in ("linear", "conv")
+                and names.issuperset(group.nodes)
+            ):
                 key = f"correction of {group.name}"
                 found = None if partial is None else partial.get(key, images[0].device)
                 if found is None:
@@ -158,7 +163,7 @@ def _stream(program: Program, group: SiteGroup) -> tuple[str, str] | None:
     """The sum in which a group's output is added to a stream, and the stream before; None where it is not added."""
     output, readers = group.first.node.name, program.consumers()
     users = readers.get(output, [])
-    if len(group.sites) > 1 or len(users) != 1 or users[0].op != "aten.add.Tensor" or users[0].kwargs:
+    if len(group.nodes) > 1 or len(users) != 1 or users[0].op != "aten.add.Tensor" or users[0].kwargs:
         return None
     before = [name for name in users[0].refs() if name != output and name not in program.tensors]
     return (users[0].name, before[0]) if len(before) == 1 else None
@@ -179,31 +184,35 @@ def _seen(
     lacks of the float sum.
     """
     nodes = {node.name: node for node in program.nodes}
-    read, outputs = nodes[group.first.node.name].args[0].name, [site.node.name for site in group.sites]
+    outputs = [[site.node.name for site in call] for call in group.calls]
+    reads = [nodes[names[0]].args[0].name for names in outputs]
     beside = [] if stream is None else list(stream)
-    apart = floats.keeps_apart(number, [group.first.left, *outputs, *beside])
-    axis = floats.axis(group.first.left) if apart and floats.count > _HELD_OUT else None
-    wanted = floats.streamed(number, [*outputs, *beside[:1]], apart=apart)
-    given = quantized.streamed(number, [read, *beside[1:]], program, apart=apart)
+    apart = floats.keeps_apart(number, [*group.read, *group.nodes, *beside])
+    axes = [floats.axis(name) if apart and floats.count > _HELD_OUT else None for name in group.read]
+    wanted = floats.streamed(number, [*group.nodes, *beside[:1]], apart=apart)
+    given = quantized.streamed(number, [*dict.fromkeys(reads), *beside[1:]], program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
-    first = 0
+    begun = 0  # the number of a batch's first image
     for one, other in zip(wanted, given, strict=True):
-        values = [one[name] for name in outputs]
-        if stream is not None and one[stream[0]].shape == values[0].shape:
-            values = [one[stream[0]] - other[stream[1]]]
-        for inputs, targets in _pieces(group, other[read], values, program):
-            x, y = rows_of(group, inputs, targets, program)
-            x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
-            if origin is None:
-                origin = x.mean(1), y.mean(1)
-            held = _held(group, inputs, axis, first, x.shape[1])
-            first += 0 if axis is None else inputs.shape[axis[0]] // axis[1]
-            x, y = x - origin[0][:, None], y - origin[1][:, None]
-            for index, chosen in enumerate((~held, held)):
-                if bool(chosen.any()):
-                    part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
-                    sums[index] = part if before is None else before + part
+        first = begun
+        for read, names, axis in zip(reads, outputs, axes, strict=True):
+            first, values = begun, [one[name] for name in names]
+            if stream is not None and one[stream[0]].shape == values[0].shape:
+                values = [one[stream[0]] - other[stream[1]]]
+            for inputs, targets in _pieces(group, other[read], values, program):
+                x, y = rows_of(group, inputs, targets, program)
+                x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
+                if origin is None:
+                    origin = x.mean(1), y.mean(1)
+                held = _held(group, inputs, axis, first, x.shape[1])
+                first += 0 if axis is None else inputs.shape[axis[0]] // axis[1]
+                x, y = x - origin[0][:, None], y - origin[1][:, None]
+                for index, chosen in enumerate((~held, held)):
+                    if bool(chosen.any()):
+                        part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
+                        sums[index] = part if before is None else before + part
+        begun = first
         if sum(part.count for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out

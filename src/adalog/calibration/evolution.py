@@ -67,7 +67,7 @@ def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
     """The weights of a block, by their place in the list."""
     found: dict[int, Weight] = {}
     for index, (group, assignment) in enumerate(assigned):
-        stored = group.first.role in ("linear", "conv") and group.first.node.name in nodes
+        stored = group.first.role in ("linear", "conv") and nodes.issuperset(group.nodes)
         if stored and assignment.right is not None:
             found[index] = assignment.right
     return found

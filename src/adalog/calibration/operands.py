@@ -73,8 +73,8 @@ def operands_of(
     seen: the observed values by name. activation: the format of the left operand.
     """
     site = group.first
-    x = seen[site.left]
     if site.role in ("qk", "av"):
+        x = seen[site.left]
         heads = (1,) if config.per_head and x.ndim == 4 else ()
         right = seen[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
@@ -84,31 +84,42 @@ def operands_of(
         alike = site.role == "qk"  # the rows of V, transposed, are its channels
         return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=heads), alike=alike)
     weights = [program.tensors[member.right] for member in group.sites]
+    inputs = [seen[name] for name in dict.fromkeys(group.read)]
     if site.role == "conv":
-        return _conv_operands(site, x, weights[0], activation, config)
+        return _conv_operands(site, inputs, weights[0], activation, config)
     weight = torch.cat(weights)
     if fold is not None:
-        x, weight = fold.activation(x), fold.weight(weight)
-    return Operand(x.reshape(-1, x.shape[-1]), activation), Operand(weight, Format.of_weights(config, 0))
+        inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
+    rows = _joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
+    return Operand(rows, activation), Operand(weight, Format.of_weights(config, 0))
 
 
-def in_shape_of_product(program: Program, group: SiteGroup, values: list[Tensor]) -> Tensor:
-    """Values in the shapes of the sites' outputs, such as squared gradients, in the shape of the group's product."""
-    site = group.first
-    if site.role == "linear":
-        return torch.cat([value.flatten(0, -2) for value in values], dim=-1)
-    if site.role == "conv":
-        groups = conv_geometry(site.node)[3]
-        rows = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in values[0])
-        return _conv_rows(rows, len(values[0]), _overlap(site, program.tensors[site.right]))
-    return values[0]
+def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str, Tensor]) -> Tensor:
+    """Values in the shapes of the multiplications' outputs, such as squared gradients, in that of the group's product.
+
+    values: by the name of the multiplication's node.
+    """
+    site, found = group.first, dict[str, Tensor]()  # by what the call reads, since the product has that once
+    for call in group.calls:
+        results = [values[each.node.name] for each in call]
+        if site.role == "linear":
+            rows = torch.cat([value.flatten(0, -2) for value in results], dim=-1)
+        elif site.role == "conv":
+            groups = conv_geometry(site.node)[3]
+            images = (image.reshape(groups, -1, image[0].numel()).transpose(1, 2) for image in results[0])
+            rows = _conv_rows(images, len(results[0]), _overlap(site, program.tensors[site.right]))
+        else:
+            rows = results[0]
+        before = found.get(call[0].left)
+        found[call[0].left] = rows if before is None else before + rows
+    return _joined(list(found.values()), dim=-2)
 
 
 def why_unfolded(
     pair: Pair, config: Config, sites: Sequence[Site], shapes: Mapping[str, Tensor], head: Collection[str]
 ) -> str:
     """Why these choices leave a foldable norm as it is; empty where they fold it. head: the nodes of the last block."""
-    read = (shapes[site.left] for site in sites if site.name in pair.sites)
+    read = (shapes[site.left] for site in sites if site.name in pair.sites)  # none of them is called several times
     rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of the norm's output
     if config.activation_bits == FLOAT_BITS:
         return "its linears take float activations"
@@ -128,26 +139,30 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
     sites: all of the program's. shapes: every value of the program without data, from `trace`.
     """
     products = [] if group.pair is None else list(group.pair.sites)
-    read = {group.first.left} | {site.left for site in sites if site.name in products}
+    read = {*group.read} | {site.left for site in sites if site.name in products}
     if group.first.role in ("qk", "av"):
         read.add(group.first.right)
-    by_row = all(site.role == "linear" for site in sites if not read.isdisjoint((site.left, site.right)))
+    users = (site for site in sites for call in site.calls if not read.isdisjoint((call.left, call.right)))
+    by_row = all(site.role == "linear" for site in users)
     scratch = _product_elements(program, group, shapes) * _BYTES_PER_ELEMENT
     return Request(group.name, frozenset(read), by_row, scratch)
 
 
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
     """About how many elements the left operand or the output of a product has, whichever is larger."""
-    site, x = group.first, shapes[group.first.left]
+    site, inputs = group.first, [shapes[name] for name in dict.fromkeys(group.read)]
+    x = inputs[0]
     if site.role == "linear":
         columns = sum(len(program.tensors[member.right]) for member in group.sites)
+    elif site.role == "conv":
+        return int(sum(each.numel() for each in inputs))
     else:
-        columns = x.shape[-1] if site.role == "conv" else shapes[site.right].shape[-1]
-    return int(x[..., 0].numel() * max(x.shape[-1], columns))
+        columns = shapes[site.right].shape[-1]
+    return int(sum(each[..., 0].numel() for each in inputs) * max(x.shape[-1], columns))
 
 
 def _conv_operands(
-    site: Site, x: Tensor, weight: Tensor, activation: Format, config: Config
+    site: Site, inputs: Sequence[Tensor], weight: Tensor, activation: Format, config: Config
 ) -> tuple[Operand, Operand]:
     """A convolution as a product of patches, (T, I), and kernels, (O, I).
 
@@ -156,23 +171,27 @@ def _conv_operands(
     as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node)
-    batch, channels, height, width = x.shape
     kernel = (weight.shape[2], weight.shape[3])
-    x = x.reshape(batch, groups, channels // groups, height, width)
+    split = [x.unflatten(1, (groups, -1)) for x in inputs]
 
     def rows(images: Tensor) -> Tensor:
         seen = (patches(image, kernel, stride, padding, dilation) for image in images)
-        return _conv_rows(seen, batch, _overlap(site, weight))
+        return _conv_rows(seen, len(images), _overlap(site, weight))
 
-    mask = None
+    mask, x = None, _joined([rows(images) for images in split], dim=-2)
     if any(padding) and activation.log2_base is not None:
-        mask = rows(torch.ones_like(x))
+        mask = _joined([rows(torch.ones_like(images)) for images in split], dim=-2)
     if groups == 1:
-        return Operand(rows(x), activation, mask), Operand(weight.flatten(1), Format.of_weights(config, 0))
+        return Operand(x, activation, mask), Operand(weight.flatten(1), Format.of_weights(config, 0))
     kernels = weight.reshape(groups, -1, weight[0].numel())
     if activation.is_uniform:
         activation = replace(activation, own_dims=(0,))
-    return Operand(rows(x), activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
+    return Operand(x, activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
+
+
+def _joined(rows: list[Tensor], dim: int) -> Tensor:
+    """Rows of several inputs as one tensor; those of one input are not copied."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 
 
 def _overlap(site: Site, weight: Tensor) -> int:

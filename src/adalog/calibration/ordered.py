@@ -26,11 +26,17 @@ def observe_in_order(
 ) -> dict[str, Tensor]:
     """The operands of all sites by name, from one forward in which each site is quantized before the next one runs.
 
-    The channels of a norm that will be folded have quantizers of their own in this forward (RepQ-ViT). unfolded: says
-    why choices leave the norm of a pair as it is, as `Calibration` does.
+    The channels of a norm that will be folded have quantizers of their own in this forward (RepQ-ViT). Where a layer is
+    called several times, each call is quantized by what the calls up to it have read. unfolded: says why choices leave
+    the norm of a pair as it is, as `Calibration` does.
     """
     seen = dict(program.tensors)
-    group_of = {site.node.name: group for group in groups for site in group.sites}
+    group_of = {
+        each.node.name: group.until(number)
+        for group in groups
+        for number, call in enumerate(group.calls)
+        for each in call
+    }
     outputs: dict[str, Tensor] = {}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
@@ -39,7 +45,7 @@ def observe_in_order(
             return None
         if node.name not in outputs:
             site = group.first
-            seen[site.left] = args[0]
+            seen[group.read[-1]] = args[0]
             if site.role in ("qk", "av"):
                 seen[site.right] = args[1]
             choices = choices_of(group, config)
@@ -56,15 +62,16 @@ def observe_in_order(
 def _quantized_outputs(
     program: Program, group: SiteGroup, choices: Config, formats: Sequence[Format], seen: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The outputs of the group's sites with quantized operands, by the names of their nodes."""
+    """The outputs of the group's last call with quantized operands, by the names of their nodes."""
     module, tried = SEARCHES[type(choices.search)], []
     for activation in formats:
         product = Product(group.first.role, *operands_of(program, group, seen, choices, None, activation))
         tried.append(with_table(product, module.search_product(product, choices.search), choices.tables))
     found = max(tried, key=lambda each: each.sqnr)
-    nodes = tuple(site.node for site in group.sites)
-    operand_names = dict.fromkeys(name for site in group.sites for name in (site.left, site.right))
+    nodes = tuple(each.node for call in group.calls for each in call)
+    operand_names = dict.fromkeys(name for site in group.sites for name in (*group.read, site.right))
     inputs = tuple(name for name in operand_names if name not in program.tensors)
-    alone = Program(inputs, nodes, tuple(Ref(node.name) for node in nodes), program.tensors)
+    last = [site.node.name for site in group.calls[-1]]
+    alone = Program(inputs, nodes, tuple(map(Ref, last)), program.tensors)
     results = rewritten(alone, [(group, found)]).run([seen[name] for name in inputs])
-    return {node.name: result for node, result in zip(nodes, results, strict=True)}
+    return dict(zip(last, results, strict=True))

@@ -255,7 +255,7 @@ def reconstructed(
 
 def _read_by(group: SiteGroup) -> set[str]:
     """The operations that a group's assignment changes."""
-    return {site.node.name for site in group.sites} | ({group.pair.norm.name} if group.pair is not None else set())
+    return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
 class _Block:
@@ -335,7 +335,7 @@ class _Block:
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
         """The assignments with their outputs' SQNR about the mean, in the quantized network, on the images held out."""
         program = rewritten(self._nodes, assigned)
-        names = [site.node.name for group, _ in assigned for site in group.sites]
+        names = [name for group, _ in assigned for name in group.nodes]
         sums = {name: torch.zeros(4, dtype=torch.float64) for name in names}
         for numbers in self._judging.split(self._batch):
             chunks = (picked(self._blocks, chunk, numbers) for chunk in (self._exact, self._given))
@@ -349,7 +349,7 @@ class _Block:
                 sums[name] += torch.stack([part.double().cpu() for part in parts])
         found = []
         for group, assignment in assigned:
-            noise, square, total, count = torch.stack([sums[site.node.name] for site in group.sites]).sum(0).tolist()
+            noise, square, total, count = torch.stack([sums[name] for name in group.nodes]).sum(0).tolist()
             power = square - total * total / count
             sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
             found.append((group, replace(assignment, sqnr=sqnr)))

@@ -70,7 +70,11 @@ class Shared:
         needs, found = SEARCHES[type(config.search)].needs(config.search), dict[str, Any]()
         if "weights" in needs:
             gradients = self._error_gradients(config)
-            values = [self._observed.alike(group.first.left, names, gradients[site.node.name]) for site in group.sites]
+            values = {
+                each.node.name: self._observed.alike(each.left, names, gradients[each.node.name])
+                for call in group.calls
+                for each in call
+            }
             found["weights"] = in_shape_of_product(self._program, group, values)
         if "row_splits" in needs:
             found["row_splits"] = self._row_splits(group)
@@ -97,7 +101,7 @@ class Shared:
             generator = torch.Generator().manual_seed(self._seed)
             drawn = [noise_probe(generator)] if noise else [hessian_probe(generator)] * probes
             given = drawn if self._probe is None else [given_probe(self._probe)]
-            sites = {site.node.name for group in self._groups for site in group.sites}
+            sites = {name for group in self._groups for name in group.nodes}
             names = sites | {block.value_out for block in self._blocks}
             self._found[key] = squared_gradients(self._program, self._images, names, given)
         found: dict[str, Tensor] = self._found[key]

@@ -31,6 +31,25 @@ class SiteGroup:
     def name(self) -> str:
         return self.first.name
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The left operand of each call of its sites, which all of them have in common."""
+        return tuple(call.left for call in self.first.calls)
+
+    @property
+    def calls(self) -> tuple[tuple[Site, ...], ...]:
+        """For each call, the multiplications of all sites."""
+        return tuple(zip(*(site.calls for site in self.sites), strict=True))
+
+    def until(self, call: int) -> "SiteGroup":
+        """The group without the calls after this one, counted from 0."""
+        return replace(self, sites=tuple(replace(site, again=site.again[:call]) for site in self.sites))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of all its multiplications."""
+        return tuple(call.node.name for site in self.sites for call in site.calls)
+
 
 Assigned = Sequence[tuple[SiteGroup, Assignment]]  # what was decided, group by group, in order of execution
 
@@ -38,9 +57,10 @@ Assigned = Sequence[tuple[SiteGroup, Assignment]]  # what was decided, group by 
 def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
     """The sites by what is searched together, in order of execution."""
     folded = {name: pair for pair in pairs if not pair.refusal for name in pair.sites}
-    together: dict[tuple[str, str], list[Site]] = {}
+    together: dict[tuple[str, ...], list[Site]] = {}
     for site in sites:
-        key = (site.left, "linear") if site.role == "linear" else (site.name, site.role)
+        read = tuple(call.left for call in site.calls)
+        key = ("linear", *read) if site.role == "linear" else (site.role, site.name)
         together.setdefault(key, []).append(site)
     return [SiteGroup(tuple(members), folded.get(members[0].name)) for members in together.values()]
 
@@ -88,9 +108,10 @@ class _Build:
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
+            left, right = f"{first.name}.left", right and right.map(_untransposed)
             refs = (
-                self._fake(first, first.left, "left", assignment.left),
-                self._fake(first, first.right, "right", right and right.map(_untransposed)),
+                self._fake(first, first.left, left, assignment.left),
+                self._fake(first, first.right, f"{first.name}.right", right),
             )
             self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
             return
@@ -103,15 +124,16 @@ class _Build:
             quantizer = quantizer.map(
                 lambda value: value.reshape(groups, 1, 1).repeat_interleave(channels, dim=0)  # for (B, channels, H, W)
             )
-        value = first.left
+        values = [call.left for call in first.calls]
         if fold is not None and group.pair is not None and group.pair.padded:
-            value = self._shifted(first, fold)
-        input_ref = self._fake(first, value, "input", quantizer)
+            values = [self._shifted(first, fold)]
+        name = f"{first.name}.input"
+        inputs = [self._fake(*each, name, quantizer) for each in zip(first.calls, values, strict=True)]
         start = 0
         for site in group.sites:
             end = start + self._program.tensors[site.right].shape[0]
             bias = None if assignment.bias is None else assignment.bias[start:end]
-            self._place_weight(site, input_ref, _rows(assignment.right, start, end), fold, offset, bias)
+            self._place_weight(site, inputs, _rows(assignment.right, start, end), fold, offset, bias)
             start = end
 
     def _fold_norm(self, pair: Pair, fold: Fold) -> None:
@@ -121,7 +143,7 @@ class _Build:
         if pair.padded:
             fold = replace(fold, beta=torch.zeros_like(fold.beta))
         weight, bias = (self._tensors[norm.args[i].name] for i in (2, 3))
-        names = [self._own(norm.args[i].name, norm) for i in (2, 3)]
+        names = [self._own(norm.args[i].name, [norm]) for i in (2, 3)]
         self._tensors[names[0]], self._tensors[names[1]] = fold.norm(weight, bias)
         self._nodes[norm.name] = replace(norm, args=(*norm.args[:2], *map(Ref, names), *norm.args[4:]))
         self._folded.add(norm.name)
@@ -138,20 +160,21 @@ class _Build:
     def _place_weight(
         self,
         site: Site,
-        x: Ref,
+        inputs: Sequence[Ref],
         right: Quantizer | QuantizedTensor | None,
         fold: Fold | None,
         offset: float,
         given: Tensor | None,
     ) -> None:
-        """given: a bias in place of the site's own."""
+        """inputs: of each call. given: a bias in place of the site's own."""
+        calls = [call.node for call in site.calls]
         original = self._program.tensors[site.right]
         values, shape = original.flatten(1), original.shape
         bias = None if site.bias is None else self._tensors[site.bias]
         new_bias = bias
         if fold is not None:
             values, new_bias = fold.linear(original, bias)
-        name = self._own(site.right, site.node)
+        name = self._own(site.right, calls)
         if right is None:
             self._tensors[name] = values.reshape(shape)
         else:
@@ -167,24 +190,26 @@ class _Build:
             new_bias = absorb_offset(self._tensors[name].flatten(1), new_bias, offset)
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
         if new_bias is not None and new_bias is not bias:
-            bias_name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, site.node)
+            bias_name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, calls)
             self._tensors[bias_name] = new_bias
             bias_ref = Ref(bias_name)
-        self._nodes[site.node.name] = replace(site.node, args=(x, Ref(name), bias_ref, *site.node.args[3:]))
+        for node, x in zip(calls, inputs, strict=True):
+            self._nodes[node.name] = replace(node, args=(x, Ref(name), bias_ref, *node.args[3:]))
 
-    def _fake(self, site: Site, value: str, operand: str, quantizer: Quantizer | None) -> Ref:
+    def _fake(self, call: Site, value: str, quantizer_name: str, quantizer: Quantizer | None) -> Ref:
+        """The value fake-quantized before a call; the calls of one site share the quantizer."""
         if quantizer is None:
             return Ref(value)
-        name = f"{site.name}.{operand}"
-        self._quantizers[name] = quantizer
-        self._before.setdefault(site.node.name, []).append(
-            Node(name, FAKE_QUANTIZE, (Ref(value), name), scope=site.node.scope)
+        name = quantizer_name if quantizer_name not in self._quantizers else f"{quantizer_name}#{call.node.name}"
+        self._quantizers[quantizer_name] = quantizer
+        self._before.setdefault(call.node.name, []).append(
+            Node(name, FAKE_QUANTIZE, (Ref(value), quantizer_name), scope=call.node.scope)
         )
         return Ref(name)
 
-    def _own(self, name: str, node: Node) -> str:
-        """The tensor's name, or one of its own for this node where others read the tensor too."""
-        return name if self._uses[name] == 1 else f"{name}#{node.name}"
+    def _own(self, name: str, nodes: Sequence[Node]) -> str:
+        """The tensor's name, or one of its own for these nodes where others read the tensor too."""
+        return name if self._uses[name] == len(nodes) else f"{name}#{nodes[0].name}"
 
     def program(self) -> Program:
         nodes = [

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -41,6 +41,8 @@ class Site:
 
     The right operand of a linear or convolution is its weight, and `bias` names its bias, if it has one. The operands
     of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
+    again: the further calls of a layer that is called several times, such as a detector's head on maps of several
+    sizes. They share its weight, its bias and its quantizers, and `left_source` is what all its inputs have in common.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Site:
     right_source: Source
     bias: str | None = None
     refusal: str = ""
+    again: tuple["Site", ...] = ()
+
+    @property
+    def calls(self) -> tuple["Site", ...]:
+        """Every multiplication that shares this site's quantizers, itself first."""
+        return (self, *self.again)
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,26 @@ class Block:
 
 
 def find_sites(program: Program) -> list[Site]:
-    """Every multiplication that can be quantized, in order of execution, with the source of each operand."""
-    return [site for site in _products(program) if not site.refusal]
+    """Every multiplication that can be quantized, in order of execution, with the source of each operand.
+
+    Multiplications by the same stored weight, with the same bias and geometry, are calls of one site.
+    """
+    calls: dict[Any, list[Site]] = {}
+    for site in _products(program):
+        if not site.refusal:
+            layer = (site.node.op, site.node.args[1:]) if site.role in ("linear", "conv") else site.name
+            calls.setdefault(layer, []).append(site)
+    return [_called(each) for each in calls.values()]
+
+
+def _called(calls: Sequence[Site]) -> Site:
+    """The site with these calls."""
+    if len(calls) == 1:
+        return calls[0]
+    sources = [call.left_source for call in calls]
+    kind = sources[0].kind if len({source.kind for source in sources}) == 1 else "other"
+    common = Source(kind, sources[0].node, min(source.minimum for source in sources))
+    return replace(calls[0], left_source=common, again=tuple(calls[1:]))
 
 
 def find_refused(program: Program) -> list[Site]:
@@ -189,7 +215,8 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
     traced with.
     """
     values, readers = trace(program, example), program.consumers()
-    linears = {site.node.name: site for site in sites if site.role == "linear"}
+    linears = {call.node.name: site for site in sites if site.role == "linear" for call in site.calls}
+    repeated = {site.name for site in sites if site.again}
     outputs = set(refs_of(program.output))
     pairs = []
     for norm in program.nodes:
@@ -204,7 +231,7 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
             if name in outputs:
                 refusals.append("it is an output of the model")
             for reader in readers.get(name, []):
-                if reader.name in linears and linears[reader.name].left == name:
+                if reader.name in linears and reader.args[0].name == name:
                     reading.append(linears[reader.name].name)
                     count = values[norm.name].shape[-1]
                     if channels.shape[-1] != count or not bool((channels == torch.arange(count))[channels >= 0].all()):
@@ -213,6 +240,7 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
                     padded = True
                 elif reader.op not in MOVES and reader.op != "aten.sym_size.int":
                     refusals.append(f"it also feeds {reader.op.removeprefix('aten.')} in {reader.scope or 'the model'}")
+        refusals += [f"{name} is called several times" for name in reading if name in repeated]
         if reading:
             pairs.append(Pair(norm, tuple(reading), refusals[0] if refusals else "", padded))
     return pairs
@@ -231,7 +259,8 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
             continue
         read_by: list[list[int]] = [[] for _ in range(values[site.node.name].shape[-1])]
         count = 0  # of readers
-        for view, channels in channels_in_views(site.node.name, values, readers):
+        views = (view for call in site.calls for view in channels_in_views(call.node.name, values, readers))
+        for view, channels in views:
             for reader in readers.get(view, []):
                 if reader.op not in MOVES and reader.op not in SHAPE_READERS:
                     for channel in channels.unique().tolist():
@@ -269,6 +298,7 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
             {
                 "site": site.name,
                 "role": roles[site.name],
+                "calls": len(site.calls),
                 "left": site.left_source.kind,
                 "right": site.right_source.kind,
                 "shape": list(program.tensors[site.right].shape) if site.right in program.tensors else None,
@@ -311,7 +341,7 @@ def find_pieces(program: Program) -> list[Block]:
     A piece holds a site, or those of an attention or of another residual branch.
     """
     narrow = _bottlenecks(program)
-    products = {site.node.name for site in find_sites(program)}
+    products = {call.node.name for site in find_sites(program) for call in site.calls}
     places = [bisect_left(narrow, index) - 1 for index, node in enumerate(program.nodes) if node.name in products]
     return _cut(program, [narrow[place] for place in places if place >= 0])
 

@@ -1,8 +1,10 @@
 """A module quantized inside a larger model: how it is called there, and how another takes its place."""
 
+import copy
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,56 +13,85 @@ from torch.utils import _pytree as pytree
 
 from adalog.errors import CalibrationError
 from adalog.graph.capture import inference
-from adalog.graph.program import leaves_of
+from adalog.graph.program import Program, leaves_of, refs_of
+from adalog.graph.sites import Site
+
+Inputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Call:
     """How a module was called.
 
-    inputs: the names of the tensors among its arguments. constants: the other arguments. output: the structure of what
-    it returned.
+    names: of all its arguments, those in lists, tuples and dicts one by one. constants: those that are no tensors.
+    structure, output: how it was given its arguments, by the names of its parameters, and what it returned.
     """
 
     signature: inspect.Signature
-    inputs: tuple[str, ...]
+    names: tuple[str, ...]
     constants: Mapping[str, Any]
-    output: Any
+    structure: Any
+    output: Any = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the tensors among its arguments."""
+        return tuple(name for name in self.names if name not in self.constants)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of another call, in order. Raises TypeError if its other arguments or their names differ."""
-        tensors, constants = _tensors_and_others(_arguments(self.signature, args, kwargs))
-        if tuple(tensors) != self.inputs or constants != self.constants:
+        call, tensors = _call(self.signature, args, kwargs)
+        if replace(call, output=self.output) != self:
             raise TypeError(
                 f"the module was quantized for the tensors {self.inputs} with {self.constants}, and is called with the "
-                f"tensors {tuple(tensors)} and {constants}"
+                f"tensors {call.inputs} and {call.constants}"
             )
-        return list(tensors.values())
+        return list(tensors)
+
+    def bound(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
+        """The arguments of a call with these tensors."""
+        given = {**dict(zip(self.inputs, tensors, strict=True)), **self.constants}
+        arguments = pytree.tree_unflatten([given[name] for name in self.names], self.structure)
+        return inspect.BoundArguments(self.signature, arguments)
 
     def output_of(self, output: Any) -> Any:
         """A program's output in the structure and classes that the module returned."""
         return pytree.tree_unflatten(leaves_of(output), self.output)
 
 
-@torch.no_grad()
-def record_call(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[Call, tuple[Any, ...]]:
-    """(how `within(*inputs)` calls one of its modules, the module's positional inputs in that call).
+def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Inputs]:
+    """(a call, defaults included, whose output is not known; the tensors among its arguments)."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    found, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
+    leaves = {path[0].key + pytree.keystr(path[1:]): value for path, value in found}  # type: ignore[attr-defined]
+    constants = {name: value for name, value in leaves.items() if not isinstance(value, Tensor)}
+    tensors = tuple(value for value in leaves.values() if isinstance(value, Tensor))
+    return Call(signature, tuple(leaves), constants, structure), tensors
 
-    Raises ValueError where `within` does not hold the module, and CalibrationError unless it calls it exactly once.
+
+@torch.no_grad()
+def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[Call, list[Inputs]]:
+    """(how `within(*inputs)` calls one of its modules, the tensors that it gives it in each call).
+
+    Calls on values of the same sizes are joined to one on all of them: (N, ...) and (M, ...) become (N + M, ...).
+    Raises ValueError where `within` does not hold the module, and CalibrationError where it does not call it, calls it
+    in different ways, or on values whose sizes differ in other dimensions than height and width of (N, C, H, W).
     """
     name = type(model).__name__
     if model is within or all(module is not model for module in within.modules()):
         raise ValueError(f"{name} is no part of {type(within).__name__}: give within= the model that holds it")
     signature = inspect.signature(model.forward)
-    calls: list[dict[str, Any]] = []
-    outputs: list[Any] = []
+    calls: list[Call] = []
+    given: list[Inputs] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = _arguments(signature, args, kwargs)  # copies, since the forward may write to what it is given
-        calls.append(pytree.tree_map_only(Tensor, Tensor.clone, arguments))
+        call, tensors = _call(signature, args, kwargs)
+        calls.append(call)
+        given.append(tuple(map(Tensor.clone, tensors)))  # the forward may write to what it is given
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        outputs.append(pytree.tree_structure(output))
+        calls[-1] = replace(calls[-1], output=pytree.tree_structure(output))
 
     hooks = (model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after))
     try:
@@ -69,14 +100,99 @@ def record_call(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -
     finally:
         for hook in hooks:
             hook.remove()
-    if len(calls) != 1:
+    if not calls:
+        raise CalibrationError(f"{name} is not called in one forward of {type(within).__name__}: choose another part")
+    for key, value in calls[0].constants.items():
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            raise CalibrationError(
+                f"{name} is called with a {type(value).__name__} for {key}; give it tensors and numbers"
+            )
+    if any(call != calls[0] for call in calls):
         raise CalibrationError(
-            f"{name} is called {len(calls)} times in one forward of {type(within).__name__}, and only a part that is "
-            "called once can be quantized in place; choose a part of it, or one that holds it"
+            f"{name} is called {len(calls)} times in one forward of {type(within).__name__}, with different arguments "
+            "besides tensors; choose a part of it, or one that holds it"
         )
-    positional = _positional(name, signature, calls[0])
-    tensors, constants = _tensors_and_others(calls[0])
-    return Call(signature, tuple(tensors), constants, outputs[0]), positional
+    return calls[0], _joined(name, given)
+
+
+def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
+    """One call on all values where those of each have the same sizes; else the calls, whose maps may differ in size."""
+    values = list(zip(*calls, strict=True))
+    if all(len({value.shape[1:] for value in each}) == 1 for each in values):
+        return [tuple(torch.cat(each) if len(each) > 1 else each[0] for each in values)]
+    for each in values:
+        if any(value.ndim != 4 for value in each) or len({value.shape[1] for value in each}) > 1:
+            shapes = ", ".join(str(tuple(value.shape)) for value in each)
+            raise CalibrationError(
+                f"{name} is called {len(calls)} times, on {shapes}: its calls can share quantizers where their values "
+                "have the same sizes, or are maps (N, C, H, W) that differ in height and width alone; choose a part of "
+                "it, or one that holds it"
+            )
+    return calls
+
+
+def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
+    """The module as a function of the tensors of so many calls, which puts out a tuple of what each returned.
+
+    For one call it takes that call's tensors alone, and puts out what the module does. It shares the module's own.
+    """
+    function, count = copy.copy(model), len(call.inputs)
+
+    def forward(*tensors: Tensor) -> Any:
+        each = [call.bound(tensors[start : start + count]) for start in range(0, calls * count, count)]
+        outputs = tuple(model.forward(*bound.args, **bound.kwargs) for bound in each)
+        return outputs if calls > 1 else outputs[0]
+
+    names = [name if index == 0 else f"{name}_{index}" for index in range(calls) for name in _identifiers(call)]
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    function.forward = forward
+    return function
+
+
+def _identifiers(call: Call) -> Iterator[str]:
+    """The names of a call's tensors as those of parameters: x, maps_0, maps_fine."""
+    taken = set[str]()
+    for name in call.inputs:
+        word = re.sub(r"\W+", "_", name).strip("_")
+        while word in taken:
+            word += "_"
+        taken.add(word)
+        yield word
+
+
+def check_shareable(model: nn.Module, sites: Sequence[Site]) -> None:
+    """Raise CalibrationError for products of two computed values, which calls on maps of several sizes cannot share."""
+    computed = [site.name for site in sites if site.role not in ("linear", "conv")]
+    if computed:
+        raise CalibrationError(
+            f"{type(model).__name__} is called on maps of several sizes, and multiplies computed values "
+            f"({computed[0]}), whose quantizers such calls cannot share; choose a part of it, or one that holds it"
+        )
+
+
+def of_first_call(program: Program, inputs: int) -> Program:
+    """The program of one call, from that of several that share all quantizers. inputs: how many a call has."""
+    given = program.inputs[:inputs]
+    alone = replace(program, inputs=given, output=program.output[0]).pruned()
+    named = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
+    return replace(
+        alone,
+        quantizers={name: value for name, value in program.quantizers.items() if name in named},
+        weights={name: value for name, value in program.weights.items() if name in alone.tensors},
+        free={name: dims for name, dims in program.free.items() if name in given},
+        rule=None if program.rule is None else _about(program.rule, given),
+    )
+
+
+def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
+    """What a rule says of these inputs alone."""
+    told = set(inputs)
+    for node in rule.nodes:
+        if told.issuperset(node.refs()):
+            told.add(node.name)
+    output = tuple(ref for ref in rule.output if told.issuperset(refs_of(ref)))
+    return replace(rule, inputs=tuple(inputs), output=output).pruned() if output else None
 
 
 def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> None:
@@ -85,49 +201,3 @@ def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> Non
         for name, child in list(parent._modules.items()):
             if child is model:
                 parent.register_module(name, replacement)
-
-
-def _arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults included; each variadic argument has a name of its own."""
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            named |= {f"{name}[{index}]": item for index, item in enumerate(value)}
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
-        else:
-            named[name] = value
-    return named
-
-
-def _positional(name: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments as positional inputs, without the defaults at their end."""
-    positional = [
-        key
-        for key, parameter in signature.parameters.items()
-        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    inputs: list[Any] = []
-    for key, value in arguments.items():
-        default = signature.parameters[key].default if key in signature.parameters else None
-        fixed = value is None or isinstance(value, (bool, int, float, str))
-        if not fixed and not isinstance(value, Tensor):
-            raise CalibrationError(
-                f"{name} is called with a {type(value).__name__} for {key}; give it tensors and numbers"
-            )
-        if key in positional or "[" in key:
-            inputs.append((value, fixed and value == default))
-        elif not (fixed and value == default):
-            raise CalibrationError(f"{name} is called with {key} by keyword alone; a program takes inputs by position")
-    while inputs and inputs[-1][1]:
-        inputs.pop()
-    return tuple(value for value, _ in inputs)
-
-
-def _tensors_and_others(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the tensors among the arguments, all other arguments), both by name."""
-    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
-    return tensors, {key: value for key, value in arguments.items() if key not in tensors}

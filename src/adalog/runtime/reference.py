@@ -100,7 +100,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     a table, split codes, scales that differ within one sum), or whose sums may not fit in 64 bits.
     """
     plain, _ = program.unquantized()
-    names = {site.node.name: site.name for site in find_sites(plain)}
+    names = {call.node.name: call.name for site in find_sites(plain) for call in site.calls}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
     operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
     values = trace(program, example, 1, operands)

@@ -160,7 +160,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
         program = replace(program, quantizers={name: each.without_table() for name, each in program.quantizers.items()})
     plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
-    sites = {site.node.name: site for site in (*find_sites(plain), *find_refused(plain))}
+    sites = {call.node.name: call for site in (*find_sites(plain), *find_refused(plain)) for call in site.calls}
     quantizers = _quantizers(program)
     weights = {name: sum(_tensor_bytes(program, name).values()) for name in program.tensors}
     rows: list[CostRow] = []

@@ -1,0 +1,226 @@
+"""Layers that are called several times: one site, one weight, and quantizers for all that its calls read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adalog import Calibration, Config, Correction, Reconstruction, library
+from adalog.choices import RangeSearch
+from adalog.graph.sites import census
+from adalog.methods import METHODS
+from adalog.study.cost import cost
+from stored import deserialise, serialise
+from toys import Toy
+
+EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
+IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+
+
+def pyramid(m, x):
+    """The head of a detector on maps of three sizes, with values that grow from one to the next."""
+    maps = [m.stem(x), m.stem(F.avg_pool2d(x, 2)) * 3, m.stem(F.avg_pool2d(x, 4)) * 9]
+    hidden = [m.shared(value).relu() for value in maps]
+    return [m.scores(value) for value in hidden], [m.boxes(value) for value in hidden]
+
+
+def make():
+    torch.manual_seed(0)
+    return Toy(
+        pyramid,
+        stem=nn.Conv2d(3, 8, 2, 2),
+        shared=nn.Conv2d(8, 8, 3, 1, 1),
+        scores=nn.Conv2d(8, 2, 1),
+        boxes=nn.Conv2d(8, 4, 1),
+    ).eval()
+
+
+def twice(m, x):
+    """Two values through the same linears, one after the other."""
+    one, other = x.flatten(2).transpose(1, 2).chunk(2, 1)
+    return torch.cat([m.out(F.gelu(m.inner(value))) for value in (one, other)], 1).mean(1)
+
+
+def once(m, x):
+    """The same values together, the first image's halves behind each other."""
+    one, other = x.flatten(2).transpose(1, 2).chunk(2, 1)
+    value = m.out(F.gelu(m.inner(torch.cat([one, other], 0))))
+    return torch.cat(value.chunk(2, 0), 1).mean(1)
+
+
+def layers(function):
+    torch.manual_seed(0)
+    return Toy(function, inner=nn.Linear(3, 16), out=nn.Linear(16, 5)).eval()
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return Calibration(make(), IMAGES)
+
+
+@pytest.fixture(scope="module")
+def quantized(calibration, fast):
+    return calibration.quantize(replace(fast, images=8))
+
+
+def test_calls_are_one_site(calibration):
+    assert [(site.name, len(site.calls)) for site in calibration.sites] == [
+        ("stem", 3),
+        ("shared", 3),
+        ("scores", 3),
+        ("boxes", 3),
+    ]
+    found = census(calibration.program, calibration.sites, calibration.pairs)
+    assert [(row["site"], row["calls"]) for row in found["sites"]] == [(site.name, 3) for site in calibration.sites]
+    assert found["convs"] == 4
+
+
+def test_what_calls_read_has_one_source(calibration):
+    kinds = {site.name: site.left_source.kind for site in calibration.sites}
+    assert kinds == {"stem": "other", "shared": "other", "scores": "relu", "boxes": "relu"}
+    assert calibration.sites[2].left_source.minimum == 0.0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: (F.conv2d(x, m.a.weight, m.a.bias), F.conv2d(x, m.a.weight, m.b.bias)),
+        lambda m, x: (F.conv2d(x, m.a.weight, m.a.bias), F.conv2d(x, m.a.weight, m.a.bias, stride=2)),
+        lambda m, x: (F.conv2d(x, m.a.weight, m.a.bias), F.conv2d(x, m.a.weight)),
+    ],
+    ids=["bias", "stride", "no bias"],
+)
+def test_another_bias_or_geometry_is_another_site(function, fast):
+    torch.manual_seed(0)
+    model = Toy(function, a=nn.Conv2d(3, 4, 2), b=nn.Conv2d(3, 4, 2)).eval()
+    calibration = Calibration(model, IMAGES)
+    assert [len(site.calls) for site in calibration.sites] == [1, 1]
+    assert len(calibration.quantize(replace(fast, images=8)).program.weights) == 2
+
+
+def test_a_range_holds_what_all_calls_read(calibration):
+    """The oracle: minimum and maximum of the inputs of all calls, in the float model."""
+    config = replace(Config.preset("w8a8", "minmax"), images=8)
+    model, read = make(), []
+    model.shared.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    with torch.no_grad():
+        model(IMAGES)
+    assert len(read) == 3
+    low, high = (float(pick(torch.stack([pick(value) for value in read]))) for pick in (torch.min, torch.max))
+    quantizer = calibration.quantize(config).program.quantizers["shared.input"]
+    assert float(quantizer.scale) == pytest.approx((high - low) / 255, rel=1e-5)
+
+
+def test_one_weight_and_one_quantizer_are_stored(quantized):
+    program = quantized.program
+    assert sorted(program.weights) == ["boxes.weight", "scores.weight", "shared.weight", "stem.weight"]
+    assert sorted(program.quantizers) == ["boxes.input", "scores.input", "shared.input", "stem.input"]
+    assert [row.site for row in quantized.ledger] == ["stem", "shared", "scores", "boxes"]
+    assert quantized.float_sites() == []
+
+
+def test_it_is_saved_and_runs_in_integers(quantized):
+    loaded = deserialise(serialise(quantized))
+    wanted = [value for values in quantized(IMAGES) for value in values]
+    assert all(torch.equal(a, b) for a, b in zip(wanted, [v for vs in loaded(IMAGES) for v in vs], strict=True))
+    for executor in EXECUTORS:
+        compiled = loaded.compile(executor)
+        found = [value for values in compiled(IMAGES) for value in values]
+        for a, b in zip(wanted, found, strict=True):
+            assert float((a - b).abs().max()) < 1e-4 * float(a.abs().max())
+    names = list(loaded.compile("reference").sites)
+    assert names[0] == "stem"
+    assert len(names) == len(set(names)) == 12
+
+
+def test_every_call_costs(quantized):
+    rows = [row for row in cost(quantized.program, [(3, 16, 16)]).rows if row.role == "conv"]
+    assert len(rows) == 12
+    assert sum(row.weight_bytes > 0 for row in rows) == 4  # a weight is stored once
+    assert sum(row.count for row in rows if row.name.startswith("stem")) == (64 + 16 + 4) * 8 * 12
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_takes_layers_that_are_called_several_times(method, calibration):
+    config = Config.preset("w8a8", method)
+    short = {Correction: {"images": 8}, Reconstruction: {"images": 8, "iterations": 4, "batch": 4}}
+    stages = tuple(replace(stage, **short.get(type(stage), {})) for stage in config.stages)
+    model = calibration.quantize(replace(config, images=8, stages=stages))
+    wanted, found = make()(IMAGES), model(IMAGES)
+    for a, b in zip((v for vs in wanted for v in vs), (v for vs in found for v in vs), strict=True):
+        assert float((a - b).norm() / a.norm()) < 0.5
+
+
+# --- against the same values in one call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(4, 4, 4, images=8),
+        replace(Config.preset("w4a4", "minmax"), images=8),
+        Config(4, 4, 4, images=8, stages=(Correction(images=8),)),
+    ],
+    ids=["search", "minmax", "corrected"],
+)
+def test_two_calls_are_calibrated_as_one_on_both(config):
+    split = Calibration(layers(twice), IMAGES).quantize(config).program
+    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    assert sorted(split.weights) == sorted(joined.weights) == ["inner.weight", "out.weight"]
+    for name, weight in joined.weights.items():
+        assert torch.equal(split.weights[name].codes, weight.codes)
+        torch.testing.assert_close(split.weights[name].quantizer.scale, weight.quantizer.scale)
+    for name, quantizer in joined.quantizers.items():
+        torch.testing.assert_close(split.quantizers[name].scale, quantizer.scale)
+    for name in ("inner.bias", "out.bias"):
+        torch.testing.assert_close(split.tensors[name], joined.tensors[name], rtol=1e-4, atol=1e-5)
+
+
+def test_calibrated_in_order_a_call_is_quantized_by_the_calls_up_to_it():
+    """In the end the range is that of all calls; the first linear reads the same in any order."""
+    config = replace(Config.preset("w4a4", "minmax"), images=8, search=RangeSearch(in_order=True))
+    split = Calibration(layers(twice), IMAGES).quantize(config).program
+    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    torch.testing.assert_close(split.quantizers["inner.input"].scale, joined.quantizers["inner.input"].scale)
+    ratio = float(split.quantizers["out.input"].scale / joined.quantizers["out.input"].scale)
+    assert ratio == pytest.approx(1, abs=0.1)
+
+
+def test_squared_gradients_of_calls_weight_their_own_rows():
+    """PTQ4ViT's search, whose errors are weighted, gives the same whether the rows come in one call or in two."""
+    config = replace(Config.preset("w4a4", "ptq4vit"), images=8)
+    split = Calibration(layers(twice), IMAGES).quantize(config).program
+    joined = Calibration(layers(once), IMAGES).quantize(config).program
+    for name, weight in joined.weights.items():
+        torch.testing.assert_close(split.weights[name].quantizer.scale, weight.quantizer.scale)
+
+
+def recurrent(m, x):
+    """A block that runs twice, one time after the other, norm and all."""
+    y = m.embed(x).flatten(2).transpose(1, 2)
+    for _ in range(2):
+        y = y + m.out(F.gelu(m.inner(m.norm(y))))
+    return m.head(y.mean(1))
+
+
+@pytest.mark.parametrize("stages", [(), (Correction(images=8), Reconstruction(images=8, iterations=4, batch=4))])
+def test_a_block_that_runs_twice(stages, fast):
+    torch.manual_seed(0)
+    model = Toy(
+        recurrent,
+        embed=nn.Conv2d(3, 8, 4, 4),
+        norm=nn.LayerNorm(8),
+        inner=nn.Linear(8, 16),
+        out=nn.Linear(16, 8),
+        head=nn.Linear(8, 5),
+    ).eval()
+    quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
+    assert set(quantized.refusals.values()) == {"not folded: inner is called several times"}
+    assert len(quantized.program.weights) == 4
+    with torch.no_grad():
+        wanted = model(IMAGES)
+    assert float((quantized(IMAGES) - wanted).norm() / wanted.norm()) < 0.3
