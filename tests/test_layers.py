@@ -40,8 +40,8 @@ MAY_IMPORT = {
     "quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs", "ranks"},
 }
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
-MAY_IMPORT["tasks"] = MAY_IMPORT["adalog"] | {"adalog"}
-MAY_IMPORT["study"] = MAY_IMPORT["tasks"] | {"tasks"}
+MAY_IMPORT["detection"] = MAY_IMPORT["adalog"] | {"adalog"}
+MAY_IMPORT["study"] = MAY_IMPORT["detection"] | {"detection"}
 MAY_IMPORT["report"] = MAY_IMPORT["study"] | {"study"}
 MAY_IMPORT["cli"] = MAY_IMPORT["report"] | {"report"}
 MAY_IMPORT["__main__"] = {"cli"}

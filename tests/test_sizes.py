@@ -87,6 +87,15 @@ def test_a_model_without_questions_has_no_rule():
     program.check([of_size(4, 4)])
 
 
+def test_pooling_is_no_question():
+    """PyTorch itself asks whether a size is odd there, to round the result's."""
+    model = make(lambda m, x: m.head(F.max_pool2d(m.embed(x), 1, stride=2).mean((2, 3))))
+    program = capture(model, of_size(36, 44), sizes="free")
+    assert program.rule is None
+    for size in ((36, 44), (40, 56), (44, 40)):
+        assert_same(model, program, of_size(*size))
+
+
 def asserting(m, x):
     torch._assert(x.shape[2] % 8 == 0, "rows must come by eights")
     return m.head(m.embed(x).mean((2, 3)))

@@ -48,6 +48,7 @@ _FIELDS: dict[str, type] = {
     "weights": dict,
     "dtypes": dict,
 }
+DETECTOR = "adalog-detector"  # the metadata of a file of several artifacts: see adalog.detection.quantized
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
     "float64": torch.float64,
@@ -183,6 +184,8 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """The JSON of an artifact of this format. Raises ArtifactError for bytes that are none."""
     try:
         metadata = _table(content)["__metadata__"]
+        if DETECTOR in metadata:
+            raise ValueError("it holds a detector, for `adalog evaluate --coco` and `adalog detect`")
         text = metadata[KEY]
         _check(set(metadata) == {KEY}, "the metadata has other keys too")
     except Exception as cause:  # bytes that are no artifact make the parsing raise anything

@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 import typer
 
-from adalog.cli import bench, cost, demo, doctor, evaluate, figures, inspect, methods, quantize, tables, vectors
+from adalog.cli import bench, cost, demo, detect, doctor, evaluate, figures, inspect, methods, quantize, tables, vectors
 from adalog.cli.console import Commands, Session, run
 
 # In the order in which `adalog --help` lists them.
@@ -14,6 +14,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.command,
     "quantize": quantize.command,
     "evaluate": evaluate.command,
+    "detect": detect.command,
     "inspect": inspect.command,
     "methods": methods.command,
     "tables": tables.command,

@@ -1,4 +1,4 @@
-"""`adalog demo`: the bundled model, quantized and judged."""
+"""`adalog demo`: a bundled model, quantized and judged."""
 
 import dataclasses
 import time
@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from adalog import Calibration, Config, artifact, files
-from adalog.cli import views
+from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, note, progress_bar, say, site_progress
 from adalog.cli.options import JsonOption, SeedOption, ThreadsOption, thread_count
 from adalog.errors import printable
@@ -27,13 +27,19 @@ from adalog.study.levels import histogram_panels, level_figure
 METHODS = (*LEVEL_METHODS, "adalog+")
 # What is compared unless methods are named: quantizers at 4 bits, and below what a correction gives back.
 PLAN = {"w4a4": LEVEL_METHODS, "w3a3": ("adalog", "adalog+"), "w2a2": ("adalog", "adalog+")}
+# The same for the bundled detector.
+DETECTOR_BITS, DETECTOR_METHODS = ("w6a6", "w4a4"), ("adalog", "repq-vit", "uniform", "minmax")
 
 
 def command(
     out: Annotated[Path, typer.Option(help="Folder for the artifacts and the figure.")] = Path("adalog-demo"),
-    bits: Annotated[str, typer.Option(help="Bits to quantize to, comma-separated, the most bits first.")] = ",".join(
-        PLAN
-    ),
+    detector: Annotated[
+        bool, typer.Option("--detector", help="Quantize the bundled detector instead, and judge it by COCO's AP.")
+    ] = False,
+    bits: Annotated[
+        str | None,
+        typer.Option(help=f"Bits to quantize to, comma-separated, the most bits first. Default: {','.join(PLAN)}."),
+    ] = None,
     methods: Annotated[
         str | None,
         typer.Option(help=f"Methods to compare, comma-separated, of {', '.join(METHODS)}. Default: some, by bits."),
@@ -42,9 +48,18 @@ def command(
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Quantize the bundled ViT with AdaLog and its rivals, and judge each on 2,000 real images, in integers."""
+    """Quantize the bundled ViT with AdaLog and its rivals, and judge each on 2,000 real images, in integers.
+
+    With --detector, quantize the bundled detector, and judge each result on 300 drawn scenes.
+    """
     jobs = thread_count(threads)
-    plans = _planned(bits, methods)
+    if detector:
+        check_outputs(json_out)
+        names = DETECTOR_METHODS if methods is None else methods.split(",")
+        widths = DETECTOR_BITS if bits is None else bits.split(",")
+        detectors.demonstrate(widths, names, seed=seed, jobs=jobs, json_out=json_out)
+        return
+    plans = _planned(bits or ",".join(PLAN), methods)
     artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
     check_outputs(out / "levels.png", *artifacts.values(), json_out)
     model = demo.load_model()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import adalog
 from adalog import DataError, artifact
-from adalog.cli import views
+from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, image_progress, progress_bar, quiet, say, waiting
 from adalog.cli.options import (
     CheckpointOption,
@@ -43,6 +43,10 @@ def command(
             help="Labelled images for a model without a classifier: the nearest one gives the label. May lie in --data."
         ),
     ] = None,
+    instances: Annotated[
+        Path | None,
+        typer.Option("--coco", help="For a detector: COCO's annotations (instances_*.json) of the images in --data."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help=f"The full-precision model to compare with: {zoo.KINDS}.")] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
@@ -56,9 +60,23 @@ def command(
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Judge an artifact: top-1 and top-5 accuracy, and how far it is from the full-precision model."""
-    check_outputs(json_out, reads=(file, source_of(model), checkpoint))
+    """Judge an artifact: top-1 and top-5 accuracy, and how far it is from the full-precision model.
+
+    A detector is judged by COCO's average precision instead; it may be the name of one that is not quantized.
+    """
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances))
     place, jobs = find_device(device), thread_count(threads)
+    if detectors.judged(
+        file,
+        instances,
+        data,
+        no_pretrained=no_pretrained,
+        checkpoint=checkpoint,
+        executor=executor,
+        jobs=jobs,
+        json_out=json_out,
+    ):
+        return
     if model is None and (checkpoint is not None or no_pretrained):
         raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
     if data is None and support is not None:

@@ -9,6 +9,7 @@ import typer
 
 import adalog
 from adalog import METHODS, Config, DataError, artifact
+from adalog.cli import detectors
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress
 from adalog.cli.options import (
     CheckpointOption,
@@ -23,12 +24,13 @@ from adalog.cli.options import (
     thread_count,
 )
 from adalog.cli.targets import find_calibration, load_model, source_of
+from adalog.detection import zoo as detection
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of images from which --images are drawn. Not needed for demo, which has its own."),
@@ -54,6 +56,10 @@ def command(
     free_sizes: Annotated[
         bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
     ] = False,
+    parts: Annotated[
+        str | None,
+        typer.Option(help="Parts of a detector to quantize, of backbone,neck,rpn,box,mask; all of them by default."),
+    ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     resume: Annotated[
@@ -78,13 +84,34 @@ def command(
     )
     if reconstruct_images:
         config = config.fitting(reconstruct_images)
-    if not zoo.is_model(model):
-        raise DataError(f"model {model!r} is none of {zoo.KINDS}")
+    is_detector = detection.names_detector(model)
+    if not zoo.is_model(model) and not is_detector:
+        raise DataError(f"model {model!r} is none of {zoo.KINDS}, {detection.KINDS}")
+    if parts is not None and not is_detector:
+        raise ValueError(f"--parts are of a detector, {model} is none of {detection.KINDS}")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
-    if partial.exists() and not resume:
-        raise DataError(f"{partial} holds the searches of an earlier run: go on with --resume, or remove it")
+    if not resume and (left := sorted(out.parent.glob(f"{partial.name}*"))):
+        raise DataError(f"{left[0]} holds the searches of an earlier run: go on with --resume, or remove it")
     place = find_device(device)
+    if is_detector:
+        if free_sizes or place.type != "cpu":
+            raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
+        detectors.quantize(
+            model,
+            data,
+            out,
+            config,
+            detectors.read_parts(parts or "all"),
+            no_pretrained=no_pretrained,
+            checkpoint=checkpoint,
+            seed=seed,
+            jobs=thread_count(threads),
+            memory=limit,
+            partial=partial,
+            json_out=json_out,
+        )
+        return
     option = "--images" if config.images_wanted == images else "--reconstruct-images"
     given = find_calibration(model, data, config.images_wanted, option)
     loaded = load_model(model, no_pretrained, checkpoint)

@@ -77,12 +77,12 @@ def _is_asked_by_the_model(guard: Any) -> bool:
     """Whether a guard comes from the code of a model, or from that of PyTorch's modules; not known counts as yes.
 
     What a model asserts reaches export through export's own code, and so do layouts; only that a size is a multiple of
-    a number is told from these.
+    a number is told from these, unless it comes from how PyTorch computes the sizes of a result (as of pooling).
     """
-    if isinstance(guard.expr, sympy.Eq) and isinstance(guard.expr.lhs, (functions.Mod, functions.PythonMod)):
-        return True
     place = getattr(guard.sloc, "framework_loc", None)
     file = Path(getattr(place, "filename", ""))
+    if isinstance(guard.expr, sympy.Eq) and isinstance(guard.expr.lhs, (functions.Mod, functions.PythonMod)):
+        return file.name != "_meta_registrations.py"
     return not file.is_relative_to(_TORCH) or file.is_relative_to(_TORCH / "nn")
 
 

@@ -19,13 +19,12 @@ _WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which trai
 
 def load_weights(module: nn.Module, path: Path, spec: str) -> None:
     """Load a file's weights into a module. Raises DataError unless names and shapes are exactly the module's."""
-    own, given = module.state_dict(), _read_weights(path)
-    if _misfit(own, given):
-        with refusal(f"{path} does not fit {spec}: {_misfit(own, given)}", "use the weights of this model"):
+    own, given = module.state_dict(), read_weights(path)
+    if misfit(own, given):
+        with refusal(f"{path} does not fit {spec}: {misfit(own, given)}", "use the weights of this model"):
             given = _renamed(module, given)
-    misfit = _misfit(own, given)
-    if misfit:
-        raise DataError(f"{path} does not fit {spec}: {misfit}; use the weights of this model")
+    if told := misfit(own, given):
+        raise DataError(f"{path} does not fit {spec}: {told}; use the weights of this model")
     module.load_state_dict(given)
 
 
@@ -45,7 +44,7 @@ def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     return given
 
 
-def _misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
+def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
     """How the names and shapes of weights differ from a module's own, or "" where they do not."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
@@ -58,7 +57,7 @@ def _misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
     return "; ".join(f"{word} {listed(names)}" for word, names in found.items() if names)
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file or a state dict, without what training scripts wrap around them."""
     with refusal(f"{path} cannot be read", "give a file of weights"), path.open("rb") as file:
         start = file.read(9)

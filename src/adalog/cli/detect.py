@@ -1,0 +1,60 @@
+"""`adalog detect`: what a detector finds in an image, drawn into it."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from adalog import files
+from adalog.cli import detectors
+from adalog.cli.console import check_outputs, emit_json, say, waiting
+from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, ThreadsOption, thread_count
+from adalog.detection import coco, zoo
+from adalog.detection.draw import drawn
+from adalog.detection.images import read
+from adalog.runtime import EXECUTORS
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help=f"The artifact of a detector, or a detector: {zoo.KINDS}.")],
+    image: Annotated[Path, typer.Argument(help="The image.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The drawn image: .png, .jpg or .webp.")] = Path("drawn.png"),
+    score: Annotated[float, typer.Option(min=0, max=1, help="The least score of what is drawn.")] = 0.3,
+    checkpoint: CheckpointOption = None,
+    no_pretrained: NoPretrainedOption = False,
+    executor: Annotated[
+        str | None,
+        typer.Option(help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, in float."),
+    ] = None,
+    threads: ThreadsOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Draw boxes, masks, names and scores of what a detector finds in an image."""
+    if out.suffix.lower() not in FORMATS:
+        raise ValueError(f"--out {out} is none of {', '.join(FORMATS)}")
+    check_outputs(out, json_out, reads=(file, image, checkpoint))
+    picture = read(image)
+    detector = detectors.load_detector(file, no_pretrained, checkpoint, executor, thread_count(threads))
+    with waiting(f"look at {image}"):
+        (found,) = detector(detector.settings.resizing.batch([picture]))
+    names, content = detector.settings.names, BytesIO()
+    drawn(picture, found, names, score).save(content, FORMATS[out.suffix.lower()])
+    files.write_whole(out, content.getvalue())
+    results = coco.results_of([found], [0], range(len(names)))
+    rows = [
+        {"name": names[each["category_id"]], "score": each["score"], "box": each["bbox"], "mask": each["segmentation"]}
+        for each in results
+        if each["score"] >= score
+    ]
+    if json_out != "-":
+        table = Table(title=f"{len(rows)} objects in {image}, drawn in {out}")
+        for column in ("name", "score", "x, y, width, height"):
+            table.add_column(column)
+        for row in rows:
+            table.add_row(row["name"], f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
+        say(table)
+    emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)

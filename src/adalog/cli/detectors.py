@@ -1,0 +1,241 @@
+"""What the commands do with a detector in place of a classifier."""
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from adalog import Config, DataError, artifact
+from adalog.cli.console import emit_json, image_progress, progress_bar, quiet, say, site_progress, waiting
+from adalog.detection import coco, demo, zoo
+from adalog.detection.demo.scenes import scene
+from adalog.detection.detector import KINDS, Detections, Detector
+from adalog.detection.images import batches_of, read
+from adalog.detection.quantized import compiled, is_detector, load, quantize_detector, save
+from adalog.inputs.images import draw_indices, find_images
+from adalog.ledger import float_lines, ledger_table
+from adalog.model import QuantizedModel, quickest
+
+SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
+
+
+def read_parts(text: str) -> tuple[str, ...]:
+    """The parts of an option such as backbone,rpn or all."""
+    parts = KINDS if text == "all" else tuple(text.split(","))
+    odd = [part for part in parts if part not in KINDS]
+    if odd:
+        raise ValueError(f"--parts {odd[0]!r} is none of {', '.join(KINDS)}, or all")
+    return parts
+
+
+def load_float(spec: str, no_pretrained: bool, checkpoint: Path | None) -> Detector:
+    """The detector of that name, loaded behind a spinner."""
+    with waiting(f"load {spec}"):
+        return zoo.load_detector(spec, pretrained=not no_pretrained, checkpoint=checkpoint)
+
+
+def quantize(
+    spec: str,
+    data: Path | None,
+    out: Path,
+    config: Config,
+    parts: Collection[str],
+    *,
+    no_pretrained: bool,
+    checkpoint: Path | None,
+    seed: int,
+    jobs: int,
+    memory: int,
+    partial: Path,
+    json_out: str | None,
+) -> None:
+    """Quantize the detector of that name and write its file."""
+    count = config.images_wanted
+    if data is None and spec != zoo.DEMO:
+        raise DataError(f"{spec} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+    detector = load_float(spec, no_pretrained, checkpoint)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with progress_bar() as progress, quiet():
+        watch = site_progress(progress, progress.add_task("images", total=1), config.bits)
+        if data is None:
+            numbers = (demo.CALIBRATING[index] for index in draw_indices(len(demo.CALIBRATING), count, seed).tolist())
+            prepared = [batch for _, batch in demo.batches(numbers, 4)]
+        else:
+            images = find_images(data).sample(count, seed)
+            prepared = batches_of([read(path) for path in images.paths], detector.settings.resizing)
+        quantized = quantize_detector(
+            detector,
+            prepared,
+            config,
+            parts=parts,
+            seed=seed,
+            jobs=jobs,
+            memory=memory,
+            partial=partial,
+            progress=watch,
+        )
+    seconds = time.perf_counter() - start
+    size = save(quantized, out)
+    for file in out.parent.glob(f"{partial.name}.*"):
+        file.unlink()
+    models = models_of(quantized)
+    if json_out != "-":
+        say(summary(quantized), f"{out}: {size:,} bytes, in {seconds:.1f} s")
+    told = {"file": str(out), "bytes": size, "bits": config.bits, "seconds": round(seconds, 3)}
+    told |= {"calibration_images": count, "quantized": list(parts)}
+    emit_json(told | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
+
+
+def models_of(detector: Detector) -> dict[str, QuantizedModel]:
+    """The parts of a quantized detector."""
+    return {name: part for name, part in detector.parts.items() if isinstance(part, QuantizedModel)}
+
+
+def summary(detector: Detector) -> str:
+    """The ledger of all parts as text, and what stays float in each."""
+    lines: list[str] = []
+    for name, part in models_of(detector).items():
+        lines += [f"-- {name} --", *ledger_table(part.ledger), *float_lines(part.refusals, part.float_operations())]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def judged(
+    file: Path,
+    instances: Path | None,
+    data: Path | None,
+    *,
+    no_pretrained: bool,
+    checkpoint: Path | None,
+    executor: str | None,
+    jobs: int,
+    json_out: str | None,
+) -> bool:
+    """Judge a detector, which has --coco or is a name; whether it is one."""
+    by_name = zoo.names_detector(str(file))
+    if not by_name and instances is None:
+        return False
+    if not by_name and not is_detector(artifact.read(file)):
+        raise ValueError(f"--coco judges a detector, and {file} is none: leave it out")
+    if instances is None or data is None:
+        raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with its images")
+    detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
+    evaluate(file, detector, instances, data, executor=executor, json_out=json_out)
+    return True
+
+
+def load_detector(
+    file: Path, no_pretrained: bool, checkpoint: Path | None, executor: str | None, jobs: int
+) -> Detector:
+    """The detector of a file, run by an executor if one is named; or that of a name, in float."""
+    if zoo.names_detector(str(file)):
+        if executor is not None:
+            raise ValueError(f"--executor runs integers, and {file} is not quantized: leave it out")
+        return load_float(str(file), no_pretrained, checkpoint)
+    if checkpoint is not None or no_pretrained:
+        raise ValueError(f"--checkpoint and --no-pretrained take a detector, {file} is none of {zoo.KINDS}")
+    if not is_detector(artifact.read(file)):
+        raise DataError(f"{file} holds no detector: give what `adalog quantize mmdet:NAME` has made")
+    with waiting(f"load {file}"):
+        detector = load(file)
+        if executor is None:
+            return detector
+        return compiled(detector, executor, **({"threads": jobs} if executor == "native" else {}))
+
+
+def evaluate(
+    file: Path,
+    detector: Detector,
+    instances: Path,
+    data: Path,
+    *,
+    executor: str | None,
+    json_out: str | None,
+) -> None:
+    """Judge a detector by COCO's average precision."""
+    annotated = coco.read_annotations(instances, data)
+    categories = coco.categories_of(detector.settings.names, annotated)
+    with progress_bar() as progress, quiet():
+        progress.add_task("images", total=len(annotated))
+        watch, resizing = image_progress(progress), detector.settings.resizing
+
+        def found() -> Iterator[Detections]:
+            for done, path in enumerate(annotated.paths, 1):
+                yield from detector(resizing.batch([read(path)]))
+                watch(done)
+
+        results = coco.results_of(found(), annotated.ids, categories)
+        figures = coco.average_precision(annotated.told, results)
+    if json_out != "-":
+        say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
+    told = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
+    emit_json(told | {name: _number(value) for name, value in figures.items()}, json_out)
+
+
+def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
+    """Quantize the bundled detector by several methods, and judge each on scenes that nothing was fitted to."""
+    configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
+    rows: list[dict[str, Any]] = []
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("draw scenes", total=(len(configs) + 1) * len(demo.TESTED))
+        scenes = [scene(number) for number in demo.TESTED]
+        told = demo.truth(zip(demo.TESTED, scenes, strict=True))
+        drawn = draw_indices(len(demo.CALIBRATING), max(each.images_wanted for _, each in configs), seed).tolist()
+        calibrating = [batch for _, batch in demo.batches((demo.CALIBRATING[index] for index in drawn), 4)]
+        detector = demo.load_detector()
+
+        def judged(runs: Detector, name: str) -> dict[str, float]:
+            def found() -> Iterator[Detections]:
+                for start in range(0, len(scenes), 10):
+                    some = scenes[start : start + 10]
+                    yield from runs(demo.prepared(some))
+                    progress.advance(bar, len(some))
+
+            progress.update(bar, description=name)
+            results = coco.results_of(found(), demo.TESTED, range(1, len(demo.SETTINGS.names) + 1))
+            return coco.average_precision(told, results)
+
+        whole = judged(detector, "full precision")
+        for method, config in configs:
+            start = time.perf_counter()
+            progress.update(bar, description=f"{config.bits} {method}")
+            enough = calibrating[: -(-config.images_wanted // 4)]
+            quantized = quantize_detector(detector, enough, config, seed=seed, jobs=jobs)
+            seconds = time.perf_counter() - start
+            figures = judged(fastest(quantized, jobs), f"{config.bits} {method}")
+            rows.append({"bits": config.bits, "method": method, **figures, "seconds": round(seconds, 3)})
+    if json_out != "-":
+        title = f"A Swin Mask R-CNN trained on drawn scenes, on {len(scenes)} that it has not seen"
+        say(ap_table(title, [("fp32", "", whole), *((row["bits"], row["method"], row) for row in rows)]))
+    told_rows = [
+        {name: _number(value) if isinstance(value, float) else value for name, value in row.items()} for row in rows
+    ]
+    emit_json(
+        {"fp32": {name: _number(value) for name, value in whole.items()}, "rows": told_rows, "seed": seed}, json_out
+    )
+
+
+def fastest(detector: Detector, jobs: int) -> Detector:
+    """The detector with each part run by the fastest executor that takes it."""
+    return Detector({name: quickest(part, jobs)[0] for name, part in models_of(detector).items()}, detector.settings)
+
+
+def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
+    """A table of average precision in percent: rows of bits, method and figures."""
+    table = Table(title=title)
+    for column in ("bits", "method"):
+        table.add_column(column)
+    for column in SHOWN:
+        table.add_column(column.replace("_ap", " AP"), justify="right")
+    for bits, method, figures in rows:
+        cells = [figures[name] for name in SHOWN]
+        table.add_row(bits, method, *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))
+    return table
+
+
+def _number(value: float) -> float | None:
+    """A figure as JSON has it, where NaN is no number."""
+    return None if math.isnan(value) else round(value, 6)

@@ -1,0 +1,114 @@
+"""Boxes and masks as mmdetection 2 computes them: anchors, offsets, levels, suppression, masks pasted into images.
+
+A box is (x1, y1, x2, y2) in pixels of an image whose corner is (0, 0); pixel (i, j) covers [j, j + 1) x [i, i + 1).
+Everything is exact in the type that it is given, and runs on any device.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grid_sample
+
+# dw and dh are the logarithm of a ratio of at most 1000 / 16 (mmdetection's wh_ratio_clip).
+MAX_LOG_RATIO = math.log(1000 / 16)
+# A region of this side reads the finest map; one twice as large the next (Lin et al., CVPR 2017, with 56 for 224 / 4).
+FINEST_SIDE = 56
+
+
+def anchors(
+    height: int, width: int, stride: int, scale: float, ratios: Sequence[float], device: torch.device
+) -> Tensor:
+    """The anchors of a map, row by row and at each place by ratio: (height * width * ratios, 4).
+
+    They are centred at multiples of the stride, have the area (scale * stride)^2, and are not rounded. ratios: height
+    to width.
+    """
+    tall = torch.tensor(ratios, device=device).sqrt()
+    half = scale * stride / 2 * torch.stack([-1 / tall, -tall, 1 / tall, tall], dim=1)
+    x, y = (torch.arange(count, device=device) * float(stride) for count in (width, height))
+    places = torch.stack([x.expand(height, -1), y[:, None].expand(-1, width)], dim=2).repeat(1, 1, 2)
+    return (places[:, :, None] + half).reshape(-1, 4)
+
+
+def decoded(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[float, float]) -> Tensor:
+    """The boxes that offsets (dx, dy, dw, dh) make of given ones, within an image: (..., 4).
+
+    boxes, offsets: (..., 4), which broadcast. stds: what offsets are multiplied by first; dw and dh are clamped to
+    +-ln(62.5) then. size: (height, width) of the image without padding.
+    """
+    dx, dy, dw, dh = (offsets * offsets.new_tensor(stds)).unbind(-1)
+    dw, dh = (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) for value in (dw, dh))
+    x1, y1, x2, y2 = boxes.unbind(-1)
+    x, y = (x1 + x2) / 2 + (x2 - x1) * dx, (y1 + y2) / 2 + (y2 - y1) * dy
+    half_width, half_height = (x2 - x1) * dw.exp() / 2, (y2 - y1) * dh.exp() / 2
+    height, width = size
+    sides = [(x - half_width, width), (y - half_height, height), (x + half_width, width), (y + half_height, height)]
+    return torch.stack([value.clamp(0, limit) for value, limit in sides], dim=-1)
+
+
+def encoded(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tensor:
+    """The offsets that `decoded` makes the targets of: (..., 4)."""
+
+    def parts(value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x1, y1, x2, y2 = value.unbind(-1)
+        return (x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1
+
+    (x, y, width, height), (to_x, to_y, to_width, to_height) = parts(boxes), parts(targets)
+    found = [(to_x - x) / width, (to_y - y) / height, (to_width / width).log(), (to_height / height).log()]
+    return torch.stack(found, dim=-1) / boxes.new_tensor(stds)
+
+
+def levels(boxes: Tensor, count: int) -> Tensor:
+    """The number of the map, from 0 for the finest, that each box reads: (boxes,)."""
+    width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    return torch.log2((width * height).sqrt() / FINEST_SIDE + 1e-6).floor().clamp(0, count - 1).long()
+
+
+def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, images: Tensor, side: int) -> Tensor:
+    """What boxes read of the maps that their sizes call for: (boxes, C, side, side).
+
+    RoIAlign, aligned, with as many samples as pixels. maps: (N, C, H, W) each, the finest first. images: (boxes,), the
+    image that each box belongs to.
+    """
+    from torchvision.ops import roi_align
+
+    found = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
+    which = levels(boxes, len(maps))
+    for level, (values, stride) in enumerate(zip(maps, strides, strict=False)):
+        chosen = (which == level).nonzero()[:, 0]
+        rows = torch.cat([images[chosen, None].to(boxes.dtype), boxes[chosen]], dim=1)
+        found[chosen] = roi_align(values, rows, side, spatial_scale=1 / stride, sampling_ratio=0, aligned=True)
+    return found
+
+
+def suppressed(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
+    """The numbers of at most `most` boxes, the best first, none of which overlaps a better one of its group by more."""
+    from torchvision.ops import batched_nms
+
+    return batched_nms(boxes, scores, groups, overlap)[:most]
+
+
+def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float = 0.5) -> Tensor:
+    """Masks over boxes as masks of the whole image: (masks, height, width) of bool.
+
+    masks: (masks, side, side) of probabilities, sampled bilinearly at the centres of pixels, with nothing beyond the
+    box. boxes: (masks, 4), not rounded; a box without area has an empty mask. size: (height, width).
+    """
+    height, width = size
+    found = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
+    for index, (mask, box) in enumerate(zip(masks, boxes.tolist(), strict=True)):  # one at a time, as large as its box
+        x1, y1, x2, y2 = box
+        if not (x2 > x1 and y2 > y1):
+            continue
+        left, top = max(math.floor(x1) - 1, 0), max(math.floor(y1) - 1, 0)
+        right, bottom = min(math.ceil(x2) + 1, width), min(math.ceil(y2) + 1, height)
+        if right <= left or bottom <= top:
+            continue
+        x = (torch.arange(left, right, device=mask.device, dtype=mask.dtype) + 0.5 - x1) / (x2 - x1) * 2 - 1
+        y = (torch.arange(top, bottom, device=mask.device, dtype=mask.dtype) + 0.5 - y1) / (y2 - y1) * 2 - 1
+        grid = torch.stack([x.expand(len(y), -1), y[:, None].expand(-1, len(x))], dim=2)
+        sampled = grid_sample(mask[None, None], grid[None], align_corners=False)[0, 0]
+        found[index, top:bottom, left:right] = sampled >= threshold
+    return found

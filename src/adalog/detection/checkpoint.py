@@ -1,0 +1,71 @@
+"""Weights of the public Swin detectors (mmdetection 2), for the parts that this package has."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import DataError
+from adalog.inputs.weights import misfit, read_weights
+
+
+def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
+    """Load a public checkpoint's weights into the parts, tensor by tensor; reading it runs no code.
+
+    Raises DataError, which names what is missing or left over, unless names and shapes are exactly the parts'.
+    """
+    given = {name: _as_here(name, value) for name, value in read_weights(path).items()}
+    names = list(public_names(parts))
+    own = {public: parts[part].state_dict()[name] for part, name, public in names}
+    if told := misfit(own, given):
+        raise DataError(f"{path} does not fit {spec}: {told}; use the weights of this detector")
+    for public, value in given.items():
+        if public.endswith("relative_position_index") and not torch.equal(value, own[public]):
+            raise DataError(f"{path} does not fit {spec}: {public} counts positions in another order")
+    for part, module in parts.items():
+        module.load_state_dict({name: given[public] for each, name, public in names if each == part})
+
+
+def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str]]:
+    """(the part, the name of one of its tensors, the name that it has in a public checkpoint), of every tensor."""
+    for part, module in parts.items():
+        kind, _, stage = part.partition("_")
+        layers = {name: theirs for name, theirs in _layers(kind, module) if name != theirs}
+        place = {"box": "roi_head.bbox_head", "mask": "roi_head.mask_head", "rpn": "rpn_head"}.get(kind, kind)
+        for name in module.state_dict():
+            layer = max((each for each in layers if name.startswith(f"{each}.")), key=len, default="")
+            theirs = layers[layer] + name[len(layer) :] if layer else name
+            yield part, name, ".".join(filter(None, [place, stage, theirs]))
+
+
+def _as_here(name: str, value: Tensor) -> Tensor:
+    return value.flatten() if name.endswith("relative_position_index") else value
+
+
+def _layers(kind: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The names of layers here and there; what is within a layer is called the same, unless a longer name is told."""
+    if kind == "backbone":
+        yield "features.0.0", "patch_embed.proj"
+        yield "features.0.2", "patch_embed.norm"
+        for stage in range(4):
+            yield f"norms.{stage}", f"norm{stage}"
+            yield f"features.{2 * stage + 2}", f"layers.{stage}.downsample"
+            for block, _ in enumerate(module.features[2 * stage + 1]):  # type: ignore[index]
+                ours, theirs = f"features.{2 * stage + 1}.{block}", f"layers.{stage}.blocks.{block}"
+                yield ours, theirs
+                yield f"{ours}.mlp.0", f"{theirs}.mlp.fc1"
+                yield f"{ours}.mlp.3", f"{theirs}.mlp.fc2"
+    for number in range(4):
+        yield f"lateral.{number}", f"lateral_convs.{number}.conv"
+        yield f"smooth.{number}", f"fpn_convs.{number}.conv"
+        yield f"linears.{2 * number}", f"shared_fcs.{number}"
+        if kind == "mask":
+            yield f"convolutions.{2 * number}", f"convs.{number}.conv"
+        else:
+            yield f"convolutions.{3 * number}", f"shared_convs.{number}.conv"
+            yield f"convolutions.{3 * number + 1}", f"shared_convs.{number}.bn"
+    yield "hidden", "rpn_conv"
+    yield "scores", "rpn_cls"
+    yield "offsets", "rpn_reg" if kind == "rpn" else "fc_reg"
+    yield "logits", "fc_cls" if kind == "box" else "conv_logits"

@@ -1,0 +1,181 @@
+"""COCO: images with annotated objects, what a detector finds in them as COCO's JSON, and average precision."""
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adalog.detection.detector import Detections
+from adalog.errors import DataError
+from adalog.inputs.refusals import listed, refusal
+
+# The classes in the order of the public detectors (those of COCO 2017).
+NAMES = tuple(resources.files("adalog.detection").joinpath("coco_names.txt").read_text("utf-8").splitlines())
+# COCO's twelve figures in its own order, of which a table shows six.
+FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """Images of a folder, and what an annotation file says of them: the whole file as `told`.
+
+    ids: COCO's number of each image, in the order of `paths`. categories: COCO's number of each class, by its name.
+    """
+
+    paths: tuple[Path, ...]
+    ids: tuple[int, ...]
+    categories: Mapping[str, int]
+    told: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def read_annotations(file: Path, folder: Path) -> Annotated:
+    """An annotation file (instances_*.json) and its images.
+
+    Raises DataError for a file of another form, for images that are not in the folder, and for boxes that are not four
+    finite numbers or whose width or height is negative. Boxes without area, and crowds, are kept: pycocotools knows
+    what to do with them.
+    """
+    with refusal(f"{file} cannot be read", "give an instances_*.json of COCO's form"):
+        told = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(told, dict) or not all(
+        isinstance(told.get(key), list) for key in ("images", "annotations", "categories")
+    ):
+        raise DataError(f"{file} lacks images, annotations or categories: give an instances_*.json of COCO's form")
+    with refusal(f"{file} is not of COCO's form", "mend it"):
+        categories = {str(each["name"]): int(each["id"]) for each in told["categories"]}
+        images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
+        if len(images) < len(told["images"]) or len(categories) < len(told["categories"]):
+            raise DataError(f"{file} has images or categories of one number twice: mend it")
+        for each in told["annotations"]:
+            _check_annotation(file, each, images, set(categories.values()))
+    missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
+    if missing:
+        raise DataError(
+            f"{file} names images that {folder} does not have: {listed(missing)}; add them, or remove their entries"
+        )
+    if not images:
+        raise DataError(f"{file} names no images: give a file that does")
+    return Annotated(tuple(folder / name for name in images.values()), tuple(images), categories, told)
+
+
+def _check_annotation(file: Path, each: Mapping[str, Any], images: Mapping[int, str], categories: set[int]) -> None:
+    box, where = each["bbox"], f"{file}, annotation {each['id']}"
+    if (
+        len(box) != 4
+        or not all(type(value) in (int, float) and math.isfinite(value) for value in box)
+        or min(box[2:]) < 0
+    ):
+        raise DataError(f"{where}: the box {box} is not (x, y, width, height) of finite numbers; mend or remove it")
+    if each["image_id"] not in images:
+        raise DataError(f"{where}: image {each['image_id']} is not in the file; add it, or remove the annotation")
+    if each["category_id"] not in categories:
+        raise DataError(f"{where}: category {each['category_id']} is not in the file; add it, or remove the annotation")
+
+
+def results_of(detections: Iterable[Detections], ids: Sequence[int], categories: Sequence[int]) -> list[dict[str, Any]]:
+    """Detections as COCO's results: boxes as (x, y, width, height), masks run-length encoded.
+
+    ids: of the images, in their order. categories: COCO's number of each label; -1 leaves its detections out.
+    """
+    found = []
+    for number, each in zip(ids, detections, strict=True):
+        boxes = each.boxes.double()
+        boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
+        rows = zip(boxes.tolist(), each.scores.tolist(), each.labels.tolist(), each.masks.cpu().numpy(), strict=True)
+        found += [
+            {
+                "image_id": number,
+                "category_id": categories[label],
+                "bbox": [round(value, 3) for value in box],
+                "score": round(score, 5),
+                "segmentation": encoded_mask(mask),
+            }
+            for box, score, label, mask in rows
+            if categories[label] >= 0
+        ]
+    return found
+
+
+def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
+    """A mask (H, W) in COCO's compressed run lengths."""
+    from pycocotools import mask as coco_mask
+
+    runs = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
+
+
+def categories_of(names: Sequence[str], annotated: Annotated) -> list[int]:
+    """COCO's number of each of a detector's classes, by its name; -1 for those that the file has not.
+
+    Raises DataError where the file has categories that the detector does not know.
+    """
+    unknown = [name for name in annotated.categories if name not in names]
+    if unknown:
+        raise DataError(f"the detector does not know {listed(unknown)}: give annotations of its {len(names)} classes")
+    return [annotated.categories.get(name, -1) for name in names]
+
+
+def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """COCO's average precision of boxes and masks, as pycocotools computes it, in 0 to 1.
+
+    Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and mask_... alike. A figure for which
+    there is no annotated object is NaN.
+    """
+    found: dict[str, float] = {}
+    evaluations = {kind: _evaluated(told, results, kind) for kind in ("bbox", "segm")}
+    for word, kind in (("box", "bbox"), ("mask", "segm")):
+        figures = evaluations[kind]
+        found |= {f"{word}_{name}": value for name, value in zip(FIGURES, figures, strict=True)}
+    return found
+
+
+def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ModuleNotFoundError as cause:
+        raise DataError("pycocotools is not installed: pip install 'adalog[coco]'") from cause
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+        truth = COCO()
+        truth.dataset = {"info": {}, **told}
+        truth.createIndex()
+        if not results:
+            counted = any(not each.get("iscrowd") for each in told["annotations"])
+            return [0.0 if counted else math.nan] * len(FIGURES)
+        judged = COCOeval(truth, truth.loadRes([dict(each) for each in results]), kind)
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    return [float(value) if value >= 0 else math.nan for value in judged.stats[: len(FIGURES)]]
+
+
+def annotations_of(
+    masks: Tensor | np.ndarray, boxes: np.ndarray, labels: Sequence[int], image: int, first: int
+) -> list[dict[str, Any]]:
+    """Known objects of one image as COCO's annotations, numbered from `first`; categories are labels + 1."""
+    found = []
+    for number, (mask, box, label) in enumerate(zip(masks, boxes.tolist(), labels, strict=True)):
+        found.append(
+            {
+                "id": first + number,
+                "image_id": image,
+                "category_id": int(label) + 1,
+                "bbox": [box[0], box[1], box[2] - box[0], box[3] - box[1]],
+                "area": float(np.asarray(mask).sum()),
+                "iscrowd": 0,
+                "segmentation": encoded_mask(np.asarray(mask)),
+            }
+        )
+    return found

@@ -1,0 +1,62 @@
+"""The bundled detector: a small Mask R-CNN with a Swin that tools/train_demo_detector.py trained on drawn scenes."""
+
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from typing import Any
+
+from PIL import Image
+from safetensors.torch import load as parse_safetensors
+
+from adalog.detection.coco import annotations_of
+from adalog.detection.demo.scenes import NAMES, SIZE, Scene, scene
+from adalog.detection.detector import Detector, Settings
+from adalog.detection.images import Batch, Resizing
+from adalog.detection.network import Architecture, make_parts
+
+ARCHITECTURE = Architecture(
+    width=24, depths=(2, 2, 2, 2), heads=(1, 2, 4, 8), window=4, channels=48, hidden=128, classes=len(NAMES)
+)
+# Scenes are taken as they are, and regions are few, since a scene has at most nine objects.
+SETTINGS = Settings(NAMES, anchor_scale=6.0, proposals=200, most=50, resizing=Resizing(short=SIZE[0], long=SIZE[1]))
+# Numbers of scenes: training takes those from the last one on.
+TESTED, CALIBRATING, TRAINED = range(300), range(1000, 2024), 1_000_000
+
+
+def load_detector() -> Detector:
+    """The trained detector in float32 and evaluation mode."""
+    stored = parse_safetensors(resources.files(__name__).joinpath("detector.safetensors").read_bytes())
+    parts = make_parts(ARCHITECTURE)
+    for name, part in parts.items():
+        mine = {key.partition("/")[2]: value for key, value in stored.items() if key.partition("/")[0] == name}
+        floats = {key: value.float() if value.is_floating_point() else value for key, value in mine.items()}
+        part.load_state_dict(floats)
+        part.eval()
+    return Detector(parts, SETTINGS)
+
+
+def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene], Batch]]:
+    """Scenes of these numbers, and the same as batches of so many images."""
+    waiting: list[Scene] = []
+    for number in numbers:
+        waiting.append(scene(number))
+        if len(waiting) == size:
+            yield waiting, prepared(waiting)
+            waiting = []
+    if waiting:
+        yield waiting, prepared(waiting)
+
+
+def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
+    """What is in scenes of these numbers, as COCO's annotations; category k + 1 is the k-th name."""
+    images, annotations = [], list[dict[str, Any]]()
+    for number, each in scenes:
+        height, width = each.image.shape[:2]
+        images.append({"id": number, "height": height, "width": width, "file_name": f"{number}.png"})
+        annotations += annotations_of(each.masks, each.boxes(), each.labels.tolist(), number, len(annotations) + 1)
+    categories = [{"id": label + 1, "name": name} for label, name in enumerate(NAMES)]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def prepared(scenes: list[Scene]) -> Batch:
+    """Scenes as a batch of images."""
+    return SETTINGS.resizing.batch([Image.fromarray(each.image) for each in scenes])

@@ -1,0 +1,192 @@
+"""A detector: its parts, and what lies between them, as mmdetection 2 computes it at test time."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.detection.boxes import anchors, decoded, pasted, regions, suppressed
+from adalog.detection.images import Batch, Resizing
+from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS
+from adalog.errors import DataError
+
+# The parts that `--parts` names, in order; the heads of a cascade are box_0, box_1, box_2 and mask_0, mask_1, mask_2.
+KINDS = ("backbone", "neck", "rpn", "box", "mask")
+STRIDES = (4, 8, 16, 32, 64)  # of the maps of the pyramid
+STDS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))  # of offsets, by stage
+Part = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a detector is told besides its weights.
+
+    names: of the classes. stages: how many box heads, one after another. anchor_scale: side of an anchor in strides.
+    proposals: how many regions are taken of a level, and kept in all. score, overlap, most: detections with a lower
+    score, or that overlap a better one of their class by more, or beyond so many an image, are left out. mask: the
+    probability from which a pixel belongs. resizing: what an image goes through first.
+    """
+
+    names: tuple[str, ...]
+    stages: int = 1
+    anchor_scale: float = 8.0
+    proposals: int = 1000
+    proposal_overlap: float = 0.7
+    score: float = 0.05
+    overlap: float = 0.5
+    most: int = 100
+    mask: float = 0.5
+    resizing: Resizing = field(default_factory=Resizing)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(fields: Any) -> "Settings":
+        """The settings that `to_json` turned into `fields`, possibly through JSON. Raises ValueError for others."""
+        known = {each.name: each for each in dataclasses.fields(Settings)}
+        if not isinstance(fields, dict) or fields.keys() != known.keys():
+            raise ValueError(f"a detector has the settings {', '.join(known)}")
+        given = dict(fields)
+        names, resizing = given.pop("names"), given.pop("resizing")
+        if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError("the names of a detector's classes are no list of texts")
+        for name, value in given.items():
+            whole = isinstance(known[name].default, int)
+            good = type(value) is int if whole else type(value) in (int, float) and math.isfinite(value)
+            if not good or not 0 <= value <= (100_000 if whole else 1000) or (name == "stages" and value not in (1, 3)):
+                raise ValueError(f"{name} = {value!r} is no setting of a detector")
+        return Settings(tuple(names), **given, resizing=Resizing.from_json(resizing))
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found in one image, the surest first, in pixels of the image as it was given.
+
+    boxes: (n, 4) as (x1, y1, x2, y2). scores: (n,). labels: (n,), numbers of classes. masks: (n, height, width).
+    """
+
+    boxes: Tensor
+    scores: Tensor
+    labels: Tensor
+    masks: Tensor
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+class Detector:
+    """Parts that are called one after another, be they modules of floats, quantized models, or run in integers."""
+
+    def __init__(self, parts: Mapping[str, Part], settings: Settings):
+        """parts: by name, as `network.make_parts` has them. Raises DataError if some are missing or too many."""
+        heads = [
+            kind if settings.stages == 1 else f"{kind}_{stage}"
+            for kind in KINDS[3:]
+            for stage in range(settings.stages)
+        ]
+        wanted = [*KINDS[:3], *heads]
+        if list(parts) != wanted:
+            raise DataError(
+                f"a detector of {settings.stages} stages has the parts {', '.join(wanted)}, got {', '.join(parts)}"
+            )
+        self.parts, self.settings = dict(parts), settings
+
+    def heads(self, kind: str) -> list[Part]:
+        """The box or mask heads, in order."""
+        return [part for name, part in self.parts.items() if name.partition("_")[0] == kind]
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> list[Detections]:
+        """What is in each image of a batch."""
+        maps = self.parts["neck"](*self.parts["backbone"](batch.images))
+        found = self.parts["rpn"](*maps)
+        results = []
+        for index, size in enumerate(batch.sizes):
+            mine = [value[index : index + 1] for value in maps]
+            proposals = self.proposals([value[index] for value in found], size)
+            boxes, scores, labels = self.boxes(mine, proposals, size, batch.factors[index])
+            masks = self.masks(mine, boxes, labels, batch.factors[index], batch.originals[index])
+            results.append(Detections(boxes, scores, labels, masks))
+        return results
+
+    def proposals(self, found: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
+        """The regions of one image that may hold objects, the likeliest first: (n, 4).
+
+        found: what the part "rpn" puts out, without the axis of images. size: (height, width) without padding.
+        """
+        settings = self.settings
+        boxes, scores, which = [], [], []
+        for level, (logits, offsets) in enumerate(zip(found[:LEVELS], found[LEVELS:], strict=True)):
+            likely, order = (
+                in_order_of_anchors(logits, 1)[:, 0].sigmoid().nan_to_num(-1).sort(descending=True, stable=True)
+            )
+            order = order[: settings.proposals]
+            height, width = logits.shape[1:]
+            own = anchors(height, width, STRIDES[level], settings.anchor_scale, RATIOS, logits.device)
+            boxes.append(decoded(own[order], in_order_of_anchors(offsets, 4)[order], (1.0,) * 4, size))
+            scores.append(likely[: settings.proposals])
+            which.append(torch.full_like(order, level))
+        every, likely, levels = torch.cat(boxes), torch.cat(scores), torch.cat(which)
+        kept = (_area(every) > 0) & (likely >= 0)
+        every, likely, levels = every[kept], likely[kept], levels[kept]
+        return every[suppressed(every, likely, levels, settings.proposal_overlap, settings.proposals)]
+
+    def boxes(
+        self, maps: Sequence[Tensor], proposals: Tensor, size: tuple[int, int], factors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(boxes, scores, labels) of the objects in one image's regions.
+
+        maps: (1, C, H, W) each. factors: (4,), how much larger a box is in the resized image than in the given one.
+        """
+        settings, heads = self.settings, self.heads("box")
+        if not len(proposals):
+            return proposals.new_zeros(0, 4), proposals.new_zeros(0), proposals.new_zeros(0, dtype=torch.long)
+        total, rois = torch.zeros((), device=proposals.device), proposals
+        for stage, (head, stds) in enumerate(zip(heads, STDS, strict=False)):
+            logits, offsets = head(self.read(maps, rois, BOX_SIDE))
+            moved = decoded(rois[:, None], offsets.unflatten(1, (-1, 4)), stds, size)  # (R, classes, 4)
+            total = total + logits
+            if stage < len(heads) - 1:
+                rois = moved[torch.arange(len(moved)), logits[:, :-1].argmax(1)]
+        scores = (total / len(heads)).softmax(1)[:, :-1]
+        moved = moved / factors
+        rows, labels = ((scores > settings.score) & (_area(moved) >= 0)).nonzero(as_tuple=True)
+        found, sure = moved[rows, labels], scores[rows, labels]
+        kept = suppressed(found, sure, labels, settings.overlap, settings.most)
+        return found[kept], sure[kept], labels[kept]
+
+    def masks(
+        self, maps: Sequence[Tensor], boxes: Tensor, labels: Tensor, factors: Tensor, original: tuple[int, int]
+    ) -> Tensor:
+        """The masks of an image's boxes: (n, height, width) of bool. original: the image's (height, width)."""
+        if not len(boxes):
+            return torch.zeros(0, *original, dtype=torch.bool, device=boxes.device)
+        given, heads = self.read(maps, boxes * factors, MASK_SIDE), self.heads("mask")
+        likely = torch.stack([head(given).sigmoid() for head in heads]).mean(0)
+        return pasted(likely[torch.arange(len(likely)), labels], boxes, original, self.settings.mask)
+
+    def read(self, maps: Sequence[Tensor], boxes: Tensor, side: int) -> Tensor:
+        """What boxes of one image read of its maps."""
+        images = torch.zeros(len(boxes), dtype=torch.long, device=boxes.device)
+        return regions(maps[: LEVELS - 1], STRIDES, boxes, images, side)
+
+    def over(self, batches: Iterable[Batch]) -> Iterator[Detections]:
+        """What is in each image of many batches."""
+        for batch in batches:
+            yield from self(batch)
+
+
+def in_order_of_anchors(values: Tensor, each: int) -> Tensor:
+    """(A * each, H, W) as (H * W * A, each), in the order of anchors."""
+    return values.permute(1, 2, 0).reshape(-1, each)
+
+
+def _area(boxes: Tensor) -> Tensor:
+    """Of boxes with two sides; 0 or NaN for others."""
+    width, height = (boxes[..., 2] - boxes[..., 0]).clamp(min=0), (boxes[..., 3] - boxes[..., 1]).clamp(min=0)
+    return width * height

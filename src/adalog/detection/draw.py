@@ -1,0 +1,56 @@
+"""A picture with what was found in it: masks, boxes, names and scores, for people to look at."""
+
+import colorsys
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from adalog.detection.detector import Detections
+
+_SHARE = 0.45  # of a mask's colour in its pixels
+
+
+def drawn(image: Image.Image, found: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
+    """An RGB image with the detections of at least this score drawn into it, the surest on top.
+
+    names: of the classes. Each class has a colour of its own; lines and letters grow with the image.
+    """
+    pixels = np.asarray(image).astype(np.float32)
+    shown = [index for index in range(len(found)) if float(found.scores[index]) >= least]
+    for index in reversed(shown):
+        mask, colour = found.masks[index].cpu().numpy(), colour_of(int(found.labels[index]))
+        pixels[mask] += _SHARE * (np.array(colour, np.float32) - pixels[mask])
+    result = Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+    canvas, line = ImageDraw.Draw(result), max(1, round(min(image.size) / 250))
+    font = ImageFont.load_default(max(10, round(min(image.size) / 35)))
+    taken: list[tuple[float, float, float, float]] = []
+    for index in reversed(shown):
+        box = [float(side) for side in found.boxes[index]]
+        canvas.rectangle(box, outline=colour_of(int(found.labels[index])), width=line)
+    for index in shown:  # names last, so that no box hides one; each moves down until it covers no other
+        box, colour = found.boxes[index].tolist(), colour_of(int(found.labels[index]))
+        text = f"{names[int(found.labels[index])]} {float(found.scores[index]):.2f}"
+        left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
+        width, height = right - left + 2 * line + 2, bottom - top + 2 * line + 2
+        x = min(max(box[0], 0), max(0, image.width - width))
+        y = box[1] - height if box[1] >= height else box[1]
+        y = min(max(y, 0), max(0, image.height - height))
+        while y + height <= image.height and any(_meet((x, y, x + width, y + height), other) for other in taken):
+            y += height
+        taken.append((x, y, x + width, y + height))
+        canvas.rectangle((x, y, x + width, y + height), fill=colour)
+        light = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 140
+        canvas.text((x + line + 1 - left, y + line + 1 - top), text, fill="black" if light else "white", font=font)
+    return result
+
+
+def colour_of(label: int) -> tuple[int, int, int]:
+    """A colour for a class, far from those of its neighbours."""
+    hue = label * 0.618033988749895 % 1.0  # steps of the golden ratio spread over the circle
+    red, green, blue = colorsys.hsv_to_rgb(hue, 0.75 if label % 2 else 0.95, 0.95 if label % 3 else 0.75)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def _meet(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]

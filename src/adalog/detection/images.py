@@ -1,0 +1,112 @@
+"""Images for a detector: resized without a change of proportions, normalised, and padded to a common size."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from adalog.errors import DataError
+from adalog.inputs.images import IMAGENET_MEAN, IMAGENET_STD, read_image
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images in one tensor, (N, 3, H, W), with zeros to the right and below.
+
+    sizes: (height, width) of each without the zeros; originals: as it was given. factors: (N, 4), the ratio of these,
+    in the order of a box's sides.
+    """
+
+    images: Tensor
+    sizes: tuple[tuple[int, int], ...]
+    originals: tuple[tuple[int, int], ...]
+    factors: Tensor
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """How an image is prepared.
+
+    It is resized so that its shorter side is `short`, unless its longer one would be more than `long`; normalised by
+    mean and std; and padded with zeros to multiples of `divisor`, which is 32 for maps down to a 32nd of its size.
+    """
+
+    short: int = 800
+    long: int = 1333
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    divisor: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.short <= self.long <= 1 << 14 or not 1 <= self.divisor <= 1024:
+            raise ValueError(
+                f"short = {self.short}, long = {self.long} and divisor = {self.divisor} are not 1 <= short <= long <= "
+                "16384 and 1 <= divisor <= 1024"
+            )
+        numbers = (*self.mean, *self.std)
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(map(math.isfinite, numbers)) or min(self.std) <= 0:
+            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, std positive")
+
+    @staticmethod
+    def from_json(given: Any) -> "Resizing":
+        """What `dataclasses.asdict` turned into `given`, possibly through JSON. Raises ValueError for anything else."""
+        if not isinstance(given, dict) or given.keys() != {each.name for each in fields(Resizing)}:
+            raise ValueError("the resizing of a detector has other fields")
+        if not all(type(given[name]) is int for name in ("short", "long", "divisor")):
+            raise ValueError("the sizes of a detector's images are no whole numbers")
+        triples = [given[name] for name in ("mean", "std")]
+        if not all(isinstance(each, (list, tuple)) and all(type(x) in (int, float) for x in each) for each in triples):
+            raise ValueError("mean and std of a detector's images are no numbers")
+        return Resizing(given["short"], given["long"], tuple(given["mean"]), tuple(given["std"]), given["divisor"])
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) after resizing, rounded to the nearest."""
+        scale = min(self.long / max(height, width), self.short / min(height, width))
+        return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
+
+    def resized(self, image: Image.Image) -> Tensor:
+        """An RGB image, resized bilinearly without smoothing and rounded to 8 bits, normalised: (3, H, W)."""
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        size = self.size_of(image.height, image.width)
+        if size != (image.height, image.width):
+            pixels = F.interpolate(pixels, size, mode="bilinear", align_corners=False).round().clamp(0, 255)
+        mean, std = (torch.tensor(each).view(3, 1, 1) for each in (self.mean, self.std))
+        return (pixels[0] / 255 - mean) / std
+
+    def batch(self, images: Sequence[Image.Image], size: tuple[int, int] | None = None) -> Batch:
+        """RGB images as a batch. size: (height, width) of the tensor; the least that holds all images, if not given."""
+        values = [self.resized(image) for image in images]
+        sizes = tuple((value.shape[1], value.shape[2]) for value in values)
+        height, width = size or self.padded(sizes)
+        whole = torch.zeros(len(values), 3, height, width)
+        for place, value in zip(whole, values, strict=True):
+            place[:, : value.shape[1], : value.shape[2]] = value
+        originals = tuple((image.height, image.width) for image in images)
+        ratios = [(w / width, h / height) for (h, w), (height, width) in zip(sizes, originals, strict=True)]
+        return Batch(whole, sizes, originals, torch.tensor([[x, y, x, y] for x, y in ratios]).reshape(-1, 4))
+
+    def padded(self, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The least (height, width) that holds images of these sizes."""
+        height, width = (max(each) for each in zip(*sizes, strict=True))
+        return -(-height // self.divisor) * self.divisor, -(-width // self.divisor) * self.divisor
+
+
+def batches_of(images: Sequence[Image.Image], resizing: Resizing, count: int = 2) -> list[Batch]:
+    """RGB images in batches of so many, all padded to one height and width."""
+    size = resizing.padded([resizing.size_of(image.height, image.width) for image in images])
+    return [resizing.batch(images[start : start + count], size) for start in range(0, len(images), count)]
+
+
+def read(path: Path) -> Image.Image:
+    """An image file, as `inputs.images.read_image` reads it. Raises DataError, also for one too thin to be resized."""
+    image = read_image(path)
+    if max(image.size) > 256 * min(image.size):
+        raise DataError(f"{path} has {image.width} x {image.height} pixels, too thin for a detector: leave it out")
+    return image

@@ -1,0 +1,206 @@
+"""A detector whose parts are quantized one by one, on what the float detector gives them, and its one file."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save as to_safetensors
+from torch import Tensor, nn
+
+from adalog import artifact
+from adalog.calibration.calibration import MEMORY, Calibration, digest
+from adalog.calibration.schedule import Progress
+from adalog.config import Config
+from adalog.detection.detector import KINDS, Detector, Settings
+from adalog.detection.images import Batch
+from adalog.errors import ArtifactError, CalibrationError, one_line
+from adalog.files import write_whole
+from adalog.graph.capture import Sizes, capture, take
+from adalog.graph.program import Program
+from adalog.graph.sites import find_sites
+from adalog.model import QuantizedModel
+from adalog.quantized import QuantizedProgram
+
+KEY = artifact.DETECTOR
+FORMAT = 1
+# Regions of all images that calibrate a head; a detector looks at a thousand of each.
+REGIONS = 2048
+
+
+@torch.no_grad()
+def quantize_detector(
+    detector: Detector,
+    batches: Sequence[Batch],
+    config: Config | None = None,
+    *,
+    parts: Collection[str] = KINDS,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int = MEMORY,
+    partial: Path | None = None,
+    progress: Progress | None = None,
+) -> Detector:
+    """The detector with parts that are quantized models, each by itself and all operands those of the float network.
+
+    batches: the calibration images, all in tensors of one height and width. parts: which kinds are
+    quantized; the others stay float, in the same form. Heads are calibrated on at most 2,048 regions, evenly drawn from
+    what the float detector looks at. memory, jobs, partial, progress: as of `adalog.quantize`; each part has a partial
+    file of its own. Raises CaptureError and CalibrationError, and ValueError for parts that there are not.
+    """
+    config = config or Config.preset("w4a4")
+    unknown = set(parts) - set(KINDS)
+    if unknown or not parts:
+        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose among {', '.join(KINDS)}")
+    inputs, images = _recorded(detector, batches)
+    quantized: dict[str, QuantizedModel] = {}
+    for name, part in detector.parts.items():
+        assert isinstance(part, nn.Module)
+        own, given = config_of(name, config), inputs.pop(name)
+        kind = name.partition("_")[0]
+        sizes: Sizes = "free" if kind in KINDS[:3] else "fixed"
+        if kind in parts:
+            if kind not in KINDS[:3] and own.images_fitted:
+                own = own.fitting(len(given[0]))
+            calibration = Calibration(
+                part,
+                take(given, range(_calibrating(kind, given, own))),
+                unlabelled=given,
+                seed=seed,
+                memory=memory,
+                sizes=sizes,
+            )
+            file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
+            model = calibration.quantize(own, _within(name, progress), jobs=jobs, partial=file)
+        else:
+            model = QuantizedModel(_float(capture(part, given, sizes), own, given))
+        model.note(part=name, calibration=digest([images]), images=len(images))
+        quantized[name] = model
+    return Detector(quantized, detector.settings)
+
+
+def config_of(part: str, config: Config) -> Config:
+    """The choices for a part: only what reads the image itself has the bits of images."""
+    return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
+
+
+def _calibrating(kind: str, given: Sequence[Tensor], config: Config) -> int:
+    """How many images, or regions, the search sees."""
+    return min(config.images, len(given[0])) if kind in KINDS[:3] else len(given[0])
+
+
+def _within(name: str, progress: Progress | None) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda done, total, site: progress(done, total, f"{name}: {site}" if site else name)
+
+
+def _float(program: Program, config: Config, given: Sequence[Tensor]) -> QuantizedProgram:
+    """A part that stays float."""
+    refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
+    return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in given))
+
+
+def _recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
+    """(what each part is given on all images, the images). Heads that no object calls are given all regions."""
+    calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in detector.parts}
+    counts = dict.fromkeys(detector.parts, 0)
+
+    def watched(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> Any:
+            calls[name].append(_evenly(tensors, counts[name]) if name.partition("_")[0] in KINDS[3:] else tensors)
+            counts[name] += 1
+            return part(*tensors)
+
+        return call
+
+    whole = Detector({name: watched(name, part) for name, part in detector.parts.items()}, detector.settings)
+    for _ in whole.over(batches):
+        pass
+    if any(not found for found in calls.values()):  # nothing was found in any image
+        for found in calls.values():
+            found.clear()
+        for _ in Detector(whole.parts, replace(detector.settings, score=0.0)).over(batches):
+            pass
+    lacking = [name for name, found in calls.items() if not found]
+    if lacking:
+        raise CalibrationError(f"the detector finds no region in these images, so that {lacking[0]} is never called")
+    joined = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in calls.items()}
+    for name, values in joined.items():
+        if name.partition("_")[0] in KINDS[3:]:
+            joined[name] = _evenly(values, 0, REGIONS)
+    return joined, joined["backbone"][0]
+
+
+def _evenly(values: Sequence[Tensor], first: int, most: int = 100) -> tuple[Tensor, ...]:
+    """At most so many rows of each value, the same ones, evenly drawn. first: shifts them."""
+    step = -(-len(values[0]) // most)
+    return tuple(value[first % max(step, 1) :: max(step, 1)].clone() for value in values)
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def is_detector(content: bytes) -> bool:
+    """Whether a file's bytes hold a detector, as far as their beginning tells."""
+    return KEY.encode() in content[: 8 + 4096]
+
+
+def save(detector: Detector, path: str | Path) -> int:
+    """Write all parts and the settings as one file, whole or not at all; returns its size [bytes].
+
+    Each part is an artifact by itself, stored as bytes.
+    """
+    parts = {}
+    for name, part in detector.parts.items():
+        assert isinstance(part, QuantizedModel)
+        parts[name] = torch.frombuffer(bytearray(artifact.serialise(part.quantized)), dtype=torch.uint8)
+    header = {"format": FORMAT, "parts": list(parts), "settings": detector.settings.to_json()}
+    content = to_safetensors(parts, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
+    write_whole(Path(path), content)
+    return len(content)
+
+
+def load(path: str | Path) -> Detector:
+    """A saved detector, for which this package, torchvision's operations and the file are enough.
+
+    Raises ArtifactError for a file that is none.
+    """
+    content = artifact.read(path)
+    try:
+        header, stored = _parsed(content)
+    except Exception as cause:  # contents that no such file has make the parsing raise anything
+        raise ArtifactError(f"{path} is damaged, or no detector: {one_line(cause)}; make it anew") from cause
+    parts = {
+        name: QuantizedModel(artifact.deserialise(value.numpy().tobytes(), f"{path}, part {name},"))
+        for name, value in stored.items()
+    }
+    try:
+        return Detector(parts, header)
+    except Exception as cause:
+        raise ArtifactError(f"{path} is damaged, or no detector: {one_line(cause)}; make it anew") from cause
+
+
+def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
+    length = int.from_bytes(content[:8], "little")
+    if not 0 < length <= len(content) - 8:
+        raise ValueError("its header is cut off")
+    metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    header = json.loads(metadata[KEY])
+    if header.keys() != {"format", "parts", "settings"} or header["format"] != FORMAT:
+        raise ValueError(f"it has another format than {FORMAT}")
+    stored = parse_safetensors(content)
+    if sorted(stored) != sorted(header["parts"]) or any(
+        value.dtype != torch.uint8 or value.ndim != 1 for value in stored.values()
+    ):
+        raise ValueError("it has other parts than it says")
+    return Settings.from_json(header["settings"]), {name: stored[name] for name in header["parts"]}
+
+
+def compiled(detector: Detector, executor: str, **choices: Any) -> Detector:
+    """The detector with parts that run in integers, by the executor "reference", "torch" or "native"."""
+    parts = {name: part.compile(executor, **choices) for name, part in detector.parts.items()}  # type: ignore[attr-defined]
+    return Detector(parts, detector.settings)

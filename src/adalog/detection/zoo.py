@@ -1,0 +1,45 @@
+"""The detector that a name stands for: mmdet:NAME, whose weights are a checkpoint of one's own, or demo:detector."""
+
+from pathlib import Path
+
+import torch
+
+from adalog.detection import coco, demo
+from adalog.detection.checkpoint import load_parts
+from adalog.detection.detector import Detector, Settings
+from adalog.detection.network import ARCHITECTURES, initialised, make_parts
+from adalog.errors import DataError
+
+KINDS = f"mmdet:NAME with NAME one of {', '.join(ARCHITECTURES)}, or demo:detector"
+DEMO = "demo:detector"
+
+
+def names_detector(text: str) -> bool:
+    """Whether the name of a model is that of a detector."""
+    return text == DEMO or text.startswith("mmdet:")
+
+
+def load_detector(spec: str, *, pretrained: bool = True, checkpoint: Path | None = None, seed: int = 0) -> Detector:
+    """The detector that `spec` names, in float32 and evaluation mode.
+
+    checkpoint: of the public Swin detectors; there are no other weights for mmdet:NAME. pretrained: False for random
+    weights, drawn with `seed`, while torch's own generator stays as it is. Raises DataError.
+    """
+    if spec == DEMO:
+        if checkpoint is not None or not pretrained:
+            raise DataError(f"{DEMO} has weights of its own: leave out --checkpoint and --no-pretrained")
+        return demo.load_detector()
+    name = spec.partition(":")[2]
+    if name not in ARCHITECTURES:
+        raise DataError(f"detector {spec!r} is none of {KINDS}")
+    if pretrained and checkpoint is None:
+        raise DataError(f"{spec} brings no weights: give --checkpoint FILE, or --no-pretrained for random weights")
+    sizes = ARCHITECTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        parts = initialised(make_parts(sizes))
+    if checkpoint is not None:
+        load_parts(parts, checkpoint, spec)
+    for part in parts.values():
+        part.eval()
+    return Detector(parts, Settings(coco.NAMES, stages=sizes.stages))

@@ -1,0 +1,174 @@
+"""A detector quantized part by part, saved as one file, loaded, and run in integers."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adalog import ArtifactError, CalibrationError, Config, QuantizedModel, Search, library
+from adalog.detection import quantized as whole
+from adalog.detection.detector import Detector
+from problems_detector import SETTINGS, make, pictures
+from stored import serialise
+
+pytest.importorskip("torchvision")
+pytestmark = pytest.mark.slow  # a Swin of any size takes seconds to capture
+EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
+CONFIG = replace(Config.preset("w8a8"), images=3, search=Search(rounds=1, steps=1))
+
+
+def batches():
+    return [SETTINGS.resizing.batch(pictures(2), (96, 96)), SETTINGS.resizing.batch(pictures()[2:], (96, 96))]
+
+
+@pytest.fixture(scope="module")
+def quantized():
+    return whole.quantize_detector(make(), batches(), CONFIG)
+
+
+def test_every_part_is_quantized(quantized):
+    floats = {name: part.float_sites() for name, part in quantized.parts.items()}
+    assert floats == {"backbone": [], "neck": [], "rpn": [], "box": [], "mask": ["upsample"]}
+    told = quantized.parts["mask"].refusals
+    assert told == {
+        "upsample.conv_transpose2d": "stays float: conv_transpose2d is neither a linear, a 2-D convolution nor a "
+        "matrix product"
+    }
+    assert len(quantized.parts["rpn"].program.weights) == 3
+    assert quantized.parts["backbone"].provenance["images"] == 3
+
+
+def test_only_the_image_has_the_bits_of_images(quantized):
+    low = whole.quantize_detector(make(), batches(), replace(Config.preset("w4a4"), images=3, search=CONFIG.search))
+    bits = {name: {each.bits for each in part.program.quantizers.values()} for name, part in low.parts.items()}
+    assert bits == {"backbone": {4, 8}, "neck": {4}, "rpn": {4}, "box": {4}, "mask": {4}}
+
+
+def values(output):
+    return torch.cat([value.flatten() for value in ([output] if isinstance(output, torch.Tensor) else output)])
+
+
+def distances(one, other):
+    """How far apart what each part puts out is, given what `one` gives it: by name."""
+    found, batch = {}, batches()[0]
+
+    def both(name):
+        def call(*tensors):
+            wanted = one.parts[name](*tensors)
+            found[name] = float((values(other.parts[name](*tensors)) - values(wanted)).norm() / values(wanted).norm())
+            return wanted
+
+        return call
+
+    detections = Detector({name: both(name) for name in one.parts}, one.settings)(batch)
+    assert all(len(each) for each in detections)
+    return found
+
+
+@torch.no_grad()
+def test_each_part_is_about_what_it_was(quantized):
+    found = distances(make(), quantized)
+    assert len(found) == 5
+    assert max(found.values()) < 0.1
+
+
+def test_a_saved_detector_is_the_same(quantized, tmp_path):
+    size = whole.save(quantized, tmp_path / "detector")
+    assert size == (tmp_path / "detector").stat().st_size
+    assert whole.is_detector((tmp_path / "detector").read_bytes())
+    loaded = whole.load(tmp_path / "detector")
+    assert loaded.settings == quantized.settings
+    assert all(isinstance(part, QuantizedModel) for part in loaded.parts.values())
+    for batch in (batches()[0], SETTINGS.resizing.batch(pictures(1), (96, 128))):
+        for one, other in zip(quantized(batch), loaded(batch), strict=True):
+            assert torch.equal(one.boxes, other.boxes)
+            assert torch.equal(one.masks, other.masks)
+    whole.save(loaded, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "detector").read_bytes()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_it_runs_in_integers(executor, quantized):
+    found = distances(quantized, whole.compiled(quantized, executor))
+    assert len(found) == 5
+    assert max(found.values()) < 0.02  # a code may be rounded the other way
+
+
+def test_chosen_parts_alone_are_quantized(tmp_path):
+    found = whole.quantize_detector(make(), batches(), CONFIG, parts=["backbone", "rpn"])
+    assert [name for name, part in found.parts.items() if part.program.weights] == ["backbone", "rpn"]
+    assert found.parts["box"].refusals["logits"] == "stays float: its part was not chosen"
+    whole.save(found, tmp_path / "detector")
+    (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])
+    assert torch.equal(one.boxes, other.boxes)
+    for wrong in ([], ["backbone", "tail"]):
+        with pytest.raises(ValueError, match="choose among backbone, neck, rpn, box, mask"):
+            whole.quantize_detector(make(), batches(), CONFIG, parts=wrong)
+
+
+def test_heads_are_calibrated_where_nothing_is_found():
+    detector = Detector(make().parts, replace(SETTINGS, score=0.999))
+    found = whole.quantize_detector(detector, batches(), replace(Config.preset("w8a8", "minmax"), images=3))
+    assert found.parts["mask"].program.weights
+    assert found.settings.score == 0.999
+    blind = make()
+    blind.parts["rpn"].scores.bias.data[:] = math.nan
+    with pytest.raises(CalibrationError, match="finds no region in these images, so that box is never called"):
+        whole.quantize_detector(blind, batches(), CONFIG)
+
+
+def test_a_cascade(tmp_path):
+    found = whole.quantize_detector(make(3), batches(), CONFIG)
+    assert list(found.parts)[3:] == ["box_0", "box_1", "box_2", "mask_0", "mask_1", "mask_2"]
+    whole.save(found, tmp_path / "detector")
+    (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])
+    assert torch.equal(one.boxes, other.boxes)
+
+
+def changed(content, change):
+    """The file with its JSON changed in place."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    told = json.loads(header["__metadata__"][whole.KEY])
+    change(told)
+    header["__metadata__"][whole.KEY] = json.dumps(told)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda told: told["settings"].update(score=math.inf), "score = inf is no setting"),
+        (lambda told: told["settings"].update(stages=2), "stages = 2 is no setting"),
+        (lambda told: told["settings"].update(stages=3), "has the parts backbone, neck, rpn, box_0"),
+        (lambda told: told["settings"].update(proposals=10**9), "proposals = 1000000000 is no setting"),
+        (lambda told: told["settings"].update(names=[]), "names of a detector's classes"),
+        (lambda told: told["settings"]["resizing"].update(divisor=0), "divisor = 0"),
+        (lambda told: told["settings"]["resizing"].update(std=[0, 1, 1]), "std positive"),
+        (lambda told: told["settings"].pop("mask"), "a detector has the settings"),
+        (lambda told: told["parts"].pop(), "other parts than it says"),
+        (lambda told: told.update(format=99), "another format"),
+    ],
+)
+def test_files_that_are_no_detector(quantized, change, words, tmp_path):
+    path = tmp_path / "detector"
+    whole.save(quantized, path)
+    path.write_bytes(changed(path.read_bytes(), change))
+    with pytest.raises(ArtifactError, match=words):
+        whole.load(path)
+
+
+def test_damaged_files(quantized, tmp_path):
+    path, content = tmp_path / "detector", serialise(quantized.parts["box"])
+    whole.save(quantized, path)
+    good = path.read_bytes()
+    for damaged in (good[:-20], good[:100], b"", b"x" * 64, content):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match="is damaged, or no detector"):
+            whole.load(path)
+    assert not whole.is_detector(content)
