@@ -19,13 +19,18 @@ EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 CONFIG = replace(Config.preset("w8a8"), images=3, search=Search(rounds=1, steps=1))
 
 
+def quantize(detector, given, config, **choices):
+    (found,) = whole.quantize_detector(detector, given, [config], **choices)
+    return found
+
+
 def batches():
     return [SETTINGS.resizing.batch(pictures(2), (96, 96)), SETTINGS.resizing.batch(pictures()[2:], (96, 96))]
 
 
 @pytest.fixture(scope="module")
 def quantized():
-    return whole.quantize_detector(make(), batches(), CONFIG)
+    return quantize(make(), batches(), CONFIG)
 
 
 def test_every_part_is_quantized(quantized):
@@ -41,7 +46,7 @@ def test_every_part_is_quantized(quantized):
 
 
 def test_only_the_image_has_the_bits_of_images(quantized):
-    low = whole.quantize_detector(make(), batches(), replace(Config.preset("w4a4"), images=3, search=CONFIG.search))
+    low = quantize(make(), batches(), replace(Config.preset("w4a4"), images=3, search=CONFIG.search))
     bits = {name: {each.bits for each in part.program.quantizers.values()} for name, part in low.parts.items()}
     assert bits == {"backbone": {4, 8}, "neck": {4}, "rpn": {4}, "box": {4}, "mask": {4}}
 
@@ -98,7 +103,7 @@ def test_it_runs_in_integers(executor, quantized):
 
 
 def test_chosen_parts_alone_are_quantized(tmp_path):
-    found = whole.quantize_detector(make(), batches(), CONFIG, parts=["backbone", "rpn"])
+    found = quantize(make(), batches(), CONFIG, parts=["backbone", "rpn"])
     assert [name for name, part in found.parts.items() if part.program.weights] == ["backbone", "rpn"]
     assert found.parts["box"].refusals["logits"] == "stays float: its part was not chosen"
     whole.save(found, tmp_path / "detector")
@@ -106,22 +111,22 @@ def test_chosen_parts_alone_are_quantized(tmp_path):
     assert torch.equal(one.boxes, other.boxes)
     for wrong in ([], ["backbone", "tail"]):
         with pytest.raises(ValueError, match="choose among backbone, neck, rpn, box, mask"):
-            whole.quantize_detector(make(), batches(), CONFIG, parts=wrong)
+            quantize(make(), batches(), CONFIG, parts=wrong)
 
 
 def test_heads_are_calibrated_where_nothing_is_found():
     detector = Detector(make().parts, replace(SETTINGS, score=0.999))
-    found = whole.quantize_detector(detector, batches(), replace(Config.preset("w8a8", "minmax"), images=3))
+    found = quantize(detector, batches(), replace(Config.preset("w8a8", "minmax"), images=3))
     assert found.parts["mask"].program.weights
     assert found.settings.score == 0.999
     blind = make()
     blind.parts["rpn"].scores.bias.data[:] = math.nan
     with pytest.raises(CalibrationError, match="finds no region in these images, so that box is never called"):
-        whole.quantize_detector(blind, batches(), CONFIG)
+        quantize(blind, batches(), CONFIG)
 
 
 def test_a_cascade(tmp_path):
-    found = whole.quantize_detector(make(3), batches(), CONFIG)
+    found = quantize(make(3), batches(), CONFIG)
     assert list(found.parts)[3:] == ["box_0", "box_1", "box_2", "mask_0", "mask_1", "mask_2"]
     whole.save(found, tmp_path / "detector")
     (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])

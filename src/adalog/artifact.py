@@ -48,6 +48,7 @@ _FIELDS: dict[str, type] = {
     "weights": dict,
     "dtypes": dict,
 }
+MAX_RULE = 4096  # operations of a rule for sizes, which is evaluated for each new shape
 DETECTOR = "adalog-detector"  # the metadata of a file of several artifacts: see adalog.detection.quantized
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
@@ -312,23 +313,26 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
 def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
     """The name of an input, the input itself without images, and its dimensions whose sizes are free."""
     _check(isinstance(entry, list) and len(entry) in (3, 4), "an input is no [name, type, shape] or [..., free]")
-    name, dtype, shape, free = (*entry, [])[:4]
+    name, dtype, shape, free = (*entry, None)[:4]
     _check(isinstance(name, str), f"an input has the name {name!r}")
     check_shape(f"input {name}", shape)
-    good = free == [] or (isinstance(free, list) and free == [2, 3] and len(shape) == 3)
+    listed = isinstance(free, list) and [(type(dim), dim) for dim in free] == [(int, 2), (int, 3)]
+    good = len(entry) == 3 or (listed and len(shape) == 3)
     _check(good, f"input {name} has the free dimensions {free!r}")
-    return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype)), tuple(free)
+    return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype)), tuple(free or ())
 
 
 def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
     """The program of sizes that tells which of them the model takes."""
-    _check(isinstance(entry, list) and len(entry) == 2, "the rule for sizes is no [operations, output]")
+    good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
+    _check(good, "the rule for sizes is no [operations, output]")
+    _check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
     nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
     odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
     _check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
     made = {node.name for node in nodes}
-    good = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
-    _check(good, "the rule for sizes puts out something else than sizes")
+    refs = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
+    _check(refs and len(output) > 0, "the rule for sizes puts out something else than sizes")
     return Program(tuple(inputs), nodes, output, {})
 
 

@@ -11,6 +11,8 @@ from adalog.graph.operations import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS
 from adalog.graph.program import Program
 from adalog.ledger import LedgerRow, float_lines, ledger_table
 
+_TAKEN = 1024  # shapes that are known to be taken, and not tried again
+
 
 @dataclass(frozen=True)
 class QuantizedProgram:
@@ -40,6 +42,8 @@ class QuantizedProgram:
         shapes = tuple(tuple(value.shape) for value in inputs)
         if shapes not in self._taken:
             self.program.check(inputs)
+            if len(self._taken) >= _TAKEN:
+                self._taken.pop()
             self._taken.add(shapes)
 
     def _check_shapes(self, inputs: Sequence[Any]) -> None:

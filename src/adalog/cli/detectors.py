@@ -67,10 +67,10 @@ def quantize(
         else:
             images = find_images(data).sample(count, seed)
             prepared = batches_of([read(path) for path in images.paths], detector.settings.resizing)
-        quantized = quantize_detector(
+        (quantized,) = quantize_detector(
             detector,
             prepared,
-            config,
+            [config],
             parts=parts,
             seed=seed,
             jobs=jobs,
@@ -199,14 +199,12 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
             return coco.average_precision(told, results)
 
         whole = judged(detector, "full precision")
-        for method, config in configs:
-            start = time.perf_counter()
-            progress.update(bar, description=f"{config.bits} {method}")
-            enough = calibrating[: -(-config.images_wanted // 4)]
-            quantized = quantize_detector(detector, enough, config, seed=seed, jobs=jobs)
-            seconds = time.perf_counter() - start
-            figures = judged(fastest(quantized, jobs), f"{config.bits} {method}")
-            rows.append({"bits": config.bits, "method": method, **figures, "seconds": round(seconds, 3)})
+        watch = site_progress(progress, progress.add_task("search", total=1), "")
+        only = [config for _, config in configs]
+        quantized = quantize_detector(detector, calibrating, only, seed=seed, jobs=jobs, progress=watch)
+        for (method, config), each in zip(configs, quantized, strict=True):
+            figures = judged(fastest(each, jobs), f"{config.bits} {method}")
+            rows.append({"bits": config.bits, "method": method, **figures})
     if json_out != "-":
         title = f"A Swin Mask R-CNN trained on drawn scenes, on {len(scenes)} that it has not seen"
         say(ap_table(title, [("fp32", "", whole), *((row["bits"], row["method"], row) for row in rows)]))

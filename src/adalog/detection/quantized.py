@@ -35,7 +35,7 @@ REGIONS = 2048
 def quantize_detector(
     detector: Detector,
     batches: Sequence[Batch],
-    config: Config | None = None,
+    configs: Sequence[Config],
     *,
     parts: Collection[str] = KINDS,
     seed: int = 0,
@@ -43,53 +43,53 @@ def quantize_detector(
     memory: int = MEMORY,
     partial: Path | None = None,
     progress: Progress | None = None,
-) -> Detector:
-    """The detector with parts that are quantized models, each by itself and all operands those of the float network.
+) -> list[Detector]:
+    """The detector under each of these choices, with parts that are quantized models.
 
-    batches: the calibration images, all in tensors of one height and width. parts: which kinds are
-    quantized; the others stay float, in the same form. Heads are calibrated on at most 2,048 regions, evenly drawn from
-    what the float detector looks at. memory, jobs, partial, progress: as of `adalog.quantize`; each part has a partial
-    file of its own. Raises CaptureError and CalibrationError, and ValueError for parts that there are not.
+    Each part is calibrated by itself, and all operands are those of the float network. Heads are calibrated on at most
+    2,048 regions, evenly drawn from what the float detector looks at.
+    batches: images in tensors of one height and width; the first `images` of the choices calibrate, and stages may fit
+    all. parts: which kinds are quantized; the others stay float, in the same form. jobs, memory, partial, progress: as
+    of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises CaptureError and
+    CalibrationError, and ValueError for parts that there are not.
     """
-    config = config or Config.preset("w4a4")
     unknown = set(parts) - set(KINDS)
     if unknown or not parts:
         raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose among {', '.join(KINDS)}")
+    counts = {config.images for config in configs}
+    if len(counts) != 1:
+        raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with as many images")
     inputs, images = _recorded(detector, batches)
-    quantized: dict[str, QuantizedModel] = {}
+    count = min(*counts, len(images))
+    found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
-        own, given = config_of(name, config), inputs.pop(name)
-        kind = name.partition("_")[0]
-        sizes: Sizes = "free" if kind in KINDS[:3] else "fixed"
+        kind, given = name.partition("_")[0], inputs.pop(name)
+        sizes: Sizes = "free" if kind in KINDS[:3] else "fixed"  # maps have the size of their image
+        calibration, program = None, None
         if kind in parts:
-            if kind not in KINDS[:3] and own.images_fitted:
-                own = own.fitting(len(given[0]))
-            calibration = Calibration(
-                part,
-                take(given, range(_calibrating(kind, given, own))),
-                unlabelled=given,
-                seed=seed,
-                memory=memory,
-                sizes=sizes,
-            )
-            file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
-            model = calibration.quantize(own, _within(name, progress), jobs=jobs, partial=file)
+            first = take(given, range(count)) if sizes == "free" else given
+            calibration = Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
         else:
-            model = QuantizedModel(_float(capture(part, given, sizes), own, given))
-        model.note(part=name, calibration=digest([images]), images=len(images))
-        quantized[name] = model
-    return Detector(quantized, detector.settings)
+            program = capture(part, given, sizes)
+        for number, config in enumerate(configs):
+            own = config_of(name, config)
+            if calibration is None:
+                assert program is not None
+                model = QuantizedModel(_float(program, own, given))
+            else:
+                if sizes == "fixed" and own.images_fitted:
+                    own = own.fitting(len(given[0]))
+                file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
+                model = calibration.quantize(own, _within(name, progress), jobs=jobs, partial=file)
+            model.note(part=name, calibration=digest([images[:count]]), images=count)
+            found[number][name] = model
+    return [Detector(models, detector.settings) for models in found]
 
 
 def config_of(part: str, config: Config) -> Config:
     """The choices for a part: only what reads the image itself has the bits of images."""
     return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
-
-
-def _calibrating(kind: str, given: Sequence[Tensor], config: Config) -> int:
-    """How many images, or regions, the search sees."""
-    return min(config.images, len(given[0])) if kind in KINDS[:3] else len(given[0])
 
 
 def _within(name: str, progress: Progress | None) -> Progress | None:

@@ -152,7 +152,7 @@ class Program:
         cannot take its arguments, where a quantizer does not have the shape for its value, or where the values held at
         once, inputs included, are more than `MAX_ELEMENTS` per image.
         """
-        if self.rule is not None and not all(self.rule.run_without_data(inputs)):
+        if self.rule is not None and not _holds(self.rule, inputs):
             sizes = " and ".join(str(tuple(value.shape[1:])) for value in inputs)
             raise ProgramError(
                 f"inputs of {sizes} are not what the program was captured for: there the model takes another path "
@@ -246,6 +246,14 @@ class Program:
         }
         quantizers = {name: quantizer.map(function) for name, quantizer in self.quantizers.items()}
         return replace(self, tensors=tensors, quantizers=quantizers, weights=weights)
+
+
+def _holds(rule: Program, inputs: Sequence[Tensor]) -> bool:
+    """Whether all that a rule says of the inputs' sizes is true; what cannot be computed for them is not."""
+    try:
+        return all(rule.run_without_data(inputs))
+    except ProgramError:
+        return False
 
 
 def _where(node: Node) -> str:

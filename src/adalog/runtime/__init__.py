@@ -20,7 +20,7 @@ from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
-_PLANS = 4  # `native` holds the memory of this many batch sizes
+_PLANS = 4  # `native` holds the memory of this many shapes of inputs
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,16 @@ class Compiled(nn.Module):
         if self._context is None or batch < 1:
             raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
         example = self.quantized.example
-        wanted = tuple((batch, *shape) for shape in shapes or [value.shape[1:] for value in example])
+        given = list(shapes or [value.shape[1:] for value in example])
+        if len(given) != len(example) or not all(isinstance(shape, Sequence) for shape in given):
+            raise ValueError(f"shapes = {shapes}: give one (C, H, W) for each of the {len(example)} inputs")
+        wanted = tuple((batch, *shape) for shape in given)
         with self._lock:
             if wanted not in self._plans:
-                inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in zip(wanted, example, strict=True)]
-                self.quantized.check(inputs)
+                both = list(zip(wanted, example, strict=True))
+                # Without data first: what the model refuses may be too large to be made.
+                self.quantized.check([torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in both])
+                inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in both]
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
                 values = trace(self.quantized.program, inputs)

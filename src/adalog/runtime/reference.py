@@ -5,12 +5,14 @@ logarithmic one for T[code] unit. A site multiplies the integers of each pair of
 scale per output channel turns these accumulators into floats: output = sum of accumulator * scale, plus bias.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.errors import ArtifactError
+from adalog.errors import ArtifactError, ProgramError
 from adalog.graph.convolution import conv_geometry, output_sizes, patches
 from adalog.graph.operations import FAKE_QUANTIZE, PRODUCTS
 from adalog.graph.program import Node, Program, Ref
@@ -20,6 +22,7 @@ from adalog.quantizers import Quantizer
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations that only compiled programs have
 INT32 = 2**31  # accumulators of 32 bits stay below this
+FREE_TERMS = 4096  # what sums over tokens hold at least where images have any size: those of 1024 pixels by 16
 
 
 # --- sites -----------------------------------------------------------------------------------------------------------
@@ -104,6 +107,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
     operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
     values = trace(program, example, 1, operands)
+    larger = _at_twice_the_size(program, example, operands) if program.free else values
     sites = []
     for node in program.nodes:
         if node.op not in PRODUCTS or not all(isinstance(arg, Ref) for arg in node.args[:2]):
@@ -119,20 +123,40 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
             (program.quantizers[other.args[1]] if isinstance(other, Node) else other.quantizer),
         )
         weight = None if isinstance(other, Node) else other.codes
-        sites.append(_site(name, node, quantizers, weight, [values[left].shape, values[right].shape]))
+        shapes = [values[left].shape, values[right].shape]
+        grows = not stored and larger[left].shape[-1:] != shapes[0][-1:]
+        sites.append(_site(name, node, quantizers, weight, shapes, FREE_TERMS if grows else 0))
     return sites
 
 
+def _at_twice_the_size(program: Program, example: Sequence[Tensor], names: Collection[str]) -> Mapping[str, Any]:
+    """The shapes of these values for images of twice the height and width; a shape of none where they are not known."""
+    inputs = []
+    for name, value in zip(program.inputs, example, strict=True):
+        dims = program.free.get(name, ())
+        inputs.append(value.new_empty([size * (2 if dim in dims else 1) for dim, size in enumerate(value.shape)]))
+    try:
+        return trace(program, inputs, 1, names)
+    except ProgramError:
+        return dict.fromkeys(names, torch.empty(()))
+
+
 def _site(
-    name: str, node: Node, operands: tuple[Quantizer, Quantizer], weight: Tensor | None, shapes: list[torch.Size]
+    name: str,
+    node: Node,
+    operands: tuple[Quantizer, Quantizer],
+    weight: Tensor | None,
+    shapes: list[torch.Size],
+    least: int,
 ) -> IntegerSite:
+    """least: how many terms its sums hold at least, since they grow with the image."""
     left, right = (_checked(name, quantizer) for quantizer in operands)
     geometry = None
     if weight is None:
         flat = min(map(len, shapes)) < 2
         lefts = [_constant(name, unit, (-1, -2) if flat else (-1,)) for unit in left.units()]
         rights = [_constant(name, unit, (-1, -2) if flat else (-2,)) for unit in right.units()]
-        terms = shapes[0][-1]
+        terms = max(shapes[0][-1], least)
     elif node.op == PRODUCTS[0]:
         lefts = [_constant(name, unit, (-1,)) for unit in left.units()]
         rights = [unit.reshape(-1) for unit in right.units()]
