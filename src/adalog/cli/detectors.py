@@ -1,5 +1,6 @@
 """What the commands do with a detector in place of a classifier."""
 
+import functools
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -14,10 +15,10 @@ from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detections, Detector
 from adalog.detection.images import batches_of, read
-from adalog.detection.quantized import compiled, is_detector, load, quantize_detector, save
+from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
 from adalog.inputs.images import draw_indices, find_images
 from adalog.ledger import float_lines, ledger_table
-from adalog.model import QuantizedModel, quickest
+from adalog.model import QuantizedModel
 
 SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
@@ -188,15 +189,9 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         detector = demo.load_detector()
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
-            def found() -> Iterator[Detections]:
-                for start in range(0, len(scenes), 10):
-                    some = scenes[start : start + 10]
-                    yield from runs(demo.prepared(some))
-                    progress.advance(bar, len(some))
-
             progress.update(bar, description=name)
-            results = coco.results_of(found(), demo.TESTED, range(1, len(demo.SETTINGS.names) + 1))
-            return coco.average_precision(told, results)
+            watch = functools.partial(progress.advance, bar)
+            return coco.average_precision(told, demo.found_in(runs, scenes, demo.TESTED, watch))
 
         whole = judged(detector, "full precision")
         watch = site_progress(progress, progress.add_task("search", total=1), "")
@@ -214,11 +209,6 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
     emit_json(
         {"fp32": {name: _number(value) for name, value in whole.items()}, "rows": told_rows, "seed": seed}, json_out
     )
-
-
-def fastest(detector: Detector, jobs: int) -> Detector:
-    """The detector with each part run by the fastest executor that takes it."""
-    return Detector({name: quickest(part, jobs)[0] for name, part in models_of(detector).items()}, detector.settings)
 
 
 def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:

@@ -22,7 +22,7 @@ from adalog.files import write_whole
 from adalog.graph.capture import Sizes, capture, take
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
-from adalog.model import QuantizedModel
+from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
 
 KEY = artifact.DETECTOR
@@ -203,4 +203,10 @@ def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
 def compiled(detector: Detector, executor: str, **choices: Any) -> Detector:
     """The detector with parts that run in integers, by the executor "reference", "torch" or "native"."""
     parts = {name: part.compile(executor, **choices) for name, part in detector.parts.items()}  # type: ignore[attr-defined]
+    return Detector(parts, detector.settings)
+
+
+def fastest(detector: Detector, threads: int) -> Detector:
+    """The detector with each part run by the fastest executor that takes it here."""
+    parts = {name: quickest(part, threads)[0] for name, part in detector.parts.items()}  # type: ignore[arg-type]
     return Detector(parts, detector.settings)

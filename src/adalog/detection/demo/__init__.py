@@ -1,15 +1,15 @@
 """The bundled detector: a small Mask R-CNN with a Swin that tools/train_demo_detector.py trained on drawn scenes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from typing import Any
 
 from PIL import Image
 from safetensors.torch import load as parse_safetensors
 
-from adalog.detection.coco import annotations_of
+from adalog.detection.coco import annotations_of, results_of
 from adalog.detection.demo.scenes import NAMES, SIZE, Scene, scene
-from adalog.detection.detector import Detector, Settings
+from adalog.detection.detector import Detections, Detector, Settings
 from adalog.detection.images import Batch, Resizing
 from adalog.detection.network import Architecture, make_parts
 
@@ -55,6 +55,24 @@ def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
         annotations += annotations_of(each.masks, each.boxes(), each.labels.tolist(), number, len(annotations) + 1)
     categories = [{"id": label + 1, "name": name} for label, name in enumerate(NAMES)]
     return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def found_in(
+    runs: Detector, scenes: Sequence[Scene], numbers: Sequence[int], progress: Callable[[int], None] | None = None
+) -> list[dict[str, Any]]:
+    """What a detector finds in scenes of these numbers, as COCO's results.
+
+    progress: called after each few scenes with how many these were.
+    """
+
+    def detections() -> Iterator[Detections]:
+        for start in range(0, len(scenes), 10):
+            some = list(scenes[start : start + 10])
+            yield from runs(prepared(some))
+            if progress is not None:
+                progress(len(some))
+
+    return results_of(detections(), numbers, range(1, len(NAMES) + 1))
 
 
 def prepared(scenes: list[Scene]) -> Batch:

@@ -1,0 +1,138 @@
+"""The command line with a detector: quantize, evaluate, detect, and what is wrong with what it is given."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from adalog.detection import demo
+from adalog.detection.demo.scenes import scene
+from commands import call, run, say
+
+pytest.importorskip("torchvision")
+pytest.importorskip("pycocotools")
+NUMBERS = range(4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Scenes as files, with their annotations."""
+    place = tmp_path_factory.mktemp("scenes")
+    scenes = [scene(number) for number in NUMBERS]
+    for number, each in zip(NUMBERS, scenes, strict=True):
+        Image.fromarray(each.image).save(place / f"{number}.png")
+    (place / "instances.json").write_text(json.dumps(demo.truth(zip(NUMBERS, scenes, strict=True))))
+    return place
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """The bundled detector in 8 bits."""
+    place = tmp_path_factory.mktemp("detector") / "detector.safetensors"
+    told = run(
+        *("quantize", "demo:detector", "--bits", "w8a8", "--method", "minmax", "--images", 4),
+        *("--out", place, "--threads", 1, "--json", "-"),
+    )
+    told = json.loads(told)
+    assert told["bytes"] == place.stat().st_size < 2_500_000
+    assert list(told["parts"]) == ["backbone", "neck", "rpn", "box", "mask"]
+    assert (told["bits"], told["calibration_images"]) == ("w8a8", 4)
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    return place
+
+
+@pytest.mark.slow
+def test_a_quantized_detector_finds_what_the_float_one_finds(file, folder):
+    options = ("--coco", folder / "instances.json", "--data", folder, "--threads", 1, "--json", "-")
+    whole = json.loads(run("evaluate", "demo:detector", *options))
+    small = json.loads(run("evaluate", file, *options))
+    assert whole["images"] == small["images"] == 4
+    assert whole["box_ap"] > 0.6
+    assert small["box_ap"] > whole["box_ap"] - 0.15
+    assert small["mask_ap"] > whole["mask_ap"] - 0.15
+    assert whole["box_ap_large"] is None  # there are no objects that large
+
+
+@pytest.mark.slow
+def test_what_is_found_is_drawn(file, folder, tmp_path):
+    options = ("--out", tmp_path / "drawn.png", "--json", "-")
+    told = json.loads(run("detect", file, folder / "0.png", *options))
+    objects = scene(0)
+    assert len(told["objects"]) >= 1
+    assert {each["name"] for each in told["objects"]} <= set(demo.NAMES)
+    best = told["objects"][0]
+    overlaps = [
+        min(best["box"][0] + best["box"][2], x2) > max(best["box"][0], x1) for x1, _, x2, _ in objects.boxes().tolist()
+    ]
+    assert any(overlaps)
+    with Image.open(tmp_path / "drawn.png") as drawn:
+        picture = np.asarray(drawn)
+    assert picture.shape == objects.image.shape
+    assert (picture != objects.image).any()
+
+
+@pytest.mark.slow
+def test_an_image_of_another_size(file, tmp_path, monkeypatch, capsys):
+    Image.fromarray(scene(3, (240, 180)).image).save(tmp_path / "tall.png")
+    said = say(monkeypatch, capsys, "detect", file, tmp_path / "tall.png", "--out", tmp_path / "drawn.jpg")
+    assert "objects in" in said
+    with Image.open(tmp_path / "drawn.jpg") as picture:
+        assert picture.size == (180, 240)
+
+
+@pytest.mark.slow
+def test_commands_for_models_name_those_for_detectors(file, monkeypatch, capsys):
+    for arguments in (("inspect", file), ("evaluate", file), ("bench", file)):
+        code, told = call(monkeypatch, capsys, *arguments)
+        assert code == 2
+        assert "it holds a detector, for `adalog evaluate --coco` and `adalog detect`" in told
+
+
+@pytest.mark.slow
+def test_the_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "TESTED", range(6))
+    target = tmp_path / "told.json"
+    options = ("--bits", "w8a8", "--methods", "minmax", "--threads", 1, "--json", target)
+    said = say(monkeypatch, capsys, "demo", "--detector", *options)
+    assert "box AP" in said
+    told = json.loads(target.read_text())
+    assert told["fp32"]["box_ap"] > 0.5
+    assert [(row["bits"], row["method"]) for row in told["rows"]] == [("w8a8", "minmax")]
+    assert told["rows"][0]["mask_ap"] > 0.4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("quantize", "mmdet:mask-swin-x", "--data", "."), "is none of mmdet:NAME with NAME one of mask-swin-t"),
+        (("quantize", "mmdet:mask-swin-t", "--data", "."), "brings no weights: give --checkpoint FILE"),
+        (("quantize", "mmdet:mask-swin-t"), "mmdet:mask-swin-t brings no images: give --data FOLDER"),
+        (("quantize", "demo:detector", "--parts", "tail"), "--parts 'tail' is none of backbone, neck, rpn, box, mask"),
+        (("quantize", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
+        (("quantize", "demo:detector", "--no-pretrained"), "has weights of its own: leave out"),
+        (("quantize", "demo:detector", "--free-sizes"), "takes images of any size"),
+        (("evaluate", "demo:detector"), "is a detector: give --coco instances.json and --data FOLDER"),
+        (("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--executor", "torch"), "is not quantized"),
+        (("detect", "demo:detector", "nowhere.png"), "nowhere.png cannot be read as an image"),
+        (("detect", "demo:detector", "x.png", "--out", "x.gif"), "x.gif is none of .png, .jpg"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments, told, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, message = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert message.startswith("error: ")
+    assert told in message
+    assert len(message.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_no_detector(monkeypatch, capsys, tmp_path, content):
+    (tmp_path / "model").write_bytes(content)
+    Image.new("RGB", (64, 64)).save(tmp_path / "x.png")
+    out = ("--out", tmp_path / "drawn.png")
+    code, told = call(monkeypatch, capsys, "detect", tmp_path / "model", tmp_path / "x.png", *out)
+    assert (code, "holds no detector: give what `adalog quantize mmdet:NAME` has made" in told) == (2, True)
+    code, told = call(monkeypatch, capsys, "evaluate", tmp_path / "model", "--coco", "x.json", "--data", ".")
+    assert (code, "--coco judges a detector" in told) == (2, True)
