@@ -11,8 +11,9 @@ from adalog.cli import views
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, waiting
 from adalog.cli.options import DeviceOption, JsonOption, find_device, thread_count
 from adalog.cli.targets import load_model, source_of
+from adalog.detection import zoo as detection
 from adalog.inputs import zoo
-from adalog.study import paper, tables
+from adalog.study import detectors, paper, tables
 from adalog.study.markdown import markdown
 
 
@@ -44,6 +45,7 @@ def command(
     work: Annotated[
         Path | None, typer.Option(help="Folder of finished rows, which are not measured again. Without it, OUT.rows.")
     ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="For table C: the weights of an mmdet:NAME.")] = None,
     device: DeviceOption = "cpu",
     jobs: Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")] = 0,
     json_out: JsonOption = None,
@@ -56,6 +58,13 @@ def command(
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
     chosen = [[name for name in given.split(",") if name] for given in (bits, rows_of)]
+    if detectors.TABLE in names:
+        if len(names) > 1:
+            raise ValueError(f"table {detectors.TABLE} is of detectors: measure it without {', '.join(names[:3])}")
+        _detected(model_names, checkpoint, data, seeds, images, chosen, out, work, jobs, json_out)
+        return
+    if checkpoint is not None:
+        raise ValueError(f"--checkpoint goes with table {detectors.TABLE}: leave it out")
     fitted = paper.images_fitted(names, images, *chosen)
     base = out.with_suffix("") if out.suffix in (".md", ".json") else out
     as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
@@ -94,4 +103,59 @@ def command(
         )
     if json_out != "-":
         say(markdown(result))
+    emit_json(result, json_out)
+
+
+def _detected(
+    model_names: str,
+    checkpoint: Path | None,
+    data: Path | None,
+    seeds: int,
+    images: int,
+    chosen: list[list[str]],
+    out: Path,
+    work: Path | None,
+    jobs: int,
+    json_out: str | None,
+) -> None:
+    """Measure the table of detectors."""
+    base = out.with_suffix("") if out.suffix in (".md", ".json") else out
+    as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
+    specs = [detection.DEMO if name == "demo" else name for name in dict.fromkeys(model_names.split(","))]
+    odd = [name for name in specs if not detection.names_detector(name)]
+    if odd:
+        raise ValueError(f"table {detectors.TABLE} is of detectors, and {odd[0]} is none of {detection.KINDS}")
+    check_outputs(as_text, as_json, json_out, reads=[checkpoint])
+    rows = base.with_name(f"{base.name}.rows") if work is None else work
+    files.check_writable(rows / "row.json")
+    with waiting(f"load {', '.join(specs)}"):
+        benches = [
+            detectors.DetectorBench(
+                name,
+                detection.load_detector(name, checkpoint=None if name == detection.DEMO else checkpoint),
+                None if name == detection.DEMO else data,
+            )
+            for name in specs
+        ]
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("rows")
+
+        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(what))
+            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
+            files.write_whole(as_text, detectors.markdown(result).encode())
+            emit_json(result, str(as_json))
+
+        result = detectors.run(
+            benches,
+            seeds=seeds,
+            images=images,
+            bits=chosen[0],
+            firsts=chosen[1],
+            jobs=thread_count(jobs),
+            work=rows,
+            progress=finished,
+        )
+    if json_out != "-":
+        say(detectors.markdown(result))
     emit_json(result, json_out)

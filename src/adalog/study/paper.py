@@ -132,6 +132,12 @@ def _after_gelu() -> Iterator[Row]:
             yield Row((kind, offset, frame), _config("w4a4", method, post_gelu=kind), beside)
 
 
+def _detected() -> Iterator[Row]:
+    """Every method, first those of the published comparison."""
+    names = [*_COMPARED, *(name for name in METHODS if name not in _COMPARED)]
+    return (_method(bits, name) for bits in ("w4a4", "w6a6") for name in names)
+
+
 TABLES = {
     "1": Table("Top-1 by method and bits", ("method",), tuple(_methods())),
     "2": Table(
@@ -174,6 +180,7 @@ TABLES = {
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
+    "C": Table("AP of detectors by method and bits", ("method",), tuple(_detected())),
 }
 
 

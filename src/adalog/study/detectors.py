@@ -1,0 +1,230 @@
+"""The paper's table of detectors, measured on detectors and images of one's own by COCO's average precision."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from torch import nn
+
+from adalog.calibration.partial import raw_bytes
+from adalog.config import Config
+from adalog.detection import coco, demo, zoo
+from adalog.detection.demo.scenes import scene
+from adalog.detection.detector import Detections, Detector
+from adalog.detection.images import Batch, batches_of, read
+from adalog.detection.quantized import fastest, quantize_detector
+from adalog.errors import DataError
+from adalog.inputs.images import draw_indices, find_images
+from adalog.methods import labelled
+from adalog.study import paper
+from adalog.study.doctor import machine
+from adalog.study.paper import IMAGES, bits_name, plan, published
+from adalog.study.tables import kept
+
+TABLE = "C"
+Progress = Callable[[int, int, str, dict[str, Any]], None]
+_MEASURED = ("box_ap", "mask_ap", "seconds")
+
+
+@dataclass(frozen=True)
+class DetectorBench:
+    """A detector with the images that calibrate it and those that judge it.
+
+    data: a folder with the folders train and val, and instances.json, which annotates val; None for the bundled scenes.
+    """
+
+    name: str
+    detector: Detector
+    data: Path | None
+
+    def __post_init__(self) -> None:
+        if self.data is None and self.name != zoo.DEMO:
+            raise DataError(f"{self.name} brings no images: give --data DIR with folders train, val and instances.json")
+        if self.data is not None:
+            for name in ("train", "val", "instances.json"):
+                if not (self.data / name).exists():
+                    raise DataError(f"{self.data} has no {name}: give train to calibrate, val and instances.json")
+
+    def calibration(self, count: int, seed: int) -> list[Batch]:
+        """`count` images in batches, drawn with the seed."""
+        if self.data is None:
+            drawn = draw_indices(len(demo.CALIBRATING), count, seed).tolist()
+            return [batch for _, batch in demo.batches((demo.CALIBRATING[index] for index in drawn), 4)]
+        images = find_images(self.data / "train").sample(count, seed)
+        return batches_of([read(path) for path in images.paths], self.detector.settings.resizing)
+
+    def judged(self, runs: Detector) -> dict[str, float]:
+        """COCO's figures of a detector."""
+        if self.data is None:
+            scenes = [scene(number) for number in demo.TESTED]
+            told = demo.truth(zip(demo.TESTED, scenes, strict=True))
+            return coco.average_precision(told, demo.found_in(runs, scenes, demo.TESTED))
+        annotated = coco.read_annotations(self.data / "instances.json", self.data / "val")
+
+        def found() -> Iterator[Detections]:
+            for path in annotated.paths:
+                yield from runs(runs.settings.resizing.batch([read(path)]))
+
+        categories = coco.categories_of(runs.settings.names, annotated)
+        return coco.average_precision(annotated.told, coco.results_of(found(), annotated.ids, categories))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the detector and its images; image files count by name."""
+        weights = hashlib.sha256(repr(self.detector.settings).encode())
+        for name, part in self.detector.parts.items():
+            assert isinstance(part, nn.Module)
+            for key, value in part.state_dict().items():
+                weights.update(f"{name} {key} {tuple(value.shape)}".encode())
+                weights.update(raw_bytes(value))
+        images = hashlib.sha256()
+        if self.data is not None:
+            images.update((self.data / "instances.json").read_bytes())
+            images.update("\n".join(path.name for path in find_images(self.data / "train").paths).encode())
+        return {"model": self.name, "weights": weights.hexdigest(), "images": images.hexdigest()}
+
+
+@torch.no_grad()
+def run(
+    benches: Sequence[DetectorBench],
+    *,
+    seeds: int = 1,
+    images: int = IMAGES,
+    bits: Sequence[str] = (),
+    firsts: Sequence[str] = (),
+    jobs: int = 1,
+    work: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure the table and return it as JSON; the arguments are those of `tables.run`.
+
+    A method that cannot quantize a detector has a row that says why.
+    """
+    planned = plan([TABLE], images, bits, firsts)
+    result: dict[str, Any] = {
+        "tables": {TABLE: {"title": paper.TABLES[TABLE].title, "note": published()["notes"][TABLE]}},
+        "models": {},
+        "calibration_images": images,
+        "rows": [],
+        "finished": 0,
+        "of": len(planned) * seeds * len(benches),
+        "machine": machine(),
+    }
+    for bench in benches:
+        identity = bench.fingerprint()
+        model = "".join(letter if letter.isalnum() else "-" for letter in bench.name)
+
+        def finished(name: str, key: dict[str, Any], make: Callable[[], Any], same: Any = (identity, model)) -> Any:
+            path = None if work is None else work / f"{same[1]}-{name}.json"
+            return kept(path, {**same[0], **key}, make)
+
+        def whole(bench: DetectorBench = bench) -> dict[str, float | None]:
+            return _numbers(bench.judged(bench.detector))
+
+        result["models"][bench.name] = {
+            **finished("fp32", {}, whole),
+            "published": _published(bench.name, "fp32", "fp32"),
+        }
+        for config, row in planned.items():
+            records = []
+            for seed in range(seeds):
+                text = config.to_json()
+                short = f"{config.bits}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{seed}"
+
+                def make(bench: DetectorBench = bench, config: Config = config, seed: int = seed) -> dict[str, Any]:
+                    return _measured(bench, config, seed, jobs)
+
+                records.append(finished(short, {"config": text, "seed": seed}, make))
+                result["finished"] += 1
+            told = {"table": TABLE, "model": bench.name, "bits": config.bits, "names": list(row.names)}
+            beside = _published(bench.name, config.bits, row.method)
+            result["rows"].append({**told, "seeds": list(range(seeds)), **_joined(records), "published": beside})
+            if progress is not None:
+                progress(result["finished"], result["of"], f"{bench.name} {bits_name(config)} {row.names[0]}", result)
+    return result
+
+
+def _measured(bench: DetectorBench, config: Config, seed: int, jobs: int) -> dict[str, Any]:
+    """One row, judged in integers where native takes a part; or the reason why there is none."""
+    begun = time.process_time()
+    try:
+        batches = bench.calibration(config.images_wanted, seed)
+        (quantized,) = quantize_detector(bench.detector, batches, [config], seed=seed, jobs=jobs)
+    except (ValueError, DataError) as cause:
+        return {"refusal": str(cause)}
+    seconds = time.process_time() - begun
+    return {**_numbers(bench.judged(fastest(quantized, jobs))), "seconds": round(seconds, 2)}
+
+
+def _numbers(figures: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in figures.items()}
+
+
+def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The measurements of all draws of one row."""
+    refusal = next((record["refusal"] for record in records if "refusal" in record), None)
+    if refusal is not None:
+        return {"refusal": refusal}
+    found: dict[str, Any] = {}
+    for name in _MEASURED:
+        values = [record[name] for record in records]
+        found[name] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else 0.0, "values": values}
+    return found
+
+
+def _published(model: str, bits: str, method: str) -> dict[str, float]:
+    """The published figures of a row, whatever number of images calibrated it."""
+    names = {name: short for short, name in published()["models"].items()}
+    wanted = {"table": TABLE, "model": names.get(model), "bits": bits, "method": method}
+    figures = (each for each in published()["figures"] if all(each[name] == value for name, value in wanted.items()))
+    return {each["measure"]: each["value"] for each in figures}
+
+
+def markdown(result: dict[str, Any], heading: str = "## ") -> str:
+    """What `run` returns, as Markdown."""
+    (title,) = (table["title"] for table in result["tables"].values())
+    paragraphs = [f"{heading}Table {TABLE}: {title}"]
+    columns = ["bits", "method", "box AP", "mask AP", "published box AP", "published mask AP", "CPU s"]
+    compared = False
+    for model, whole in result["models"].items():
+        lines = [["W32/A32", "full precision", _percent(whole["box_ap"]), _percent(whole["mask_ap"])]]
+        lines[0] += [*_beside(whole["published"]), ""]
+        reasons = []
+        for row in result["rows"]:
+            if row["model"] == model:
+                name, width = labelled(row["names"][0]), bits_name(Config.preset(row["bits"]))
+                compared |= bool(row["published"])
+                if "refusal" in row:
+                    reasons.append(f"{name} at {width}: {row['refusal']}")
+                    continue
+                cells = [_percent(row["box_ap"]), _percent(row["mask_ap"]), *_beside(row["published"])]
+                lines.append([width, name, *cells, f"{row['seconds']['mean']:.0f}"])
+        shown = [index for index, _ in enumerate(columns) if any(line[index] for line in lines)]
+        rows = [columns, ["---"] * len(columns), *lines]
+        paragraphs += [f"{model}:", "\n".join(f"| {' | '.join(line[index] for index in shown)} |" for line in rows)]
+        paragraphs += [f"Not measured: {'; '.join(reasons)}."] if reasons else []
+    if compared:
+        paragraphs.append(result["tables"][TABLE]["note"])
+    about, draws = result["machine"], max((len(row["seeds"]) for row in result["rows"]), default=1)
+    drawn = f"Mean ± standard deviation over {draws} draws" if draws > 1 else "One draw"
+    paragraphs.append(
+        f"{drawn} of {result['calibration_images']} calibration images. AP [%] as pycocotools computes it; every part "
+        f"is quantized. adalog {about['adalog']}, torch {about['torch']}, {about['processor']}."
+    )
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _beside(figures: dict[str, float]) -> list[str]:
+    return [f"{figures[name]:.1f}" if name in figures else "" for name in _MEASURED[:2]]
+
+
+def _percent(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{100 * value:.1f}"
+    deviation = f" ± {100 * value['std']:.1f}" if len(value["values"]) > 1 else ""
+    return f"{100 * value['mean']:.1f}{deviation}"

@@ -1,0 +1,78 @@
+"""The paper's table of detectors, measured on the bundled one and on images of one's own."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from adalog import METHODS
+from adalog.detection import demo
+from adalog.detection.demo.scenes import scene
+from adalog.study import detectors, paper
+from commands import call, say
+
+pytest.importorskip("torchvision")
+pytest.importorskip("pycocotools")
+
+
+def test_every_method_has_a_row():
+    for bits in ("w4a4", "w6a6"):
+        names = [row.names[0] for row in paper.TABLES["C"].rows if row.config.bits == bits]
+        assert sorted(names) == sorted(METHODS)
+
+
+def test_published_figures_stand_beside_whatever_was_calibrated():
+    assert detectors._published("mmdet:mask-swin-t", "w4a4", "adalog") == {"box_ap": 39.1, "mask_ap": 37.7}
+    assert detectors._published("mmdet:cascade-swin-s", "fp32", "fp32") == {"box_ap": 51.9, "mask_ap": 45.0}
+    assert detectors._published("demo:detector", "w4a4", "adalog") == {}
+
+
+@pytest.mark.slow
+def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
+    """The bundled detector on files; finished rows are not measured again; a row that needs more images says so."""
+    for name, numbers in (("train", range(100, 104)), ("val", range(3))):
+        (tmp_path / name).mkdir()
+        for number in numbers:
+            Image.fromarray(scene(number).image).save(tmp_path / name / f"{number}.png")
+    told = demo.truth((number, scene(number)) for number in range(3))
+    (tmp_path / "instances.json").write_text(json.dumps(told))
+    bench = detectors.DetectorBench("demo:detector", demo.load_detector(), tmp_path)
+    work, seen = tmp_path / "rows", []
+    for _ in range(2):
+        result = detectors.run(
+            [bench],
+            images=4,
+            bits=["w4a4"],
+            firsts=["minmax", "adalog+"],
+            work=work,
+            progress=lambda done, total, what, result: seen.append((done, total)),
+        )
+    assert seen == [(1, 2), (2, 2)] * 2
+    assert result["models"]["demo:detector"]["box_ap"] > 0.5
+    rows = {row["names"][0]: row for row in result["rows"]}
+    assert 0.2 < rows["minmax"]["box_ap"]["mean"] <= 1
+    assert "images are wanted, 4 are there" in rows["adalog+"]["refusal"]
+    text = detectors.markdown(result)
+    assert "| W4/A4 | minmax |" in text
+    assert "Not measured: adalog+ at W4/A4: " in text
+    assert len(list(work.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("tables", "C", "1"), "table C is of detectors: measure it without C, 1"),
+        (("tables", "C", "--models", "timm:vit"), "table C is of detectors, and timm:vit is none of mmdet:NAME"),
+        (("tables", "C", "--models", "mmdet:mask-swin-t"), "brings no weights: give --checkpoint"),
+        (("tables", "1", "--checkpoint", "x"), "--checkpoint goes with table C"),
+    ],
+)
+def test_bad_input(arguments, told, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, message = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert told in message
+
+
+def test_the_table_is_listed(monkeypatch, capsys):
+    assert "AP of detectors" in say(monkeypatch, capsys, "tables")
