@@ -3,7 +3,7 @@
     python benchmarks/detection.py [--bits w6a6,w4a4,w3a3] [--methods adalog,repq-vit,...] [--seeds 1] [--work DIR]
 
 Every part is quantized, on 32 scenes; 300 others judge, run by the fastest executor that takes a part. With each row
-stands how far its AP lies below that of `adalog` at the same bits, as an interval in which 95 % of 1,000 resamplings of
+stands how far its AP lies below that of `adalog` at the same bits, as an interval in which 95 % of 300 resamplings of
 the scenes fall (the same ones for both methods). Prints one JSON object and saves it as
 benchmarks/results/detection-demo.json. --work DIR keeps finished rows as long as the package's sources are the same.
 """
@@ -34,8 +34,8 @@ from adalog.inputs.images import draw_indices
 from adalog.study.doctor import machine
 from adalog.version import source_hash
 
-METHODS = "adalog,adalog-released,repq-vit,ptq4vit,fq-vit,uniform,minmax,percentile"
-IMAGES, RESAMPLED = 32, 1000
+METHODS = "adalog,repq-vit,ptq4vit,fq-vit,uniform,minmax,percentile"
+IMAGES, RESAMPLED = 32, 300
 
 
 class Judge:

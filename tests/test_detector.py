@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from adalog import DataError
 from adalog.detection.boxes import anchors, decoded
 from adalog.detection.checkpoint import load_parts, public_names
-from adalog.detection.detector import STDS, STRIDES, Detector
+from adalog.detection.detector import STDS, STRIDES, Detector, Settings
 from adalog.detection.images import Resizing
 from adalog.detection.network import ARCHITECTURES, RATIOS, make_parts, parameters
 from problems_detector import NAMES, SETTINGS, make, pictures
@@ -115,6 +115,30 @@ def test_the_pyramid():
     for level in range(4):
         torch.testing.assert_close(found[level], neck.smooth[level](lateral[level]))
     assert torch.equal(found[4], found[3][:, :, ::2, ::2])
+
+
+# --- the settings of mmdetection 2 -----------------------------------------------------------------------------------
+
+
+def test_settings_of_the_public_detectors():
+    settings = Settings(NAMES)
+    assert STRIDES == (4, 8, 16, 32, 64)
+    assert RATIOS == (0.5, 1.0, 2.0)
+    assert STDS == ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))
+    assert (settings.anchor_scale, settings.proposals, settings.proposal_overlap) == (8.0, 1000, 0.7)
+    assert (settings.score, settings.overlap, settings.most, settings.mask) == (0.05, 0.5, 100, 0.5)
+    resizing = settings.resizing
+    assert (resizing.short, resizing.long, resizing.divisor) == (800, 1333, 32)
+    assert resizing.mean == pytest.approx([123.675 / 255, 116.28 / 255, 103.53 / 255])
+    assert resizing.std == pytest.approx([58.395 / 255, 57.12 / 255, 57.375 / 255])
+
+
+def test_heads_of_a_cascade():
+    """Four convolutions with batch norms and one linear; of the others two linears."""
+    layers = [type(layer).__name__ for layer in make(3).parts["box_1"].modules()]
+    assert [layers.count(name) for name in ("Conv2d", "BatchNorm2d", "Linear")] == [4, 4, 3]
+    layers = [type(layer).__name__ for layer in make(1).parts["box"].modules()]
+    assert [layers.count(name) for name in ("Conv2d", "BatchNorm2d", "Linear")] == [0, 0, 4]
 
 
 # --- between the parts -----------------------------------------------------------------------------------------------

@@ -94,6 +94,36 @@ def test_a_saved_detector_is_the_same(quantized, tmp_path):
     assert (tmp_path / "again").read_bytes() == (tmp_path / "detector").read_bytes()
 
 
+SIZES = [(96, 96), (128, 96), (112, 128)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", SIZES)
+def test_programs_are_their_parts_at_every_size(size):
+    from adalog.graph.capture import capture
+
+    parts, maps = make().parts, SETTINGS.resizing.batch(pictures(2), (96, 96)).images
+    images = torch.nn.functional.interpolate(maps, size)
+    for name in ("backbone", "neck", "rpn"):
+        given, others = (value if isinstance(value, tuple) else (value,) for value in (maps, images))
+        program = capture(parts[name], given, sizes="free")
+        wanted, found = parts[name](*others), program.run(others)
+        assert len(wanted) == len(found)
+        for one, other in zip(wanted, found, strict=True):
+            assert float((one - other).abs().max()) <= 1e-5 * float(one.abs().max())
+        maps, images = parts[name](*given), wanted
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+@pytest.mark.parametrize("size", SIZES)
+def test_native_is_the_reference_at_every_size(quantized, size):
+    images = SETTINGS.resizing.batch(pictures(2), size).images
+    part = quantized.parts["backbone"]
+    for one, other in zip(part.compile("native")(images), part.compile("reference")(images), strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.01  # a code may be rounded the other way
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_it_runs_in_integers(executor, quantized):
