@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from adalog import DataError
 from adalog.detection.boxes import anchors, decoded, encoded, levels, pasted, regions, suppressed
 
 pytest.importorskip("torchvision")
@@ -165,3 +166,19 @@ def test_masks_are_pasted_at_boxes_that_are_not_rounded():
         assert (got.numpy() != expected).mean() < 0.005  # a sum may be .5 but for rounding
     assert not found[3].any()
     assert not found[4].any()
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (ModuleNotFoundError("no", name="torchvision"), "pip install 'adalog"),
+        (RuntimeError("nms"), "cannot be imported: nms"),
+    ],
+)
+def test_without_torchvision(found, told, monkeypatch):
+    def fails(name):
+        raise found
+
+    monkeypatch.setattr("importlib.import_module", fails)
+    with pytest.raises(DataError, match=told):
+        suppressed(random_boxes(2), torch.ones(2), torch.zeros(2), 0.5, 1)

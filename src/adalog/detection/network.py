@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adalog.detection.boxes import torchvision_module
+
 LEVELS = 5  # maps of the pyramid
 RATIOS = (0.5, 1.0, 2.0)  # of anchors
 BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that heads read
@@ -51,9 +53,7 @@ class Backbone(nn.Module):
 
     def __init__(self, sizes: Architecture):
         super().__init__()
-        from torchvision.models.swin_transformer import SwinTransformer
-
-        swin = SwinTransformer(
+        swin = torchvision_module("torchvision.models.swin_transformer").SwinTransformer(
             patch_size=[4, 4],
             embed_dim=sizes.width,
             depths=list(sizes.depths),

@@ -15,6 +15,7 @@ from adalog import artifact
 from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
+from adalog.detection.boxes import torchvision_module
 from adalog.detection.detector import KINDS, Detector, Settings
 from adalog.detection.images import Batch
 from adalog.errors import ArtifactError, CalibrationError, one_line
@@ -167,9 +168,10 @@ def save(detector: Detector, path: str | Path) -> int:
 def load(path: str | Path) -> Detector:
     """A saved detector, for which this package, torchvision's operations and the file are enough.
 
-    Raises ArtifactError for a file that is none.
+    Raises ArtifactError for a file that is none, and DataError without torchvision.
     """
     content = artifact.read(path)
+    torchvision_module("torchvision.ops")
     try:
         header, stored = _parsed(content)
     except Exception as cause:  # contents that no such file has make the parsing raise anything

@@ -1,0 +1,70 @@
+"""What it takes to quantize a whole Mask R-CNN with a Swin-T: random weights, every part, two images of 256 x 320.
+
+    python benchmarks/detector_cost.py [--bits w4a4] [--out FILE]
+
+Quantizes the detector on one thread, saves it, loads it and runs it. Prints one JSON object and saves it as
+benchmarks/results/detector-cost.json: CPU seconds in all and by part, the most memory that the process held, the size
+of the file, and the sites that stay float.
+"""
+
+from benchmarks.publish import RESULTS, publish
+
+import resource
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+from PIL import Image
+
+from adalog import Config
+from adalog.detection import zoo
+from adalog.detection.detector import Detector
+from adalog.detection.images import Resizing, batches_of
+from adalog.detection.quantized import load, quantize_detector, save
+from adalog.study.doctor import machine
+
+SIZE = (256, 320)
+
+
+def main(bits: str = "w4a4", name: str = "mmdet:mask-swin-t") -> None:
+    torch.set_num_threads(1)
+    made = zoo.load_detector(name, pretrained=False)
+    detector = Detector(made.parts, replace(made.settings, resizing=Resizing(short=SIZE[0], long=SIZE[1])))
+    draw = np.random.default_rng(0)
+    pictures = [Image.fromarray(draw.integers(0, 255, (*SIZE, 3), dtype=np.uint8)) for _ in range(2)]
+    batches, parts = batches_of(pictures, detector.settings.resizing), dict[str, float]()
+    begun = time.process_time()
+
+    def watch(done: int, total: int, what: str) -> None:
+        parts[what.partition(":")[0]] = round(time.process_time() - begun, 1)
+
+    config = replace(Config.preset(bits), images=len(pictures))
+    (quantized,) = quantize_detector(detector, batches, [config], progress=watch)
+    with tempfile.TemporaryDirectory() as folder:
+        size = save(quantized, Path(folder) / "detector")
+        loaded = load(Path(folder) / "detector")
+    found = [len(each) for batch in batches for each in loaded(batch)]
+    seconds = time.process_time() - begun
+    result = {
+        "detector": name,
+        "bits": config.bits,
+        "images": len(pictures),
+        "size": SIZE,
+        "cpu_seconds": round(seconds, 1),
+        "cpu_seconds_until_the_end_of": parts,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "bytes": size,
+        "detections": found,
+        "float_sites": {part: model.float_sites() for part, model in quantized.parts.items()},  # type: ignore[attr-defined]
+        "refusals": {part: dict(model.refusals) for part, model in quantized.parts.items()},  # type: ignore[attr-defined]
+        "machine": machine(),
+    }
+    publish(result, RESULTS / "detector-cost.json")
+
+
+if __name__ == "__main__":
+    typer.run(main)
