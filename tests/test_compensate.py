@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import adalog
@@ -30,6 +31,7 @@ from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
 from adalog.study.evaluate import predict
 from stored import deserialise, serialise
+from toys import Toy
 
 
 def normal(*shape, seed=0):
@@ -238,6 +240,26 @@ def test_it_is_the_same_within_a_memory(pool, searched, fitted):
         if one.bias is not None and not group.name.startswith(("blocks.1", "head")):
             tolerance = 0.02 if group.name.startswith("patch_embed") else 0.5
             assert one.sqnr == pytest.approx(other.sqnr, abs=tolerance), group.name
+
+
+def wide_and_narrow(m, x):
+    return m.d(m.c(m.b(m.a(x))).mean((2, 3)))
+
+
+@pytest.mark.slow
+def test_both_networks_come_in_the_same_batches_at_any_memory(fast):
+    """Near the limits at which the inputs of one network fit, and not those of the other, which holds more at a time."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(4, 32, 1), "c": nn.Conv2d(32, 4, 1), "d": nn.Linear(4, 5)}
+    model = Toy(wide_and_narrow, **layers).eval()
+    images = torch.randn(96, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    calibration = Calibration(model, images[:8])
+    assigned = calibration.assign(replace(fast, images=8))
+    whole = corrected(calibration.program, [images], assigned, Correction())
+    for memory in range(2_000_000, 5_600_000, 300_000):
+        found = corrected(calibration.program, [images], assigned, Correction(), memory=memory)
+        for (_, one), (_, other) in zip(whole, found, strict=True):
+            assert one.sqnr == pytest.approx(other.sqnr, abs=0.3)
 
 
 def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypatch):

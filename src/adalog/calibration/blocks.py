@@ -29,8 +29,8 @@ class Blocks:
     they stay. Else 3/8 of the memory hold the input of one block, 3/8 that of the next one while it is made, and 1/4
     the values of a batch of images. So blocks in order cost one forward in all, and a block before the last one that
     was asked for starts from the images again. An input of more than 3/8 of the memory is held for as many of the first
-    images as fit. `batches` makes the rest a batch at a time, if it is read so far; `inputs` makes all of it whenever
-    it is asked for.
+    images as fit, in place of the input before. `batches` makes the rest a batch at a time, if it is read so far, and
+    `inputs` all of it whenever it is asked for: from the images again, as it then does the block behind it.
 
     Batches, of `BATCH` images at most, give what all images at once give, up to rounding. They are tried on two images;
     where these have not alone what they have together, all images go at once, whatever the memory. The images, the
@@ -135,7 +135,8 @@ class Blocks:
             chunk = self.inputs(number)
             yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self.count)
             return
-        first = self._limit * self.count // self._bytes[name]
+        # Whole batches, so that those of two programs begin at the same images whatever each of them holds.
+        first = self._limit * self.count // self._bytes[name] // self.batch * self.batch
         if first and name not in self._held:
             self._held = self._joined(self._made(number, 0, first), [name], first)
         if first:

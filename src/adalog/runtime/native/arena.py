@@ -145,7 +145,9 @@ class Layout:
         dtype = torch.float32 if finish is None else torch.uint8
         if rows is None or rows.whole:
             return [self.arena.take(shape, dtype) for _ in range(count)]
-        empty = torch.zeros(shape[-1]) if rows.empty is None else rows.empty
+        # The kernel's rows may be longer or shorter than those of the shape, which views have made of them.
+        columns = finish.scale.numel() if isinstance(finish, Codes) else 1
+        empty = torch.zeros(columns) if rows.empty is None else rows.empty
         if isinstance(finish, Codes):
             planes = [((empty / finish.scale).round() + finish.zero).clamp(torch.zeros(()), finish.top)]
         elif finish is not None:
@@ -153,7 +155,8 @@ class Layout:
             planes = [bytes_ & 255, bytes_ >> 8][:count]
         else:
             planes = [empty]
-        out = [plane.to(dtype).expand(shape).clone(memory_format=torch.contiguous_format) for plane in planes]
+        rows_of = (plane.to(dtype).expand(math.prod(shape) // len(plane), -1) for plane in planes)
+        out = [each.clone(memory_format=torch.contiguous_format).view(tuple(shape)) for each in rows_of]
         self.alive += out
         return out
 

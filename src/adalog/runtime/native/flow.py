@@ -181,8 +181,10 @@ def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | 
     other = reader.args[1]
     if not isinstance(other, Ref) or not flow.is_constant(other.name):
         return rows, None
-    constant = flow.constant(other.name)
-    if constant.shape != (columns,) or flow.shapes[reader.name].dtype != torch.float32:
+    constant, found = flow.constant(other.name), flow.shapes[reader.name]
+    # A view of rows as columns would make something larger of the sum.
+    alike = found.shape == flow.shapes[rows.last].shape and found.shape[-1:] == (columns,)
+    if constant.shape != (columns,) or not alike or found.dtype != torch.float32:
         return rows, None
     return replace(rows, last=reader.name, gone=(*rows.gone, rows.last), empty=constant), constant
 
