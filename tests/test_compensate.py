@@ -248,7 +248,7 @@ def wide_and_narrow(m, x):
 
 @pytest.mark.slow
 def test_both_networks_come_in_the_same_batches_at_any_memory(fast):
-    """Near the limits at which the inputs of one network fit, and not those of the other, which holds more at a time."""
+    """Near the limits at which the inputs of one network fit, and not those of the other, which holds more."""
     torch.manual_seed(0)
     layers = {"a": nn.Conv2d(3, 4, 1), "b": nn.Conv2d(4, 32, 1), "c": nn.Conv2d(32, 4, 1), "d": nn.Linear(4, 5)}
     model = Toy(wide_and_narrow, **layers).eval()

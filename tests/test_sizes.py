@@ -98,7 +98,7 @@ def test_pooling_is_no_question():
 
 def asserting(m, x):
     torch._assert(x.shape[2] % 8 == 0, "rows must come by eights")
-    return m.head(m.embed(x).mean((2, 3)))
+    return mean_of(m, x)
 
 
 def test_what_a_model_asserts_is_asserted_of_new_sizes():
@@ -106,6 +106,219 @@ def test_what_a_model_asserts_is_asserted_of_new_sizes():
     program.check([of_size(48, 9)])
     with pytest.raises(ProgramError, match="are not what the program was captured for"):
         program.check([of_size(44, 56)])
+
+
+def mean_of(m, x):
+    return m.head(m.embed(x).mean((2, 3)))
+
+
+def asks(*questions):
+    """A model that goes another way for each question about its images that is true."""
+
+    def function(m, x):
+        y = mean_of(m, x)
+        for index, question in enumerate(questions):
+            if question(x):
+                y = (y * (2 + index)).tanh()
+        return y
+
+    return function
+
+
+def accepts(program, *inputs):
+    """Whether a program takes inputs of these shapes, told without data."""
+    try:
+        program.check([torch.empty(shape, device="meta") for shape in inputs])
+    except ProgramError:
+        return False
+    return True
+
+
+def conditions(program):
+    """How many a rule has, and the operations that make them."""
+    return len(program.rule.output), sorted(node.op for node in program.rule.nodes)
+
+
+@pytest.mark.parametrize(
+    ("question", "last", "first"),
+    [
+        (lambda x: x.shape[2] > 150, (150, 9), (151, 9)),
+        (lambda x: x.shape[2] > 1000, (1000, 9), (1001, 9)),
+        (lambda x: x.shape[2] * x.shape[3] > 10**5, (250, 400), (250, 401)),
+        (lambda x: (x.shape[2] // 4) ** 2 > 10**6, (4003, 9), (4004, 9)),
+        (lambda x: x.shape[2] > 50 and x.shape[3] < 2000, (50, 3000), (51, 56)),
+        (lambda x: x.shape[2] == 4096, (4095, 9), (4096, 9)),
+    ],
+)
+def test_bounds_far_from_the_captured_size_are_kept(question, last, first):
+    program = capture(make(asks(question)), of_size(40, 56), sizes="free")
+    assert accepts(program, (1, 3, *last))
+    assert not accepts(program, (1, 3, *first))
+
+
+def test_a_bound_is_kept_beside_what_hides_it():
+    """Near the captured size only multiples of 32 are taken, none of which is beyond 224 alone."""
+
+    def function(m, x):
+        assert x.shape[2] % 32 == 0
+        assert x.shape[3] % 32 == 0
+        return asks(lambda x: x.shape[3] > 224)(m, x)
+
+    model = make(function)
+    program = capture(model, of_size(160, 160), sizes="free")
+    assert conditions(program)[0] == 3
+    for size, fits in {(160, 224): True, (288, 32): True, (160, 256): False, (160, 200): False}.items():
+        assert accepts(program, (2, 3, *size)) == fits
+    assert_same(model, program, of_size(288, 96))
+
+
+def test_a_rule_is_every_answer_of_the_model():
+    """Sizes are taken where the model answers all its questions as it did, and nowhere else."""
+    questions = [
+        lambda x: x.shape[2] > 1000,
+        lambda x: x.shape[2] > 150,
+        lambda x: x.shape[3] >= 3 * x.shape[2],
+        lambda x: x.shape[2] * x.shape[3] > 40000,
+        lambda x: x.shape[2] // 4 % 7 == 5,
+        lambda x: max(x.shape[2], x.shape[3]) > 400,
+        lambda x: x.shape[2] < 12 or x.shape[3] < 8,
+        lambda x: -x.shape[2] % 4 != 0,
+    ]
+    program = capture(make(asks(*questions)), of_size(40, 56), sizes="free")
+    wanted = [question(of_size(40, 56)) for question in questions]
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for limit in (16, 64, 256, 1100):
+        for size in torch.randint(4, limit, (150, 2), generator=generator).tolist():
+            image = torch.empty(1, 3, *size, device="meta")
+            found.append(accepts(program, image.shape))
+            assert found[-1] == ([question(image) for question in questions] == wanted), size
+    assert 10 < sum(found) < 500
+
+
+def test_bounds_that_others_imply_are_left_out():
+    heights = [lambda x, bound=bound: (x.shape[2] + x.shape[3]) // 4 > bound for bound in (5000, 3000, 1000, 400, 100)]
+    always = [lambda x: x.shape[2] > 0, lambda x: x.shape[3] // 2 >= 0, lambda x: x.shape[2] + x.shape[3] > 1]
+    program = capture(make(asks(*heights, *always)), of_size(40, 56), sizes="free")
+    assert conditions(program) == (1, ["aten.sym_size.int"] * 2 + ["sym.add", "sym.floordiv", "sym.le"])
+    assert accepts(program, (2, 3, 200, 203))
+    assert not accepts(program, (2, 3, 200, 204))
+
+
+@pytest.mark.parametrize(
+    ("question", "captured", "other", "wrong", "asserted"),
+    [
+        (lambda x: x.shape[2] == x.shape[3], (64, 64), (96, 96), (96, 100), False),
+        (lambda x: x.shape[2] == x.shape[3], (64, 64), (96, 96), (96, 100), True),
+        (lambda x: 2 * x.shape[2] == x.shape[3], (32, 64), (40, 80), (40, 40), False),
+        (lambda x: 2 * x.shape[2] == x.shape[3], (32, 64), (40, 80), (40, 40), True),
+        (lambda x: 3 * x.shape[2] == 2 * x.shape[3], (32, 48), (64, 96), (64, 64), False),
+    ],
+)
+def test_sizes_that_must_be_equal(question, captured, other, wrong, asserted):
+    """Export goes on with one of them, and asks about the other no more."""
+
+    def function(m, x):
+        if asserted:
+            torch._assert(question(x), "sizes fit")
+            return mean_of(m, x)
+        return asks(question, lambda x: x.shape[2] > 300, lambda x: x.shape[3] > 400)(m, x)
+
+    model = make(function)
+    program = capture(model, of_size(*captured), sizes="free")
+    assert_same(model, program, of_size(*other))
+    assert accepts(program, (2, 3, *other))
+    assert not accepts(program, (2, 3, *wrong))
+    assert accepts(program, (1, 3, 20 * other[0], 20 * other[1])) == asserted
+
+
+class Both(nn.Module):
+    """Two images; of equal height, they are told from others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x, y):
+        first, second = self.embed(x).mean((2, 3)), self.embed(y).mean((2, 3))
+        if x.shape[2] == y.shape[2]:
+            first = first * 2
+        return first + second * 3 if y.shape[2] * x.shape[0] > 500 else first - second
+
+
+def test_sizes_of_two_inputs_that_must_be_equal():
+    program = capture(Both().eval(), [of_size(32, 48), of_size(32, 40)], sizes="free")
+    assert conditions(program) == (2, ["aten.sym_size.int"] * 3 + ["sym.eq", "sym.le", "sym.mul"])
+    assert accepts(program, (5, 3, 100, 48), (5, 3, 100, 9))
+    assert not accepts(program, (5, 3, 100, 48), (5, 3, 99, 48))
+    assert not accepts(program, (6, 3, 100, 48), (6, 3, 100, 9))
+
+
+def test_a_rule_knows_the_batch():
+    model = make(asks(lambda x: x.shape[0] * x.shape[2] > 200, lambda x: x.shape[0] > 0))
+    program = capture(model, of_size(20, 20), sizes="free")
+    assert conditions(program) == (1, ["aten.sym_size.int"] * 2 + ["sym.le", "sym.mul"])
+    for batch, height, fits in [(7, 20, True), (7, 28, True), (7, 32, False), (1, 200, True), (2, 104, False)]:
+        assert accepts(program, (batch, 3, height, 24)) == fits
+    program = capture(make(asks(lambda x: x.shape[0] > 100)), of_size(20, 20), sizes="free")
+    assert accepts(program, (100, 3, 40, 40))
+    assert not accepts(program, (101, 3, 20, 20))
+
+
+def test_a_model_without_maps_has_no_rule():
+    model = Toy(lambda m, x: m.head(x) if x.shape[0] < 100 else x, head=nn.Linear(5, 5)).eval()
+    program = capture(model, torch.randn(2, 5), sizes="free")
+    assert (program.free, program.rule) == ({}, None)
+
+
+def test_another_path_for_a_batch_that_is_compared_is_refused():
+    model = make(asks(lambda x: x.shape[0] * x.shape[2] > 200))
+    with pytest.raises(
+        CaptureError, match=r"Toy takes another path for inputs of \(7, 3, 40, 56\): capture it for one"
+    ):
+        capture(model, of_size(40, 56), sizes="free")
+
+
+class Masked(nn.Module):
+    """An image, where a map of another type counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x, mask):
+        return (self.embed(x) * mask.to(x.dtype)).mean((2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+def test_maps_that_are_no_floats_are_stretched_too(dtype):
+    model = Masked().eval()
+    example = [of_size(40, 56), of_size(40, 56)[:, :1] > 0]
+    program = capture(model, [example[0], example[1].to(dtype)], sizes="free")
+    image, mask = of_size(24, 83), (of_size(24, 83)[:, :1] > 0).to(dtype)
+    assert torch.allclose(program.run([image, mask]), model(image, mask), atol=1e-6)
+
+
+@pytest.mark.parametrize("made", [lambda y: y, lambda y: (10 * y).long()])
+def test_outputs_of_another_shape_are_told(made):
+    """Neither shape is a part of the other's."""
+    model = make(lambda m, x: made(mean_of(m, x)[:, :3] if x.shape[0] == 7 else mean_of(m, x)))
+    words = r"differ in the shape of an output on inputs of \(7, 3, 40, 56\): \(7, 5\) and \(7, 3\)"
+    with pytest.raises(CaptureError, match=words):
+        capture(model, of_size(40, 56))
+
+
+def test_what_no_program_can_hold_is_told_by_its_sizes():
+    model = make(asks(lambda x: x.shape[2] / x.shape[3] > 2))
+    with pytest.raises(CaptureError, match=r"x.shape\[2\].*nothing that a program can hold: capture it for one size"):
+        capture(model, of_size(40, 56), sizes="free")
+
+
+def test_a_failed_export_with_free_sizes_names_both_ways_out():
+    model = make(asks(lambda x: x.mean() > 0))
+    words = "Toy could not be exported: .* It may be that its sizes cannot be free: capture it for one size, or capture"
+    with pytest.raises(CaptureError, match=f"{words} the part that can be"):
+        capture(model, of_size(40, 56), sizes="free")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +415,7 @@ def test_a_model_of_one_size_is_written_as_before(quantized):
                 header["rule"][0].append(["big", "sym.mul", [2**70, 2], {}, ""])
                 or header["rule"][1].append({"ref": "big"})
             ),
-            "takes whole numbers of 64 bits",
+            "are not what",  # products that do not fit 64 bits
         ),
         (
             lambda header: (

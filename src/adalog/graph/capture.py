@@ -27,7 +27,8 @@ TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fra
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
 Sizes = Literal["fixed", "free"]
 # Height and width, as multiples of those of the images, at which a program with free sizes is compared with the model.
-_STRETCHED = ((1.25, 1.5), (1.5, 2.0), (2.0, 1.0), (3.0, 2.0), (0.75, 1.25))
+# The last two keep the ratio, which a model may ask for.
+_STRETCHED = ((1.25, 1.5), (1.5, 2.0), (2.0, 1.0), (3.0, 2.0), (0.75, 1.25), (2.0, 2.0), (0.5, 0.5))
 
 _SYMBOLIC: dict[Any, str] = {
     operator.add: "sym.add",
@@ -146,6 +147,8 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
         return program
     given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
     free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
+    if not free:  # no maps: the batch is free in every program, and needs no rule
+        return program
     return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
 
 
@@ -162,10 +165,11 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
             return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        part = "the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
         way_out = (
-            "Its sizes may not be free: capture it for one size."
+            f"It may be that its sizes cannot be free: capture it for one size, or capture {part}"
             if any_size
-            else "Capture the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
+            else f"Capture {part}"
         )
         raise CaptureError(f"{type(model).__name__} could not be exported: {first_line} {way_out}") from cause
 
@@ -365,19 +369,29 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
 
 
 def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
-    """Raise CaptureError unless program and model agree on these inputs."""
-    wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
+    """Raise CaptureError unless program and model agree on these inputs, which the program's rule must allow."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
+    given = f"inputs of {' and '.join(str(tuple(value.shape)) for value in tensors)}"
+    if program.rule is not None and not all(program.rule.run(tensors)):
+        raise CaptureError(f"{type(model).__name__} takes another path for {given}: capture it for one size")
+    wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
     got = [value for value in leaves_of(program.run(tensors)) if value is not None]
     for expected, actual in zip(wanted, got, strict=True):
-        if not isinstance(expected, Tensor) or not expected.is_floating_point():
+        if not isinstance(expected, Tensor):
+            continue
+        if expected.shape != actual.shape:
+            raise CaptureError(
+                f"the program of {type(model).__name__} and the model differ in the shape of an output on {given}: "
+                f"{tuple(actual.shape)} and {tuple(expected.shape)}; the model may take another path there, or behave "
+                "differently from call to call"
+            )
+        if not expected.is_floating_point() or not expected.numel():
             continue
         error = (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-        if expected.shape != actual.shape or not error <= TOLERANCE:
-            shapes = " and ".join(str(tuple(value.shape)) for value in tensors)
+        if not error <= TOLERANCE:
             raise CaptureError(
                 f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                f"output on inputs of {shapes} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
+                f"output on {given} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
                 "model may behave differently from call to call"
             )
 
@@ -393,8 +407,7 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
         def stretched(value: Any, height: float = height, width: float = width) -> Any:
             if not isinstance(value, Tensor) or value.ndim != 4:
                 return value
-            size = (round(value.shape[2] * height), round(value.shape[3] * width))
-            return torch.nn.functional.interpolate(value, size, mode="nearest")
+            return _stretched(_stretched(value, 2, height), 3, width)
 
         try:
             program.check([stretched(value) for value in tensors])
@@ -403,3 +416,9 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
         return tuple(stretched(value) for value in inputs)
     shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
     raise CaptureError(f"no other size than {shapes} serves this model: capture it for one size")
+
+
+def _stretched(value: Tensor, dim: int, factor: float) -> Tensor:
+    """The value with a dimension that is longer by this factor: each entry again, or some left out, in any dtype."""
+    before, after = value.shape[dim], max(1, round(value.shape[dim] * factor))
+    return value.index_select(dim, torch.arange(after, device=value.device) * before // after)

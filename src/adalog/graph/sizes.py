@@ -1,12 +1,13 @@
 """Programs that take images of any size: for which sizes the captured operations are those of the model.
 
 `torch.export` follows one path through the model's Python code. Where that code asks for a size ("is the map larger
-than a window?"), export notes the answer as a guard, and the program is the model's only where the guard holds. Guards
-that rule out some size become the `rule` of the program, so that such a size is refused and never computed wrongly.
-Hundreds of others say how PyTorch would lay out values in memory; a program leaves that to each operation.
+than a window?"), export notes the answer as a guard, and the program is the model's only where the guard holds. All
+such guards that are not true of every size become the `rule` of the program, so that a size at which the model would
+have gone another way is refused and never computed wrongly. Hundreds of others say how PyTorch would lay out values in
+memory; a program leaves that to each operation.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,13 @@ import sympy
 import torch
 from sympy.logic import boolalg
 from torch.utils._sympy import functions
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from adalog.errors import CaptureError
-from adalog.graph.operations import resolve
 from adalog.graph.program import Node, Program, Ref
 
 _TORCH = Path(torch.__file__).parent
-# Sizes at which guards are tried: each dimension from 1 to this one, the others as they were captured.
-_SWEEP = 130
-# Pairs and so on of sizes that are tried besides, up to twice the captured ones.
-_PAIRS = 150
+_INEQUALITIES = (sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
 
 _OPERATIONS: Mapping[Any, str] = {
     sympy.Add: "add",
@@ -51,26 +49,41 @@ def rule_of(
     """What the sizes of inputs must hold: a program whose outputs are to be true; None where all sizes are right.
 
     shapes: of the inputs as `torch.export` sees them, with symbols. free: the dimensions of inputs that are symbols,
-    besides the first. Raises CaptureError where a guard is made of operations that no program can hold.
+    besides the first, which is the same batch for all inputs. Raises CaptureError where a guard is made of operations
+    that no program can hold.
     """
-    symbols = {
-        shape[dim].node.expr: (name, dim)
+    sizes = {
+        (name, dim): size
         for name, shape in zip(inputs, shapes, strict=True)
-        for dim in free.get(name, ())
+        for dim, size in enumerate(shape)
+        if dim == 0 or dim in free.get(name, ())
     }
-    sizes = [size for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
-    captured = {size.node.expr: int(size.node.hint) for size in sizes}
-    batch = {symbol: hint for symbol, hint in captured.items() if symbol not in symbols}
-    writer = _Writer(symbols)
-    asked = (guard for guard in sizes[0].node.shape_env.guards if _is_asked_by_the_model(guard))
-    written = (writer.written(guard.expr.xreplace(batch)) for guard in asked)
-    guards = list(dict.fromkeys(guard for guard in written if isinstance(guard, Ref)))
-    tried = [writer.values(values) for values in _tried({symbol: captured[symbol] for symbol in symbols})]
-    ruled_out = {guard: {index for index, values in enumerate(tried) if not values[guard.name]} for guard in guards}
-    chosen = list(_covering(ruled_out, writer.depth))
-    if not chosen:
-        return None
-    return Program(tuple(inputs), tuple(writer.nodes), tuple(chosen), {}).pruned()
+    batch = inputs[0]
+    places: dict[sympy.Symbol, tuple[str, int]] = {}
+    named: dict[Any, sympy.Symbol] = {}  # what export calls a size -> the size by its place, as in "x.shape[2]"
+    for (name, dim), size in sizes.items():
+        place = (name if dim else batch, dim)
+        symbol = sympy.Symbol(f"{place[0]}.shape[{dim}]", integer=True, positive=True)
+        places[symbol] = place
+        if isinstance(given := _as_given(size), sympy.Symbol):
+            named.setdefault(given, symbol)
+    # Export goes on with one of two sizes, once it was asked whether they are equal, so all later guards rely on that.
+    relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(named)) for symbol, place in places.items()]
+    environment = next(size for size in sizes.values() if isinstance(size, torch.SymInt)).node.shape_env
+    asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
+    writer = _Writer(places)
+    output = tuple(writer.guard(guard) for guard in _needed([*asked, *relied]))
+    return Program(tuple(inputs), tuple(writer.nodes), output, {}).pruned() if output else None
+
+
+def _as_given(size: Any) -> Any:
+    """An input's size as export first called it: a symbol of its own."""
+    return sympy.sympify(getattr(size.node, "_expr", size.node.expr) if isinstance(size, torch.SymInt) else size)
+
+
+def _as_known(size: Any) -> Any:
+    """An input's size as export calls it in the end: another size's symbol where the two were found to be equal."""
+    return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
 def _is_asked_by_the_model(guard: Any) -> bool:
@@ -86,64 +99,94 @@ def _is_asked_by_the_model(guard: Any) -> bool:
     return not file.is_relative_to(_TORCH) or file.is_relative_to(_TORCH / "nn")
 
 
-def _tried(captured: Mapping[sympy.Symbol, int]) -> Iterator[dict[sympy.Symbol, int]]:
-    """Sizes by symbol."""
-    for symbol in captured:
-        for size in range(1, _SWEEP):
-            yield {**captured, symbol: size}
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(_PAIRS):
-        yield {
-            symbol: int(torch.randint(1, 2 * size + 1, (), generator=generator)) for symbol, size in captured.items()
-        }
+def _needed(guards: Iterable[Any]) -> Iterator[Any]:
+    """The guards without those that are true of all sizes, or wherever another of them is.
+
+    Nothing is tried: a guard is left out only where its form shows that no size needs it.
+    """
+    tightest: dict[Any, tuple[Any, Any]] = {}
+    for guard in guards:
+        if _is_always_true(guard):
+            continue
+        subject, bound = _compared(guard)
+        if subject not in tightest or bound < tightest[subject][0]:
+            tightest[subject] = (bound, guard)
+    return (guard for _, guard in tightest.values())
 
 
-def _covering(ruled_out: Mapping[Ref, set[int]], depth: Callable[[Ref], int]) -> Iterator[Ref]:
-    """A few guards that rule out all that any of them does, simple ones before others."""
-    left = set().union(*ruled_out.values())
-    while left:
-        best = max(ruled_out, key=lambda guard: (len(ruled_out[guard] & left), -depth(guard)))
-        left -= ruled_out[best]
-        yield best
+def _is_always_true(guard: Any) -> bool:
+    """Whether the ranges of its parts show that a guard holds wherever all sizes are 1 or more."""
+    if isinstance(guard, boolalg.BooleanAtom):
+        return bool(guard)
+    try:
+        found = bound_sympy(guard)
+    except Exception:  # PyTorch's analysis raises various errors for what it does not know
+        return False
+    return found.lower == sympy.true
+
+
+def _compared(guard: Any) -> tuple[Any, Any]:
+    """What a guard is about, and its bound: of two guards about the same, that of the smaller bound implies the other.
+
+    An inequality is (rest + constant >= 0) or (rest + constant > 0), and about the rest.
+    """
+    if isinstance(guard, _INEQUALITIES):
+        constant, rest = (guard.gts - guard.lts).as_coeff_Add()
+        return (sympy.Ge, rest), (constant, isinstance(guard, (sympy.Le, sympy.Ge)))
+    if isinstance(guard, (sympy.Eq, sympy.Ne)):
+        return (guard.func, frozenset(guard.args)), (0, False)
+    return guard, (0, False)
+
+
+def _told(expression: Any) -> str:
+    """An expression as Python has it, as "x.shape[2] == x.shape[3]"."""
+    if isinstance(expression, sympy.Rel):
+        return f"{expression.lhs} {expression.rel_op} {expression.rhs}"
+    return str(expression)
 
 
 class _Writer:
     """Sympy's expressions of sizes as operations of a program, each of them once.
 
-    symbols: the input and dimension that each is the size of.
+    places: the input and dimension that each symbol is the size of.
     """
 
-    def __init__(self, symbols: Mapping[sympy.Symbol, tuple[str, int]]):
+    def __init__(self, places: Mapping[sympy.Symbol, tuple[str, int]]):
         self.nodes: list[Node] = []
-        self._symbols = symbols
+        self._places = places
         self._known: dict[Any, Ref | int] = {}
-        self._depth: dict[str, int] = {}
 
-    def written(self, expression: Any) -> Ref | int:
-        """The value of an expression: a number, or what one of the operations makes."""
+    def guard(self, guard: Any) -> Ref:
+        """The value of a guard, which is true or not. Raises CaptureError where no program can hold it."""
+        value = self._value(guard, guard)
+        assert isinstance(value, Ref), f"{guard} is never true"
+        return value
+
+    def _value(self, expression: Any, guard: Any) -> Ref | int:
+        """The value of a part of a guard: a number, or what one of the operations makes."""
         if expression not in self._known:
-            self._known[expression] = self._written(expression)
+            self._known[expression] = self._written(expression, guard)
         return self._known[expression]
 
-    def _written(self, expression: Any) -> Ref | int:
+    def _written(self, expression: Any, guard: Any) -> Ref | int:
         if isinstance(expression, (sympy.Integer, boolalg.BooleanAtom, int)):
             return int(bool(expression)) if isinstance(expression, boolalg.BooleanAtom) else int(expression)
-        if expression in self._symbols:
-            name, dim = self._symbols[expression]
+        if expression in self._places:
+            name, dim = self._places[expression]
             return self._add("aten.sym_size.int", Ref(name), dim)
         arguments = expression.args
         if isinstance(expression, (sympy.Gt, sympy.Ge)):
             expression, arguments = expression.reversed, expression.args[::-1]
         if isinstance(expression, sympy.Pow) and isinstance(expression.exp, sympy.Integer) and expression.exp > 0:
-            return self._joined("sym.mul", [self.written(expression.base)] * int(expression.exp))
+            return self._joined("sym.mul", [self._value(expression.base, guard)] * int(expression.exp))
         if isinstance(expression, boolalg.Not):
-            return self._add("sym.eq", self.written(arguments[0]), 0)
+            return self._add("sym.eq", self._value(arguments[0], guard), 0)
         for kind, name in _OPERATIONS.items():
             if isinstance(expression, kind):
-                return self._joined(f"sym.{name}", [self.written(argument) for argument in arguments])
+                return self._joined(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
         raise CaptureError(
-            f"the model takes another path for some sizes, by {type(expression).__name__} of a size, which no program "
-            "can hold: capture it for one size"
+            f"the model takes another path for some sizes, those without {_told(guard)}, where {_told(expression)} is "
+            "nothing that a program can hold: capture it for one size"
         )
 
     def _joined(self, op: str, values: Sequence[Ref | int]) -> Ref | int:
@@ -154,24 +197,4 @@ class _Writer:
 
     def _add(self, op: str, *arguments: Ref | int) -> Ref:
         self.nodes.append(Node(f"size_{len(self.nodes)}", op, arguments))
-        below = (self._depth.get(argument.name, 0) for argument in arguments if isinstance(argument, Ref))
-        self._depth[self.nodes[-1].name] = 1 + max(below, default=0)
         return Ref(self.nodes[-1].name)
-
-    def depth(self, value: Ref) -> int:
-        return self._depth[value.name]
-
-    def values(self, sizes: Mapping[sympy.Symbol, int]) -> dict[str, int]:
-        """The value of every operation for these sizes; one that fails is 0."""
-        by_place = {self._symbols[symbol]: size for symbol, size in sizes.items()}
-        found: dict[str, int] = {}
-        for node in self.nodes:
-            if node.op == "aten.sym_size.int":
-                found[node.name] = by_place[node.args[0].name, node.args[1]]
-                continue
-            given = [found[argument.name] if isinstance(argument, Ref) else argument for argument in node.args]
-            try:
-                found[node.name] = resolve(node.op)(*given)
-            except ZeroDivisionError:
-                found[node.name] = 0
-        return found
