@@ -1,5 +1,7 @@
 """`adalog tables`: the paper's tables, listed or measured."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,12 +68,8 @@ def command(
     if checkpoint is not None:
         raise ValueError(f"--checkpoint goes with table {detectors.TABLE}: leave it out")
     fitted = paper.images_fitted(names, images, *chosen)
-    base = out.with_suffix("") if out.suffix in (".md", ".json") else out
-    as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
     specs = list(dict.fromkeys(model_names.split(",")))
-    check_outputs(as_text, as_json, json_out, reads=[source_of(name) for name in specs])
-    rows = base.with_name(f"{base.name}.rows") if work is None else work
-    files.check_writable(rows / "row.json")
+    places = _Places.of(out, work, json_out, [source_of(name) for name in specs])
     for name in specs:
         if not zoo.is_model(name):
             raise DataError(f"model {name!r} is none of {zoo.KINDS}")
@@ -80,16 +78,9 @@ def command(
     for each in benches:
         with waiting(f"try {each.model.name}"):
             each.check(place)
-    with progress_bar() as progress, quiet():
-        bar = progress.add_task("rows")
 
-        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
-            progress.update(bar, completed=done, total=total, description=escape(what))
-            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
-            files.write_whole(as_text, markdown(result).encode())
-            emit_json(result, str(as_json))
-
-        result = tables.run(
+    def measured(finished: tables.Progress) -> dict[str, Any]:
+        return tables.run(
             names,
             benches,
             seeds=seeds,
@@ -98,11 +89,51 @@ def command(
             firsts=chosen[1],
             jobs=thread_count(jobs),
             device=place,
-            work=rows,
+            work=places.rows,
             progress=finished,
         )
+
+    _write(places, measured, markdown, json_out)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a table is written as text and as JSON, and where its finished rows are kept."""
+
+    text: Path
+    json: Path
+    rows: Path
+
+    @staticmethod
+    def of(out: Path, work: Path | None, json_out: str | None, reads: Sequence[Path | str | None]) -> "_Places":
+        """Raises DataError if one of them cannot be written, or is read too."""
+        base = out.with_suffix("") if out.suffix in (".md", ".json") else out
+        as_text, as_json, rows = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json", ".rows"))
+        check_outputs(as_text, as_json, json_out, reads=reads)
+        rows = rows if work is None else work
+        files.check_writable(rows / "row.json")
+        return _Places(as_text, as_json, rows)
+
+
+def _write(
+    places: _Places,
+    measured: Callable[[tables.Progress], dict[str, Any]],
+    text: Callable[[dict[str, Any]], str],
+    json_out: str | None,
+) -> None:
+    """Measure rows behind a bar, and write what is finished after each."""
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("rows")
+
+        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
+            progress.update(bar, completed=done, total=total, description=escape(what))
+            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
+            files.write_whole(places.text, text(result).encode())
+            emit_json(result, str(places.json))
+
+        result = measured(finished)
     if json_out != "-":
-        say(markdown(result))
+        say(text(result))
     emit_json(result, json_out)
 
 
@@ -119,15 +150,11 @@ def _detected(
     json_out: str | None,
 ) -> None:
     """Measure the table of detectors."""
-    base = out.with_suffix("") if out.suffix in (".md", ".json") else out
-    as_text, as_json = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json"))
     specs = [detection.DEMO if name == "demo" else name for name in dict.fromkeys(model_names.split(","))]
     odd = [name for name in specs if not detection.names_detector(name)]
     if odd:
         raise ValueError(f"table {detectors.TABLE} is of detectors, and {odd[0]} is none of {detection.KINDS}")
-    check_outputs(as_text, as_json, json_out, reads=[checkpoint])
-    rows = base.with_name(f"{base.name}.rows") if work is None else work
-    files.check_writable(rows / "row.json")
+    places = _Places.of(out, work, json_out, [checkpoint])
     with waiting(f"load {', '.join(specs)}"):
         benches = [
             detectors.DetectorBench(
@@ -137,25 +164,17 @@ def _detected(
             )
             for name in specs
         ]
-    with progress_bar() as progress, quiet():
-        bar = progress.add_task("rows")
 
-        def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
-            progress.update(bar, completed=done, total=total, description=escape(what))
-            progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
-            files.write_whole(as_text, detectors.markdown(result).encode())
-            emit_json(result, str(as_json))
-
-        result = detectors.run(
+    def measured(finished: tables.Progress) -> dict[str, Any]:
+        return detectors.run(
             benches,
             seeds=seeds,
             images=images,
             bits=chosen[0],
             firsts=chosen[1],
             jobs=thread_count(jobs),
-            work=rows,
+            work=places.rows,
             progress=finished,
         )
-    if json_out != "-":
-        say(detectors.markdown(result))
-    emit_json(result, json_out)
+
+    _write(places, measured, detectors.markdown, json_out)

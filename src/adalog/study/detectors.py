@@ -25,10 +25,9 @@ from adalog.methods import labelled
 from adalog.study import paper
 from adalog.study.doctor import machine
 from adalog.study.paper import IMAGES, bits_name, plan, published
-from adalog.study.tables import kept
+from adalog.study.tables import Progress, kept
 
 TABLE = "C"
-Progress = Callable[[int, int, str, dict[str, Any]], None]
 _MEASURED = ("box_ap", "mask_ap", "seconds")
 
 
