@@ -1,6 +1,7 @@
 """The command line with a detector: quantize, evaluate, detect, and what is wrong with what it is given."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -126,6 +127,28 @@ def test_bad_input_is_one_line_and_code_2(arguments, told, monkeypatch, capsys, 
     assert told in message
     assert len(message.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("torchvision", ("demo", "--detector")),
+        ("torchvision", ("detect", "demo:detector", "x.png")),
+        ("pycocotools", ("demo", "--detector")),
+        ("pycocotools", ("evaluate", "demo:detector", "--coco", "instances.json", "--data", ".")),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypatch, capsys, tmp_path, folder):
+    Image.new("RGB", (64, 64)).save(tmp_path / "x.png")
+    monkeypatch.chdir(folder if arguments[0] == "evaluate" else tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, missing, None)
+    code, told = call(monkeypatch, capsys, *arguments)
+    assert (code, told) == (
+        2,
+        f"error: {missing} is not installed, which detectors need: pip install 'adalog[coco]'\n",
+    )
 
 
 def test_a_model_is_no_detector(monkeypatch, capsys, tmp_path, content):

@@ -12,6 +12,7 @@ from rich.table import Table
 from adalog import Config, DataError, artifact
 from adalog.cli.console import emit_json, image_progress, progress_bar, quiet, say, site_progress, waiting
 from adalog.detection import coco, demo, zoo
+from adalog.detection.boxes import extra_module
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detections, Detector
 from adalog.detection.images import batches_of, read
@@ -180,13 +181,14 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
     """Quantize the bundled detector by several methods, and judge each on scenes that nothing was fitted to."""
     configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
     rows: list[dict[str, Any]] = []
+    extra_module("pycocotools.mask")  # told before anything is drawn
+    detector = demo.load_detector()
     with progress_bar() as progress, quiet():
         bar = progress.add_task("draw scenes", total=(len(configs) + 1) * len(demo.TESTED))
         scenes = [scene(number) for number in demo.TESTED]
         told = demo.truth(zip(demo.TESTED, scenes, strict=True))
         drawn = draw_indices(len(demo.CALIBRATING), max(each.images_wanted for _, each in configs), seed).tolist()
         calibrating = [batch for _, batch in demo.batches((demo.CALIBRATING[index] for index in drawn), 4)]
-        detector = demo.load_detector()
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)

@@ -76,7 +76,7 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
     RoIAlign, aligned, with as many samples as pixels. maps: (N, C, H, W) each, the finest first. images: (boxes,), the
     image that each box belongs to.
     """
-    roi_align = torchvision_module("torchvision.ops").roi_align
+    roi_align = extra_module("torchvision.ops").roi_align
     found = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
     which = levels(boxes, len(maps))
     for level, (values, stride) in enumerate(zip(maps, strides, strict=False)):
@@ -88,7 +88,7 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
 
 def suppressed(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
     """The numbers of at most `most` boxes, the best first, none of which overlaps a better one of its group by more."""
-    kept: Tensor = torchvision_module("torchvision.ops").batched_nms(boxes, scores, groups, overlap)
+    kept: Tensor = extra_module("torchvision.ops").batched_nms(boxes, scores, groups, overlap)
     return kept[:most]
 
 
@@ -116,13 +116,14 @@ def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float
     return found
 
 
-def torchvision_module(name: str) -> types.ModuleType:
-    """A module of torchvision. Raises DataError that says what to install where it is missing or does not load."""
+def extra_module(name: str) -> types.ModuleType:
+    """A module of the extra `coco`. Raises DataError that says what to install where it is missing or does not load."""
+    package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as cause:
-        if (cause.name or "").partition(".")[0] != "torchvision":
+        if (cause.name or "").partition(".")[0] != package:
             raise
-        raise DataError("torchvision is not installed, which detectors need: pip install 'adalog[coco]'") from cause
-    except Exception as cause:  # such as one built for another torch
-        raise DataError(f"torchvision cannot be imported: {cause}; install it again beside this torch") from cause
+        raise DataError(f"{package} is not installed, which detectors need: pip install 'adalog[coco]'") from cause
+    except Exception as cause:  # such as a torchvision that was built for another torch
+        raise DataError(f"{package} cannot be imported: {cause}; install it again beside this torch") from cause

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adalog.detection.boxes import extra_module
 from adalog.detection.detector import Detections
 from adalog.errors import DataError
 from adalog.inputs.refusals import listed, refusal
@@ -110,9 +111,7 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
 
 def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
     """A mask (H, W) in COCO's compressed run lengths."""
-    from pycocotools import mask as coco_mask
-
-    runs = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    runs = extra_module("pycocotools.mask").encode(np.asfortranarray(mask, dtype=np.uint8))
     return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
 
 
@@ -142,19 +141,15 @@ def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, An
 
 
 def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
-    try:
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-    except ModuleNotFoundError as cause:
-        raise DataError("pycocotools is not installed: pip install 'adalog[coco]'") from cause
+    dataset, evaluation = extra_module("pycocotools.coco"), extra_module("pycocotools.cocoeval")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
-        truth = COCO()
+        truth = dataset.COCO()
         truth.dataset = {"info": {}, **told}
         truth.createIndex()
         if not results:
             counted = any(not each.get("iscrowd") for each in told["annotations"])
             return [0.0 if counted else math.nan] * len(FIGURES)
-        judged = COCOeval(truth, truth.loadRes([dict(each) for each in results]), kind)
+        judged = evaluation.COCOeval(truth, truth.loadRes([dict(each) for each in results]), kind)
         judged.evaluate()
         judged.accumulate()
         judged.summarize()
