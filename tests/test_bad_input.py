@@ -167,11 +167,12 @@ CASES = [
     (quantize(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
     (quantize(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
     (quantize(SMALL, "--method", "magic"), "method = 'magic' is none of uniform, log2, log-sqrt2, adalog"),
-    (quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=bits"),
+    (quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=BITS"),
     (
         quantize(SMALL, "--keep", "head=9"),
         "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",
     ),
+    (quantize(SMALL, "--keep", "head=w4b8"), "pinned bits 'w4b8' are not of the form 8, w4a8, w4, a8s4 or i4"),
     (quantize(SMALL, "--keep", "hat=8"), "pinned: no site's name matches 'hat'; the closest are"),
     (quantize(SMALL, "--device", "abacus"), "device = 'abacus' is not one of this machine: it has cpu"),
     (quantize(SMALL, "--device", "cuda:99"), "device = 'cuda:99' is not one of this machine: it has cpu"),

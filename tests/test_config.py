@@ -308,11 +308,36 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
 
 
 @pytest.mark.parametrize(
+    ("pinned", "widths"),
+    [
+        (("w6",), (6, 4, 5, 8)),
+        (("a6",), (3, 6, 6, 8)),
+        (("a6s2",), (3, 6, 2, 8)),
+        (("s2",), (3, 4, 2, 8)),
+        (("i4",), (3, 4, 5, 4)),
+        (("w6a7s8i2",), (6, 7, 8, 2)),
+        (("w6a7", "a2", "s3"), (6, 2, 3, 8)),
+        ((8, "w2"), (2, 8, 8, 8)),
+        (("w2", 32), (32, 32, 32, 32)),
+    ],
+)
+def test_a_pin_names_the_operands_whose_bits_it_gives(pinned, widths):
+    config = dataclasses.replace(Config.preset("w3a4s5"), pinned=tuple(("x.*", bits) for bits in pinned))
+    assert Config.from_json(config.to_json()) == config
+    at = config.at(["x.y"])
+    assert (at.weight_bits, at.activation_bits, at.softmax_bits, at.input_bits) == widths
+
+
+@pytest.mark.parametrize(
     ("pinned", "told"),
     [
         ((("head", 9),), "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float"),
         ((("head", 1),), "pinned bits of 'head' = 1 is not"),
-        ((("head", "8"),), "pinned bits of 'head' = '8' is not"),
+        ((("head", "8"),), "pinned bits '8' are not of the form 8, w4a8, w4, a8s4 or i4"),
+        ((("head", ""),), "pinned bits '' are not of the form"),
+        ((("head", "a4w4"),), "pinned bits 'a4w4' are not of the form"),
+        ((("head", "w4a9"),), "pinned activation_bits of 'head' = 9 is not a whole number from 2 to 8"),
+        ((("head", 8.0),), "pinned bits of 'head' = 8.0 is not"),
         ((("", 8),), r"pinned = \('', 8\) is not \(pattern, bits\)"),
         (((8, "head"),), r"is not \(pattern, bits\)"),
         (("head=8",), r"pinned = 'head=8' is not \(pattern, bits\), as in \('head', 8\)"),

@@ -299,6 +299,43 @@ def test_linears_of_different_activations_keep_their_own_bits():
     assert widths(result) == {"q": ("8-bit", "8-bit"), "turned": ("4-bit", "4-bit")}
 
 
+@torch.no_grad()
+def test_operands_keep_bits_of_their_own(calibration, images, tmp_path):
+    result = calibration.quantize(
+        kept(("blocks.0.*", "w3a6"), ("*.av", "s2"), ("head", "w32"), ("patch_embed.*", "i5"), ("*.1.mlp.fc2", "a32"))
+    )
+    found = widths(result)
+    assert found["patch_embed.conv1"] == ("5-bit", "4-bit")
+    assert found["blocks.0.attn.qkv"] == ("6-bit", "3-bit")
+    assert found["blocks.0.attn.qk"] == ("6-bit", "6-bit")
+    assert (found["blocks.0.attn.av"], found["blocks.1.attn.av"]) == (("2-bit", "6-bit"), ("2-bit", "4-bit"))
+    assert found["head"] == ("4-bit", "float")
+    assert found["blocks.1.mlp.fc2"] == ("float", "4-bit")
+    assert not any("kept at 32" in reason for reason in result.refusals.values())
+    result.save(tmp_path / "model")
+    loaded = adalog.load(tmp_path / "model")
+    assert loaded.config == result.config
+    assert torch.equal(loaded(images), result(images))
+
+
+@torch.no_grad()
+def test_the_ledger_says_which_sites_moved_with_another():
+    """`q`, `k` share an activation, `turned` shares their folded norm; `other` shares nothing."""
+
+    def function(m, x):
+        y = m.norm(x)
+        return m.q(y) + m.k(y) + m.turned(y.flip(2)) + m.other(x)
+
+    parts = {name: nn.Linear(32, 32) for name in ("q", "k", "turned", "other")}
+    calibration = Calibration(Toy(function, norm=nn.LayerNorm(32), **parts).eval(), IMAGES)
+    result = calibration.quantize(kept(("other", 3), ("turned", "w6"), ("k", "a8"), fold_rows=1))
+    assert widths(result) == {**dict.fromkeys(("q", "k", "turned"), ("8-bit", "6-bit")), "other": ("3-bit", "3-bit")}
+    told = {row.site: row.left.partition(" (")[2] for row in result.ledger}
+    assert told == {"q": "bits of k)", "k": "bits of turned)", "turned": "bits of k)", "other": ""}
+    plain = calibration.quantize(kept(("q", "w6"), ("*", "w6"), fold_rows=1))
+    assert not any("bits of" in row.left for row in plain.ledger)
+
+
 def test_a_pattern_without_a_site_names_the_closest(calibration):
     with pytest.raises(
         ValueError, match=r"no site's name matches 'blocks.0.mpl.fc1'; the closest are blocks.0.mlp.fc1"

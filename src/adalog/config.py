@@ -88,9 +88,11 @@ class Config:
 
     images: int = 32  # how many images calibrate (Sec. 4.1)
 
-    # (pattern, bits) for sites whose names match the pattern, as file names would: both operands get these bits, 32 for
-    # float. If several patterns match, the last decides; `at` says what happens to sites that are searched together.
-    pinned: tuple[tuple[str, int], ...] = ()
+    # (pattern, bits) for sites whose names match the pattern, as file names would. Bits are a number for all operands,
+    # 32 for float, or text such as "w4a8", "w4", "a8s4" or "i4": weights, activations (after softmax too, unless s is
+    # given), attention weights, images. Where several patterns match, the last that names an operand decides; `at` says
+    # what happens to sites that are searched together.
+    pinned: tuple[tuple[str, int | str], ...] = ()
 
     search: AnySearch = field(default_factory=Search)  # Algorithm 1, or a rival's search
     stages: tuple[Stage, ...] = ()  # what changes the result of the search, one after another (APQ-ViT, Evol-Q, ours)
@@ -168,10 +170,10 @@ class Config:
         found = [bits for pattern, bits in self.pinned if any(fnmatchcase(name, pattern) for name in names)]
         if not found:
             return self
-        bits = found[-1]
-        return dataclasses.replace(
-            self, weight_bits=bits, activation_bits=bits, softmax_bits=bits, input_bits=bits, pinned=()
-        )
+        widths: dict[str, Any] = {}
+        for bits in found:
+            widths |= _pinned_widths(bits)
+        return dataclasses.replace(self, **widths, pinned=())
 
     @staticmethod
     def defaults() -> dict[str, Any]:
@@ -205,10 +207,26 @@ class Config:
         return Config(search=search, stages=stages, **fields)
 
 
+def _pinned_widths(bits: int | str) -> dict[str, int]:
+    """The fields of `Config` that pinned bits decide. Raises ValueError for text of another form."""
+    if isinstance(bits, int):
+        return dict.fromkeys(("weight_bits", "activation_bits", "softmax_bits", "input_bits"), bits)
+    match = re.fullmatch(r"(?:w(\d+))?(?:a(\d+))?(?:s(\d+))?(?:i(\d+))?", bits, re.ASCII)
+    if match is None or not bits:
+        raise ValueError(f"pinned bits {bits!r} are not of the form 8, w4a8, w4, a8s4 or i4")
+    weight, activation, softmax, image = match.groups()
+    widths = {"weight_bits": weight, "activation_bits": activation, "softmax_bits": softmax or activation}
+    return {name: int(width) for name, width in (widths | {"input_bits": image}).items() if width is not None}
+
+
 def _check_pinned(pinned: object) -> None:
     if not isinstance(pinned, tuple):
         raise ValueError(f"pinned = {pinned!r} is not a tuple of (pattern, bits)")
     for entry in pinned:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[0], str) or not entry[0]:
             raise ValueError(f"pinned = {entry!r} is not (pattern, bits), as in ('head', 8)")
-        check_bits(f"pinned bits of {entry[0]!r}", entry[1])
+        if not isinstance(entry[1], str):
+            check_bits(f"pinned bits of {entry[0]!r}", entry[1])
+            continue
+        for name, width in _pinned_widths(entry[1]).items():
+            check_bits(f"pinned {name} of {entry[0]!r}", width)

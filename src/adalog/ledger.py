@@ -24,18 +24,22 @@ class LedgerRow:
     sqnr: float
 
 
-def ledger_of(program: Program, assigned: Assigned) -> list[LedgerRow]:
-    """The rows of the ledger of a float program with these assignments, in order of execution."""
-    return [row for entry in assigned for row in _rows(program, *entry)]
+def ledger_of(program: Program, assigned: Assigned, moved: Mapping[str, str]) -> list[LedgerRow]:
+    """The rows of the ledger of a float program with these assignments, in order of execution.
+
+    moved: the sites that have the bits pinned for another one, and its name.
+    """
+    return [row for entry in assigned for row in _rows(program, *entry, moved)]
 
 
-def _rows(program: Program, group: SiteGroup, assignment: Assignment) -> Iterator[LedgerRow]:
+def _rows(program: Program, group: SiteGroup, assignment: Assignment, moved: Mapping[str, str]) -> Iterator[LedgerRow]:
     several = len(group.sites) > 1
     left = "float" if assignment.left is None else assignment.left.describe()
     for site in group.sites:
         rows = len(program.tensors[site.right]) if several else 0
         right = "float" if assignment.right is None else assignment.right.describe(rows)
-        yield LedgerRow(site.name, site.role, site.left_source.kind, left, right, assignment.sqnr)
+        bits_of = f" (bits of {moved[site.name]})" if site.name in moved else ""
+        yield LedgerRow(site.name, site.role, site.left_source.kind, left + bits_of, right, assignment.sqnr)
 
 
 def ledger_json(ledger: Sequence[LedgerRow]) -> list[dict[str, Any]]:

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from adalog.calibration.observe import Observed
-from adalog.calibration.operands import check_pinned, choices_of, formats_of, operands_of, request_of, why_unfolded
+from adalog.calibration.operands import (
+    check_pinned,
+    choices_of,
+    formats_of,
+    moved_by,
+    operands_of,
+    request_of,
+    why_unfolded,
+)
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
@@ -187,15 +195,14 @@ class Calibration:
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
-        for group in self.groups:
-            choices = choices_of(group, config)
-            if choices != config and choices.activation_bits == FLOAT_BITS:
+        for group, assignment in assigned:
+            if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
-        ledger = tuple(ledger_of(self.program, assigned))
+        ledger = tuple(ledger_of(self.program, assigned, moved_by(self.groups, config)))
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:

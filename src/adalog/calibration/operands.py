@@ -35,9 +35,26 @@ def check_pinned(config: Config, sites: Sequence[Site]) -> None:
             )
 
 
+def together(group: SiteGroup) -> tuple[str, ...]:
+    """The names of all sites whose bits are those of this group's, since they share an activation or a folded norm."""
+    return group.pair.sites if group.pair is not None else tuple(site.name for site in group.sites)
+
+
 def choices_of(group: SiteGroup, config: Config) -> Config:
     """The choices for a group, with the bits that are pinned for any of its sites or any site of its norm."""
-    return config.at(group.pair.sites if group.pair is not None else [site.name for site in group.sites])
+    return config.at(together(group))
+
+
+def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
+    """The sites that have the bits pinned for another one, and the name of that one."""
+    moved = {}
+    for group in groups:
+        for site in group.sites:
+            if config.at([site.name]) != choices_of(group, config):  # so a pattern matches another one alone
+                patterns = [pattern for pattern, _ in config.pinned if not fnmatchcase(site.name, pattern)]
+                matching = (name for each in reversed(patterns) for name in together(group) if fnmatchcase(name, each))
+                moved[site.name] = next(matching)
+    return moved
 
 
 def formats_of(site: Site, config: Config) -> list[Format]:

@@ -39,12 +39,14 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"device = {name!r} is not one of this machine: it has {', '.join(here)}") from cause
 
 
-def read_pinned(text: str) -> tuple[str, int]:
-    """The pattern and the bits of an option GLOB=bits."""
+def read_pinned(text: str) -> tuple[str, int | str]:
+    """The pattern and the bits of an option GLOB=BITS."""
     pattern, _, bits = text.rpartition("=")
-    if not pattern or not bits.isascii() or not bits.isdecimal():
-        raise ValueError(f"--keep {text!r} is not of the form GLOB=bits, as in 'head=8' or 'blocks.0.*=32' for float")
-    return pattern, int(bits)
+    if not pattern or not bits.isascii() or not bits.isalnum():
+        raise ValueError(
+            f"--keep {text!r} is not of the form GLOB=BITS, as in 'head=8', 'blocks.0.*=w4a8' or '*.qk=32' for float"
+        )
+    return pattern, int(bits) if bits.isdecimal() else bits
 
 
 def read_size(text: str) -> int:

@@ -50,7 +50,7 @@ def command(
             "--keep",
             "--pin",
             metavar="GLOB=BITS",
-            help="Give sites whose name matches GLOB these bits, 32 for float; may be repeated.",
+            help="Give sites whose name matches GLOB these bits: 8, w4a8, w4 or a8s4; 32 for float. May be repeated.",
         ),
     ] = None,
     free_sizes: Annotated[
