@@ -5,6 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from adalog.search import SEARCHES
 from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
 
+OperandKind = Literal["weight", "activation", "softmax", "input"]
 _BYTES_PER_ELEMENT = 16  # about what the temporaries of a search take per element of the left operand
 
 
@@ -57,16 +59,26 @@ def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
     return moved
 
 
+def operand_kinds(site: Site) -> tuple[OperandKind, OperandKind]:
+    """What the operands of a site are, left and right: `Config` has bits for each kind."""
+    left: OperandKind = "activation"
+    if site.left_source.kind == "softmax":
+        left = "softmax"
+    elif site.role == "conv" and site.left_source.kind == "input":
+        left = "input"
+    return left, "activation" if site.role in ("qk", "av") else "weight"
+
+
 def formats_of(site: Site, config: Config) -> list[Format]:
     """The formats in which the left operand of a site is searched; among equally good ones the first wins.
 
     Whether a logarithmic quantizer is better than a uniform one depends on the site after SiLU and the like, and before
     a grouped convolution, where a uniform one has a scale per group.
     """
-    bits = config.input_bits if site.role == "conv" and site.left_source.kind == "input" else config.activation_bits
-    kind = site.left_source.kind
-    if kind == "softmax":
-        return [Format.power_law(config.post_softmax, config.softmax_bits, config, 0.0)]
+    operand, kind = operand_kinds(site)[0], site.left_source.kind
+    bits: int = getattr(config, f"{operand}_bits")
+    if operand == "softmax":
+        return [Format.power_law(config.post_softmax, bits, config, 0.0)]
     if kind not in POWER_LAW_ACTIVATIONS:
         return [Format(bits)]
     own = -site.left_source.minimum

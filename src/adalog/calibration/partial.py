@@ -5,7 +5,8 @@ import json
 import math
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,45 +37,45 @@ def raw_bytes(value: Tensor) -> memoryview:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class Partial:
-    """The finished searches in a file, which must be those that `fingerprint` names; any other file is left alone.
+class Lines:
+    """What is finished of a long run, in a file: JSON objects by name, one line each.
 
-    A search whose line was cut off by a kill is made again. Numbers are written so that they read back to the bit.
-    Raises DataError for a file of other searches, or one that is damaged.
+    The file must be of what `fingerprint` names; any other file is left alone. A line that a kill cut off is left out.
+    kind: what the lines are called. Raises DataError for a file of something else, or one that is damaged.
     """
 
-    def __init__(self, path: Path, fingerprint: str):
+    def __init__(self, path: Path, fingerprint: str, kind: str):
         self.path = path
-        self._found: dict[str, Assignment] = {}
-        header = {"searches": fingerprint}
+        header = {kind: fingerprint}
         try:
             content = path.read_bytes() if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
         except (OSError, ValueError) as cause:
-            raise DataError(f"{path} is no file of finished searches ({cause}): remove it, or name another") from cause
+            raise DataError(f"{path} is no file of finished {kind} ({cause}): remove it, or name another") from cause
         cut_in_header = json.dumps(header).encode().startswith(content)
         if lines[:1] != [header] and not cut_in_header:
             raise DataError(
-                f"{path} holds searches of another model, other images or other choices: give those again, or remove it"
+                f"{path} holds {kind} of another model, other images or other choices: give those again, or remove it"
             )
-        try:
-            self._found.update(_read(line) for line in lines[1:])
-        except (ArtifactError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as cause:
-            raise DataError(f"{path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
+        with self.refusing():
+            self.found: dict[str, dict[str, Any]] = {str(line["name"]): line for line in lines[1:]}
         if len(whole) < len(content):
             os.truncate(path, len(whole))
         if not lines:
             self._append(header)
 
-    def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
-        """The assignment of this name, a group's for its search; None where it is not finished."""
-        found = self._found.get(name)
-        return None if found is None else found.to(torch.device(device))
+    def add(self, name: str, content: dict[str, Any]) -> None:
+        """Write one more object to the file."""
+        self._append({"name": name, **content})
 
-    def add(self, name: str, assignment: Assignment) -> None:
-        """Write the assignment of this name to the file."""
-        self._append({"name": name, **assignment_json(assignment)})
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Turn what goes wrong while lines are read into the error that the file is damaged."""
+        try:
+            yield
+        except (ArtifactError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as cause:
+            raise DataError(f"{self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
 
     def _append(self, line: Any) -> None:
         try:
@@ -84,6 +85,28 @@ class Partial:
                 os.fsync(file.fileno())
         except OSError as cause:
             raise write_error(self.path, cause) from cause
+
+
+class Partial:
+    """The finished searches in a file, which must be those that `fingerprint` names; see `Lines`.
+
+    Numbers are written so that they read back to the bit.
+    """
+
+    def __init__(self, path: Path, fingerprint: str):
+        self.path = path
+        self._lines = Lines(path, fingerprint, "searches")
+        with self._lines.refusing():
+            self._found = dict(_read(line) for line in self._lines.found.values())
+
+    def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
+        """The assignment of this name, a group's for its search; None where it is not finished."""
+        found = self._found.get(name)
+        return None if found is None else found.to(torch.device(device))
+
+    def add(self, name: str, assignment: Assignment) -> None:
+        """Write the assignment of this name to the file."""
+        self._lines.add(name, assignment_json(assignment))
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
             "both models have to answer for the same images and classes"
         )
     agreement = (_first(answers) == _first(reference)).double().mean().item()
-    kl = _divergence(reference, answers) if both else None
+    kl = divergence(reference, answers) if both else None
     if known is None or right is None:
         return Score(count, agreement=agreement, kl=kl)
     before = _right(reference, known)
@@ -207,7 +207,7 @@ def _share(right: Tensor) -> Share:
     return Share(hits / count, *wilson(hits, count))
 
 
-def _divergence(reference: Tensor, answers: Tensor) -> float:
+def divergence(reference: Tensor, answers: Tensor) -> float:
     """The mean over images of KL(reference || answers) [nats], in float64; classes of probability zero add nothing."""
     total = 0.0
     for p, q in zip(reference.split(_ROWS), answers.split(_ROWS), strict=True):
