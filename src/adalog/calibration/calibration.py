@@ -160,7 +160,7 @@ class Calibration:
                 "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
                 "since several sites share a fold"
             )
-        file = None if partial is None else Partial(partial, self._fingerprint(config, given))
+        file = None if partial is None else Partial(partial, self.fingerprint(config, given))
         found = run_searches(
             self._splits(),
             lambda group: self._search(group, config, given.get(group.name)).assignment,
@@ -294,10 +294,10 @@ class Calibration:
 
     # --- all groups ---
 
-    def _fingerprint(self, config: Config, start: Mapping[str, Assignment]) -> str:
+    def fingerprint(self, config: Config, start: Mapping[str, Assignment] | None = None) -> str:
         """A digest of everything that decides what the searches and stages find."""
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
-        begun = [(name, assignment_json(start[name])) for name in sorted(start)]
+        begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
         memory = self._memory if fitted else 0  # for these it decides what is summed together
         images = [("image", value) for value in (*self.images, *fitted)]

@@ -6,13 +6,28 @@ from typing import Annotated
 import torch
 import typer
 
-from adalog.cli import bench, cost, demo, detect, doctor, evaluate, figures, inspect, methods, quantize, tables, vectors
+from adalog.cli import (
+    bench,
+    cost,
+    demo,
+    detect,
+    doctor,
+    evaluate,
+    figures,
+    inspect,
+    methods,
+    quantize,
+    sensitivity,
+    tables,
+    vectors,
+)
 from adalog.cli.console import Commands, Session, run
 
 # In the order in which `adalog --help` lists them.
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.command,
     "quantize": quantize.command,
+    "sensitivity": sensitivity.command,
     "evaluate": evaluate.command,
     "detect": detect.command,
     "inspect": inspect.command,

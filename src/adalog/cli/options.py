@@ -49,10 +49,25 @@ def read_pinned(text: str) -> tuple[str, int | str]:
     return pattern, int(bits) if bits.isdecimal() else bits
 
 
-def read_size(text: str) -> int:
+def read_size(text: str, option: str = "--memory") -> int:
     """The number of bytes that a size such as 2GiB, 1.5GB or 500000000 stands for."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([KMGT])(i?)B)?", text, re.ASCII)
     if found is None:
-        raise ValueError(f"--memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
+        raise ValueError(f"{option} {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
     number, letter, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter) + 1 if letter else 0))
+
+
+def read_count(text: str, option: str) -> float:
+    """The number that a count such as 40G, 1.5M or 500000 stands for."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([KMGT]?)", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{option} {text!r} is no number: give one like 40G, 1.5M or 500000")
+    return float(found[1]) * 1000.0 ** (" KMGT".index(found[2] or " "))
+
+
+def read_widths(text: str) -> list[int]:
+    """The widths of an option such as 2,3,4,6,8."""
+    if re.fullmatch(r"[2-8](,[2-8])*", text, re.ASCII) is None:
+        raise ValueError(f"--widths {text!r} are not bits from 2 to 8 with commas between them, such as 2,3,4,6,8")
+    return sorted({int(width) for width in text.split(",")})

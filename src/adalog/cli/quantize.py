@@ -3,13 +3,14 @@
 import dataclasses
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
 import adalog
 from adalog import METHODS, Config, DataError, artifact
-from adalog.cli import detectors
+from adalog.cli import budgets, detectors
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress
 from adalog.cli.options import (
     CheckpointOption,
@@ -27,6 +28,7 @@ from adalog.cli.targets import find_calibration, load_model, source_of
 from adalog.detection import zoo as detection
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
+from adalog.study.sensitivity import JUDGED
 
 
 def command(
@@ -53,6 +55,28 @@ def command(
             help="Give sites whose name matches GLOB these bits: 8, w4a8, w4 or a8s4; 32 for float. May be repeated.",
         ),
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Choose widths so that the whole file is at most this large, such as 2.5MB."),
+    ] = None,
+    target_bops: Annotated[
+        str | None, typer.Option(metavar="N", help="Choose widths so that an image takes at most so many BOPs: 40G.")
+    ] = None,
+    target_fixops: Annotated[
+        str | None, typer.Option(metavar="N", help="The same in FixOPs, products of 8 by 8 bits.")
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose the cheapest widths whose foretold KL divergence from the float model is at most this."
+        ),
+    ] = None,
+    judged: Annotated[
+        int, typer.Option(min=1, help="Number of images that judge widths for a budget; none of them calibrates.")
+    ] = JUDGED,
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="What `adalog sensitivity` wrote of this model; measured if not given.")
+    ] = None,
     free_sizes: Annotated[
         bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
     ] = False,
@@ -78,7 +102,7 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Quantize a model and write the artifact."""
-    limit = read_size(memory)
+    limit, limits = read_size(memory), budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
     )
@@ -89,14 +113,18 @@ def command(
         raise DataError(f"model {model!r} is none of {zoo.KINDS}, {detection.KINDS}")
     if parts is not None and not is_detector:
         raise ValueError(f"--parts are of a detector, {model} is none of {detection.KINDS}")
+    if sensitivity is not None and limits is None:
+        raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     partial = out.with_name(f"{out.name}.partial")
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
     if not resume and (left := sorted(out.parent.glob(f"{partial.name}*"))):
         raise DataError(f"{left[0]} holds the searches of an earlier run: go on with --resume, or remove it")
-    place = find_device(device)
+    place, jobs = find_device(device), thread_count(threads)
     if is_detector:
         if free_sizes or place.type != "cpu":
             raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
+        if limits is not None:
+            raise ValueError("a detector has no budget yet: give --bits, and --parts")
         detectors.quantize(
             model,
             data,
@@ -106,39 +134,64 @@ def command(
             no_pretrained=no_pretrained,
             checkpoint=checkpoint,
             seed=seed,
-            jobs=thread_count(threads),
+            jobs=jobs,
             memory=limit,
             partial=partial,
             json_out=json_out,
         )
         return
-    option = "--images" if config.images_wanted == images else "--reconstruct-images"
+    start = time.perf_counter()
+    given: dict[str, Any] = {"no_pretrained": no_pretrained, "checkpoint": checkpoint, "seed": seed, "jobs": jobs}
+    given |= {"memory": limit, "device": place, "free_sizes": free_sizes, "partial": partial}
+    told: dict[str, Any] = {"file": str(out), "method": method}
+    if limits is None:
+        quantized = _quantized(model, data, config, **given)
+    else:
+        quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, **given)
+        told |= {"budget": plan}
+    seconds = time.perf_counter() - start
+    size = quantized.save(out)
+    for file in out.parent.glob(f"{partial.name}*"):
+        file.unlink()
+    if json_out != "-":
+        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
+    told |= {"bytes": size, "seconds": round(seconds, 3)}
+    emit_json(told | artifact.describe(quantized.quantized), json_out)
+
+
+def _quantized(
+    model: str,
+    data: Path | None,
+    config: Config,
+    *,
+    no_pretrained: bool,
+    checkpoint: Path | None,
+    seed: int,
+    jobs: int,
+    memory: int,
+    device: torch.device,
+    free_sizes: bool,
+    partial: Path,
+) -> adalog.QuantizedModel:
+    """The model of that name under these choices, on the CPU."""
+    option = "--images" if config.images_wanted == config.images else "--reconstruct-images"
     given = find_calibration(model, data, config.images_wanted, option)
     loaded = load_model(model, no_pretrained, checkpoint)
-    preprocessing = loaded.prepared
-    out.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    jobs = thread_count(threads)
+    partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("capture", total=1), config.bits)
         if isinstance(given, ImageSet):
-            given = given.sample(config.images_wanted, seed).load(preprocessing, jobs=jobs)
+            given = given.sample(config.images_wanted, seed).load(loaded.prepared, jobs=jobs)
         quantized = adalog.quantize(
-            loaded.module.to(place),
-            given.to(place),
+            loaded.module.to(device),
+            given.to(device),
             config,
             seed=seed,
-            jobs=jobs if place.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
-            memory=limit,
+            jobs=jobs if device.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
+            memory=memory,
             sizes="free" if free_sizes else "fixed",
             progress=watch,
             partial=partial,
         ).cpu()
-    seconds = time.perf_counter() - start
-    quantized.note(preprocessing=dataclasses.asdict(preprocessing))
-    size = quantized.save(out)
-    partial.unlink(missing_ok=True)
-    if json_out != "-":
-        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
-    told = {"file": str(out), "bytes": size, "method": method, "seconds": round(seconds, 3)}
-    emit_json(told | artifact.describe(quantized.quantized), json_out)
+    quantized.note(preprocessing=dataclasses.asdict(loaded.prepared))
+    return quantized

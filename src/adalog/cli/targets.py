@@ -9,7 +9,7 @@ from torch import Tensor
 from adalog import AdalogError, DataError, QuantizedModel
 from adalog.cli.console import waiting
 from adalog.inputs import demo, zoo
-from adalog.inputs.images import ImageSet, Preprocessing, find_images
+from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.runtime import Compiled
 
 
@@ -52,6 +52,24 @@ def find_calibration(target: str, data: Path | None, count: int, option: str = "
             f"{data or target} has {there} images, {option} {count} are wanted: give {option} {there}, or more"
         )
     return given
+
+
+def find_judging(
+    target: str, data: Path | None, wanted: int, judged: int, seed: int
+) -> tuple[Tensor | ImageSet, Tensor | ImageSet]:
+    """The `wanted` images that calibrate, drawn with the seed, and `judged` others that only judge.
+
+    The first ones are those that `quantize` draws without any that judge.
+    """
+    given = find_calibration(target, data, wanted)
+    if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
+        more = demo.unlabelled_images()[len(given) :]
+        return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
+    given = find_calibration(target, data, wanted + judged, "--images and --judged together are")
+    drawn = draw_indices(len(given), wanted + judged, seed)
+    if isinstance(given, Tensor):
+        return given[drawn[:wanted]], given[drawn[wanted:]]
+    return given.select(drawn[:wanted].tolist()), given.select(drawn[wanted:].tolist())
 
 
 def stranger(file: Path) -> DataError:

@@ -1,0 +1,203 @@
+"""What widths chosen site by site give back, at no more bytes and operations than one width for all.
+
+    python benchmarks/budgets.py --model demo|realbench [--realbench DIR] [--bits w4a4 w3a3] [--seeds 3] [--judged 128]
+        [--widths 2 3 4 6 8] [--work DIR] [--json FILE]
+
+The widths are chosen by `adalog` under two limits: the bytes of the file and the BOPs of one image that the same
+search takes with the bits given for all. Unlabelled images that did not calibrate choose: on the bundled model training
+images, and 2,000 test images judge; on TinyViT (see `realbench.py`) support images, and the 1,000 queries judge. 32
+images calibrate. Twenty mixes of random widths, one for all operands of a site, tell how well the sum of the losses of
+single operands foretells the loss of all, both on the images that choose.
+Prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows, and what
+is finished of a row, as long as the sources of the package are the same.
+"""
+
+from benchmarks.publish import RESULTS, publish
+from benchmarks.reconstruct import load_case
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adalog import Calibration, Config, QuantizedModel, artifact
+from adalog.graph.rewrite import Assigned
+from adalog.inputs import demo
+from adalog.model import quickest
+from adalog.study.budget import Budget, quantize_within
+from adalog.study.cost import cost
+from adalog.study.doctor import machine
+from adalog.study.evaluate import divergence, predict, score
+from adalog.study.sensitivity import Sensitivity, sensitivity
+from adalog.study.tables import kept
+from adalog.version import source_hash
+
+IMAGES = 32  # that calibrate
+MIXES = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
+    parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
+    parser.add_argument("--bits", nargs="+", default=["w4a4", "w3a3"])
+    parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
+    parser.add_argument("--judged", type=int, default=128, help="how many images choose")
+    parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 6, 8])
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
+        print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
+        sys.exit(0)
+    torch.set_num_threads(1)
+    if given.work is not None:
+        given.work.mkdir(parents=True, exist_ok=True)
+        measure(given, given.work)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        measure(given, Path(folder))
+
+
+def measure(given: argparse.Namespace, work: Path) -> None:
+    """work: where finished rows are, and what is finished of a row."""
+    case = load_case(given.model, given.realbench and Path(given.realbench))
+    about = {"model": given.model, "judged": given.judged, "widths": given.widths}
+
+    def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+        return kept(work / f"{given.model}-{name}.json", {**about, **key}, make)
+
+    def place(name: str) -> Path:
+        return work / f"{given.model}-{name}-{given.judged}-{source_hash()[:12]}.partial"
+
+    @cache
+    def calibrated(seed: int) -> tuple[Calibration, torch.Tensor]:
+        drawn = case.drawn(IMAGES + given.judged, seed)
+        return Calibration(case.model, drawn[:IMAGES], seed=seed), drawn[IMAGES:]
+
+    def alone(seed: int) -> tuple[dict[str, Any], float]:
+        calibration, judged = calibrated(seed)
+        start, searched = time.process_time(), 0.0
+        for width in given.widths:  # the searches first, so that the seconds of the rows are theirs alone
+            begun = time.process_time()
+            calibration.assign(at(width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}"))
+            searched += time.process_time() - begun
+        found = sensitivity(
+            calibration, Config(), [judged], given.widths, partial=place(f"rows-{seed}"), progress=told("alone")
+        )
+        return found.to_json(), round(time.process_time() - start - searched, 1)
+
+    def chosen_by(seed: int) -> tuple[Sensitivity, float]:
+        found, seconds = finished(f"alone-{seed}", {"seed": seed}, lambda: alone(seed))
+        return Sensitivity.from_json(found), seconds
+
+    @cache
+    def reference() -> torch.Tensor:
+        return torch.tensor(finished("fp32", {}, lambda: case.classes(case.model, 1).tolist()))
+
+    def judge(model: QuantizedModel) -> dict[str, Any]:
+        runs, executor, at_once = quickest(model, 1)
+        result = score(case.classes(runs, at_once), case.labels, reference())
+        assert result.top1 is not None
+        found = {"top1": result.top1.value, "agreement": result.agreement, "executor": executor}
+        if given.model == "demo":
+            images = demo.test_images()[0]
+            found["kl"] = divergence(predict(case.model, images), predict(runs, images, jobs=at_once))
+        return found
+
+    def measured(bits: str, seed: int) -> dict[str, Any]:
+        calibration, _ = calibrated(seed)
+        found, _ = chosen_by(seed)
+        config = Config.preset(bits)
+        uniform = QuantizedModel(
+            calibration.finished(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
+        )
+        shapes = [value.shape[1:] for value in calibration.images]
+        size, bops = len(artifact.serialise(uniform.quantized)), cost(uniform.program, shapes).bops
+        chosen = quantize_within(calibration, config, found, Budget(size, bops), progress=told(f"{bits} budget"))
+        row = {"bits": bits, "seed": seed, "bytes_uniform": size, "bytes_budget": chosen.bytes}
+        row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
+        for name, model in (("uniform", uniform), ("budget", chosen.model)):
+            row |= {f"{what}_{name}": value for what, value in judge(model).items()}
+        print({key: value for key, value in row.items() if "_" in key}, file=sys.stderr)
+        return row
+
+    def mixes() -> dict[str, Any]:
+        """Foretold and measured losses of random mixes, on the images that choose."""
+        calibration, judged = calibrated(0)
+        found, _ = chosen_by(0)
+        losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
+        units = {site.site: unit for unit in found.units for site in unit.sites}
+        by_width = {width: dict(_named(calibration.assign(at(width)))) for width in given.widths}
+        expected = predict(case.model, judged)
+        draws, pairs = random.Random(0), []
+        for _ in range(MIXES):
+            width_of = {unit.name: draws.choice(given.widths) for unit in found.units}
+            mix = [(group, by_width[width_of[units[group.name].name]][group.name]) for group in calibration.groups]
+            output = predict(QuantizedModel(calibration.finished(mix, Config())), judged)
+            foretold = sum(
+                losses.get((unit.name, kind, width_of[unit.name]), 0.0)
+                for unit in found.units
+                for kind in unit.operands
+            )
+            error = float((expected - output).square().sum() / expected.square().sum())
+            pairs.append([foretold, divergence(expected, output) if found.measure == "kl" else error])
+            print(pairs[-1], file=sys.stderr)
+        return {"pairs": pairs, "spearman": spearman(*zip(*pairs, strict=True))}
+
+    rows = []
+    for seed, bits in product(range(given.seeds), given.bits):
+        rows.append(finished(f"{bits}-{seed}", {"bits": bits, "seed": seed}, partial(measured, bits, seed)))
+    told_mixes = finished("mixes", {}, mixes)
+    result = {
+        given.model: rows,
+        "spearman": {given.model: told_mixes["spearman"]},
+        "mixes": told_mixes["pairs"],
+        "measure": chosen_by(0)[0].measure,
+        "judged_by": given.judged,
+        "rows": len(chosen_by(0)[0].rows),
+        "cpu_seconds_of_rows": [chosen_by(seed)[1] for seed in range(given.seeds)],
+        "machine": machine(),
+    }
+    publish(result, given.json or RESULTS / f"budgets-{given.model}.json")
+
+
+def at(width: int) -> Config:
+    """`adalog` with all operands at one width."""
+    return replace(Config(), weight_bits=width, activation_bits=width, softmax_bits=width, input_bits=width)
+
+
+def told(what: str) -> Callable[[int, int, str], None]:
+    """A callback that tells on standard error how far something is."""
+    begun = time.monotonic()
+
+    def tell(done: int, total: int, name: str) -> None:
+        if done % 20 == 0:
+            print(f"{what}: {done} of {total}, {time.monotonic() - begun:.0f} s", file=sys.stderr)
+
+    return tell
+
+
+def _named(assigned: Assigned) -> list[tuple[str, Any]]:
+    return [(group.name, assignment) for group, assignment in assigned]
+
+
+def spearman(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Spearman's rank correlation of values without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+if __name__ == "__main__":
+    main()

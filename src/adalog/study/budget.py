@@ -1,0 +1,272 @@
+"""The best widths within a budget of bytes, operations or loss, chosen by what each operand costs alone.
+
+The loss of a mix is foretold by the sum of its parts' losses (`sensitivity`). Widths are then those that cost the least
+within the limits: greedy steps of the least cost per relief, followed by exchanges until none helps.
+"""
+
+import glob
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from adalog import artifact
+from adalog.calibration.calibration import Calibration
+from adalog.calibration.operands import OperandKind
+from adalog.calibration.schedule import Progress
+from adalog.config import Config
+from adalog.errors import DataError
+from adalog.model import QuantizedModel
+from adalog.study.cost import FLOAT_BITS, cost
+from adalog.study.sensitivity import Sensitivity, Unit
+
+_TRIES = 8  # how often a plan is made again, once what its file has beside the codes is known
+_HEADER_PER_SITE = 700  # bytes, about
+_TINY = 1e-12
+_EXCHANGES = 500  # at most
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of the whole file [bytes], of the products of one image [BOPs], and of the loss; None for no limit."""
+
+    bytes: int | None = None
+    bops: float | None = None
+    loss: float | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"bytes": self.bytes, "BOPs": self.bops, "loss": self.loss}
+        if all(limit is None for limit in limits.values()):
+            raise ValueError("a budget needs a limit of bytes, of BOPs or of loss")
+        for name, limit in limits.items():
+            if limit is not None and not 0 < limit < math.inf:
+                raise ValueError(f"a budget of {limit} {name} is not positive and finite")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a choice of widths costs: bytes of weights' codes, BOPs of products per image, and the sum of losses."""
+
+    bytes: float
+    bops: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bits by kind of operand, by the name of the unit, and what they cost in all."""
+
+    widths: Mapping[str, Mapping[OperandKind, int]]
+    totals: Totals
+
+    def pinned(self, config: Config) -> tuple[tuple[str, str], ...]:
+        """The widths as pins, for the units whose widths are not those of the choices anyway."""
+        pins = []
+        for name, bits in self.widths.items():
+            if any(width != getattr(config, f"{kind}_bits") for kind, width in bits.items()):
+                text = "".join(f"{kind[0]}{bits[kind]}" for kind in get_args(OperandKind) if kind in bits)
+                pins.append((glob.escape(name), text))
+        return tuple(pins)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model within a budget: its plan, its file's bytes and its BOPs, counted on the model itself."""
+
+    model: QuantizedModel
+    plan: Plan
+    bytes: int
+    bops: int
+
+
+def quantize_within(
+    calibration: Calibration,
+    config: Config,
+    found: Sensitivity,
+    budget: Budget,
+    *,
+    notes: Mapping[str, Any] | None = None,
+    jobs: int = 1,
+    partial: Path | None = None,
+    progress: Progress | None = None,
+) -> Chosen:
+    """The model with the least loss within a budget, calibrated as a whole under these choices with its widths.
+
+    The file and its BOPs are counted as they are, and the plan is made again with less where one is above the budget.
+    Without a limit of operations or loss, narrower activations would save nothing: they keep the widths of the choices.
+    notes: what the provenance says besides the budget. Raises DataError for a budget that no widths meet, and says what
+    could be met.
+    """
+    names = {name for unit in found.units for name in (site.site for site in unit.sites)}
+    unknown = sorted(names - {site.name for site in calibration.sites})
+    if unknown:
+        raise DataError(f"the sensitivity is of another model, which has {unknown[0]}: measure this one")
+    fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
+    shapes = [value.shape[1:] for value in calibration.images]
+    beside = Totals(_bytes_beside(calibration, found), 0.0, 0.0)
+    before: Plan | None = None
+    for _ in range(_TRIES):
+        plan = choose(found, budget, fixed, beside)
+        last = before is not None and plan.widths == before.widths  # so what lies beside the units is known
+        choices = replace(config, pinned=(*config.pinned, *plan.pinned(config)))
+        choices = choices if last else replace(choices, stages=())
+        model = calibration.quantize(choices, progress, jobs=jobs, partial=partial if last else None)
+        told = {
+            "limits": asdict(budget),
+            "foretold": plan.totals.loss,
+            "measure": found.measure,
+            "judged": found.images,
+        }
+        model.note(**(notes or {}), budget=told)
+        size, bops = len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops
+        within = size <= (budget.bytes or math.inf) and bops <= (budget.bops or math.inf)
+        if last and within:
+            return Chosen(model, plan, size, bops)
+        beside = Totals(size - plan.totals.bytes, bops - plan.totals.bops, 0.0)
+        before = None if last else plan
+    raise DataError("the file stays above the budget: allow a little more")
+
+
+def _activations(config: Config) -> dict[OperandKind, int]:
+    return {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
+
+
+def _bytes_beside(calibration: Calibration, found: Sensitivity) -> float:
+    """About how many bytes a file has beside the codes of the units: other tensors, scales, and the program itself."""
+    tensors = calibration.program.tensors
+    weights = {site.right for site in calibration.sites}
+    others = sum(value.nbytes for name, value in tensors.items() if name not in weights)
+    scales = sum(5 * len(tensors[name]) for name in weights if name in tensors)
+    return others + scales + _HEADER_PER_SITE * len(calibration.sites)
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    found: Sensitivity,
+    budget: Budget,
+    fixed: Mapping[OperandKind, int] | None = None,
+    beside: Totals | None = None,
+) -> Plan:
+    """The widths with the least foretold loss within a budget; with a limit of loss, those that cost the least.
+
+    fixed: widths of kinds of operands that are given. beside: what the whole has besides the units, counted towards the
+    limits. What costs the least is the sum of bytes and BOPs as shares of what the widest operands cost. Raises
+    DataError for a budget that no widths meet.
+    """
+    fixed, beside = fixed or {}, beside or Totals(0.0, 0.0, 0.0)
+    options = [_options(found, unit, fixed) for unit in found.units]
+    table = _Table(
+        [np.array([[each.totals.loss, each.totals.bytes, each.totals.bops] for each in mine]) for mine in options]
+    )
+    most = sum(each.max(axis=0) for each in table.costs)
+    limits = np.array([limit or math.inf for limit in (budget.loss, budget.bytes, budget.bops)])
+    limits -= [beside.loss, beside.bytes, beside.bops]
+    aims = np.array([1.0, 0.0, 0.0] if budget.loss is None else [0.0, *(1 / max(value, 1.0) for value in most[1:])])
+    chosen = table.solved(aims, limits)
+    if chosen is None:
+        least = sum(each.min(axis=0) for each in table.costs)
+        told = zip(("a loss of {:.4g}", "{:,.0f} bytes", "{:,.0f} BOPs"), least, limits, strict=True)
+        names = [
+            text.format(low + other)
+            for (text, low, limit), other in zip(told, (beside.loss, beside.bytes, beside.bops), strict=True)
+            if limit < math.inf
+        ]
+        raise DataError(f"no widths meet the budget; alone, each limit can come down to {', '.join(names)}")
+    picked = [mine[index] for mine, index in zip(options, chosen, strict=True)]
+    loss, size, bops = (sum(getattr(each.totals, name) for each in picked) for name in ("loss", "bytes", "bops"))
+    widths = {unit.name: each.bits for unit, each in zip(found.units, picked, strict=True)}
+    return Plan(widths, Totals(size, bops, loss))
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Bits for the operands of one unit, and what they cost."""
+
+    bits: Mapping[OperandKind, int]
+    totals: Totals
+
+
+def _options(found: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -> list[_Option]:
+    """All combinations of widths of a unit's operands."""
+    rows = {(row.operand, row.bits): row for row in found.rows if row.unit == unit.name}
+    kinds = [kind for kind in unit.operands if any(operand == kind for operand, _ in rows)]
+    widths = [[bits for operand, bits in rows if operand == kind and bits == fixed.get(kind, bits)] for kind in kinds]
+    for kind, known in zip(kinds, widths, strict=True):
+        if not known:
+            raise DataError(f"{unit.name} was not measured with {kind} at {fixed[kind]} bits: name that width too")
+    options = []
+    for combination in itertools.product(*widths):
+        bits = dict(zip(kinds, combination, strict=True))
+        mine = {kind: rows[kind, width] for kind, width in bits.items()}
+        size = sum(math.ceil(site.weights * bits.get("weight", FLOAT_BITS) / 8) for site in unit.sites)
+        bops = 0
+        for index, site in enumerate(unit.sites):
+            left, right = (mine[kind].widths[index] if kind in mine else 0 for kind in (site.left, site.right))
+            bops += site.macs * (left or FLOAT_BITS) * (right or FLOAT_BITS)
+        options.append(_Option(bits, Totals(size, bops, sum(row.loss for row in mine.values()))))
+    return options
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The costs of all options: one array (options, 3) a unit, of loss, bytes and BOPs."""
+
+    costs: Sequence[np.ndarray]
+
+    def solved(self, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+        """The option of each unit, of the least sum of costs weighted by `aims` within the limits; None if none is.
+
+        aims, limits: (3,). From the least sum without limits, the step that costs least per relief is taken until the
+        limits are met: relief is the share of each excess that a step takes away. Then options are exchanged, alone and
+        in pairs, as long as that helps.
+        """
+        unit = np.concatenate([np.full(len(each), index) for index, each in enumerate(self.costs)])
+        costs = np.concatenate(self.costs)
+        first = np.cumsum([0, *map(len, self.costs)])[:-1]
+        worth = costs @ aims
+        chosen = first + np.array([np.lexsort((each.sum(axis=1), each @ aims))[0] for each in self.costs])
+
+        def deltas() -> tuple[np.ndarray, np.ndarray]:
+            return worth - worth[chosen][unit], costs - costs[chosen][unit]
+
+        while True:
+            total = costs[chosen].sum(axis=0)
+            excess = np.maximum(total - limits, 0.0)
+            if not excess.any():
+                break
+            price, change = deltas()
+            over = excess > 0
+            relief = (np.minimum(-change[:, over], excess[over]) / excess[over]).sum(axis=1)
+            allowed = (relief > _TINY) & (change[:, ~over] <= (limits - total)[~over] + _TINY).all(axis=1)
+            if not allowed.any():
+                return None
+            ratio = np.where(allowed, price / np.where(allowed, relief, 1.0), math.inf)
+            best = int(ratio.argmin())
+            chosen[unit[best]] = best
+        self._exchange(chosen, unit, deltas, limits, costs)
+        return [int(index - start) for index, start in zip(chosen, first, strict=True)]
+
+    def _exchange(
+        self, chosen: np.ndarray, unit: np.ndarray, deltas: Any, limits: np.ndarray, costs: np.ndarray
+    ) -> None:
+        """Change the options of one or two units at a time for the better, within the limits, until nothing helps."""
+        for _ in range(_EXCHANGES):
+            price, change = deltas()
+            slack = limits - costs[chosen].sum(axis=0)
+            alone = np.where((change <= slack).all(axis=1), price, math.inf)
+            best, gain = [int(alone.argmin())], float(alone.min())
+            for index in np.nonzero(price < -_TINY)[0]:
+                fits = (change + change[index] <= slack).all(axis=1) & (unit != unit[index])
+                both = np.where(fits, price + price[index], math.inf)
+                if both.min() < gain:
+                    best, gain = [int(index), int(both.argmin())], float(both.min())
+            if gain >= -_TINY * max(1.0, abs(float(price.max()))):
+                return
+            for option in best:
+                chosen[unit[option]] = option

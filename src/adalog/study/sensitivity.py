@@ -1,0 +1,360 @@
+"""What each operand costs in accuracy at each width, alone, and in bytes and operations: what a budget is spent by.
+
+One operand of sites that move together is quantized, all else stays float, and the model's output is compared with the
+float one on images that did not calibrate. On the bundled model the sum of these losses foretells that of a mix (docs).
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.batches import Batches, size_in_bytes
+from adalog.calibration.calibration import Calibration, digest
+from adalog.calibration.operands import OperandKind, operand_kinds, together
+from adalog.calibration.partial import Lines
+from adalog.config import Config
+from adalog.errors import DataError
+from adalog.files import write_whole
+from adalog.graph.operations import PRODUCTS
+from adalog.graph.program import Program, refs_of
+from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
+from adalog.graph.sites import find_source
+from adalog.graph.tracing import trace
+from adalog.inputs.refusals import refusal
+from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor
+from adalog.quantizers.quantizer import is_whole
+from adalog.study.cost import cost
+from adalog.study.evaluate import divergence
+
+WIDTHS = (2, 3, 4, 6, 8)  # bits at which operands are tried unless others are named
+JUDGED = 128  # images that judge unless another number is named
+_BATCH = 32  # images that run together
+Measure = Literal["kl", "relative squared error"]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class UnitSite:
+    """A site of a unit: MACs per image, values of its weight (0 for attention), and the kinds of its operands."""
+
+    site: str
+    macs: int
+    weights: int
+    left: OperandKind
+    right: OperandKind
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sites whose bits move together, since they share an activation or a folded norm."""
+
+    sites: tuple[UnitSite, ...]
+
+    @property
+    def name(self) -> str:
+        return self.sites[0].site
+
+    @property
+    def operands(self) -> tuple[OperandKind, ...]:
+        """The kinds of operands that the sites have."""
+        return tuple(dict.fromkeys(kind for site in self.sites for kind in (site.left, site.right)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of operand of a unit, alone at so many bits.
+
+    loss: of the model's output, by the measure. widths: for each site of the unit, the bits of the integers by which
+    this operand is multiplied (a logarithmic one has a table); 0 where the site has no such operand.
+    """
+
+    unit: str
+    operand: OperandKind
+    bits: int
+    loss: float
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The rows of a model with what its units cost.
+
+    measure: "kl" is the mean over images of KL(float || quantized) [nats], of a classifier; "relative squared error" is
+    that of features, or of several outputs, as the mean over these. images: how many judged.
+    """
+
+    measure: Measure
+    images: int
+    units: tuple[Unit, ...]
+    rows: tuple[Row, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON; each row also names the sites of its unit."""
+        names = {unit.name: [site.site for site in unit.sites] for unit in self.units}
+        return {
+            "measure": self.measure,
+            "images": self.images,
+            "units": [[asdict(site) for site in unit.sites] for unit in self.units],
+            "rows": [asdict(row) | {"sites": names[row.unit]} for row in self.rows],
+        }
+
+    @staticmethod
+    def from_json(told: Any) -> "Sensitivity":
+        """What `to_json` wrote. Raises DataError for anything else."""
+        with refusal("this is not what `adalog sensitivity` writes", "give its --json file"):
+            units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
+            rows = tuple(
+                Row(row["unit"], row["operand"], row["bits"], float(row["loss"]), tuple(row["widths"]))
+                for row in told["rows"]
+            )
+            found = Sensitivity(told["measure"], told["images"], units, rows)
+            _check(found)
+            return found
+
+
+def _check(found: Sensitivity) -> None:
+    """Raise ValueError for figures that no model has."""
+    units = {unit.name: unit for unit in found.units}
+    sites = [site for unit in found.units for site in unit.sites]
+    good = found.measure in get_args(Measure) and is_whole(found.images, 1) and all(unit.sites for unit in found.units)
+    good &= all(is_whole(site.macs, 0) and is_whole(site.weights, 0) for site in sites)
+    good &= all(kind in get_args(OperandKind) for site in sites for kind in (site.left, site.right))
+    good &= all(
+        row.operand in units[row.unit].operands
+        and is_whole(row.bits, 2, 8)
+        and math.isfinite(row.loss)
+        and len(row.widths) == len(units[row.unit].sites)
+        and all(is_whole(width, 0, FLOAT_BITS) for width in row.widths)
+        for row in found.rows
+    )
+    if not good:
+        raise ValueError("a figure is of the wrong kind")
+
+
+@torch.no_grad()
+def sensitivity(
+    calibration: Calibration,
+    config: Config,
+    judged: Sequence[Tensor],
+    widths: Iterable[int] = WIDTHS,
+    *,
+    measure: Measure | None = None,
+    jobs: int = 1,
+    memory: int = 1 << 30,
+    partial: Path | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """The loss of every operand alone at every width, by the search of these choices, without its stages.
+
+    judged: the model's inputs, (N, ...) each, of images that did not calibrate: on those that did losses look smaller.
+    Sites that are pinned are left out. measure: by default "kl" where a linear makes the only output. memory: bytes for
+    the values from which forwards start. partial: a file from which finished rows are read, and to which new ones are
+    added; files beside it, with .2 to .8 behind its name, hold the searches of that width. progress(done, total, name):
+    counts searches and rows. Raises ValueError for widths that no operand can have, and for "kl" of other outputs.
+    """
+    widths = sorted(set(widths))
+    if not widths or not all(is_whole(width, 2, 8) for width in widths):
+        raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
+    judge = _Judge(calibration.program, judged, measure or measure_of(calibration.program), memory)
+    groups = _groups(calibration.groups, config)
+    macs = {row.name: row.count for row in cost(calibration.program, [value.shape[1:] for value in judged]).rows}
+    units = {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
+    lines = None if partial is None else Lines(partial, _fingerprint(calibration, config, judge, judged), "rows")
+    rows = {} if lines is None else {name: _row_of(lines, name) for name in lines.found}
+    operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
+    searches = len(calibration.groups)
+    for step, width in enumerate(widths):
+        before, total = step * (searches + len(operands)), len(widths) * (searches + len(operands))
+
+        def told(count: int, what: str, width: int = width, before: int = before, total: int = total) -> None:
+            if progress is not None:
+                progress(before + count, total, f"{what} at {width} bits" if what else "")
+
+        missing = {_key(name, kind, width): (name, kind) for name, kind in operands}
+        missing = {key: operand for key, operand in missing.items() if key not in rows}
+        if not missing:
+            continue
+        assigned = calibration.assign(
+            _at(config, width),
+            lambda count, _, name, told=told: told(count, name),  # type: ignore[misc]
+            jobs=jobs,
+            partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
+        )
+        found = {group.name: assignment for group, assignment in assigned}
+        alone = {key: _alone(groups[name], found, kind) for key, (name, kind) in missing.items()}
+        for count, (key, loss) in enumerate(judge.losses({key: each for key, each in alone.items() if each}, jobs)):
+            name, kind = missing[key]
+            rows[key] = Row(name, kind, width, loss, _widths(groups[name], found, kind))
+            if lines is not None:
+                lines.add(key, asdict(rows[key]))
+            told(searches + count + 1, name)
+    if progress is not None:
+        progress(total, total, "")
+    wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
+    return Sensitivity(
+        judge.measure, judge.count, tuple(units.values()), tuple(row for row in wanted if row is not None)
+    )
+
+
+def measure_of(program: Program) -> Measure:
+    """What the output of a model is judged by: "kl" where a linear makes the only one, as in a classifier."""
+    makers = {node.name: node for node in program.nodes}
+    outputs = set(refs_of(program.output))
+    source = find_source(program, makers, next(iter(outputs))).node if len(outputs) == 1 else ""
+    return "kl" if source and makers[source].op == PRODUCTS[0] else "relative squared error"
+
+
+def _groups(groups: Sequence[SiteGroup], config: Config) -> dict[str, list[SiteGroup]]:
+    """The groups of each unit, by its name, without those whose bits are pinned."""
+    units: dict[tuple[str, ...], list[SiteGroup]] = {}
+    for group in groups:
+        if config.at(together(group)) is config:
+            units.setdefault(together(group), []).append(group)
+    return {members[0].name: members for members in units.values()}
+
+
+def _unit(program: Program, groups: Sequence[SiteGroup], macs: Mapping[str, int]) -> Unit:
+    sites = []
+    for site in (site for group in groups for site in group.sites):
+        left, right = operand_kinds(site)
+        weights = program.tensors[site.right].numel() if right == "weight" else 0
+        sites.append(UnitSite(site.name, sum(macs[call.name] for call in site.calls), weights, left, right))
+    return Unit(tuple(sites))
+
+
+def _at(config: Config, width: int) -> Config:
+    """The choices with all operands at one width, but for those that the method leaves float, and without stages."""
+    fields = [f"{kind}_bits" for kind in get_args(OperandKind)]
+    widths: dict[str, Any] = {name: width for name in fields if getattr(config, name) != FLOAT_BITS}
+    return replace(config, **widths, stages=())
+
+
+def _alone(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> Assigned:
+    """The assignments of a unit with one kind of operand quantized; empty where the choices leave it float."""
+    assigned = []
+    for group in groups:
+        assignment, (left, right) = found[group.name], operand_kinds(group.first)
+        mine = assignment.left if left == kind else None, assignment.right if right == kind else None
+        assigned.append((group, replace(assignment, left=mine[0], right=mine[1], bias=None)))
+    return assigned if any(each.left or each.right for _, each in assigned) else []
+
+
+def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
+    """For each site of a unit, the bits by which this kind of operand is multiplied; 0 where it has none."""
+    widths = []
+    for group in groups:
+        left, right = operand_kinds(group.first)
+        side = found[group.name].left if left == kind else found[group.name].right if right == kind else None
+        quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
+        widths += [0 if quantizer is None else quantizer.multiplied_bits] * len(group.sites)
+    return tuple(widths)
+
+
+def _key(name: str, kind: str, width: int) -> str:
+    return f"{name} {kind} {width}"
+
+
+def _row_of(lines: Lines, name: str) -> Row:
+    with lines.refusing():
+        told = lines.found[name]
+        return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+
+
+def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
+    return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
+
+
+class _Judge:
+    """The float model's values on the images that judge, from which forwards of changed models start."""
+
+    def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure, memory: int):
+        self.program, self.measure, self._memory = program, measure, memory
+        self._batches = Batches(program, judged)
+        self.count = self._batches.count
+        self._shapes = trace(program, judged)
+        self._outputs = [name for name in dict.fromkeys(refs_of(program.output)) if _is_float(self._shapes.get(name))]
+        shapes = [tuple(self._shapes[name].shape) for name in self._outputs]
+        if measure == "kl" and (len(shapes) != 1 or len(shapes[0]) != 2):
+            raise ValueError(f"the KL divergence is of logits (images, classes), the outputs are {shapes}")
+        self._original = {id(node) for node in program.nodes}
+
+    def losses(self, changed: Mapping[str, Assigned], jobs: int) -> Iterator[tuple[str, float]]:
+        """The loss of the model with each of these assignments alone, in their order.
+
+        Values from which several of them start are computed once, for as many of them as the memory holds.
+        """
+        waiting: dict[str, tuple[Program, list[str]]] = {}
+        held: dict[str, int] = {}
+        for key, assigned in changed.items():
+            program = rewritten(self.program, assigned)
+            starts = self._starts(program)
+            more = {name: size_in_bytes(self._shapes[name]) for name in starts}
+            if waiting and sum((held | more).values()) > self._memory:
+                yield from self._judged(waiting, held, jobs)
+                waiting, held = {}, {}
+            waiting[key] = program, starts
+            held |= more
+        yield from self._judged(waiting, held, jobs)
+
+    def _starts(self, program: Program) -> list[str]:
+        """The values that the operations from the first changed one on read, without sizes, inputs and tensors."""
+        first = next(index for index, node in enumerate(program.nodes) if id(node) not in self._original)
+        made = {*program.tensors, *program.inputs, *(node.name for node in program.nodes[first:])}
+        read = (name for node in program.nodes[first:] for name in node.refs())
+        names = dict.fromkeys((*read, *refs_of(program.output)))
+        return [name for name in names if name not in made and not isinstance(self._shapes[name], int)]
+
+    def _judged(
+        self, waiting: Mapping[str, tuple[Program, list[str]]], held: Iterable[str], jobs: int
+    ) -> Iterator[tuple[str, float]]:
+        if not waiting:
+            return
+        names = {*held, *self._outputs}
+        batches = self._batches.split(self._batches.images, _BATCH)
+        known = [each | self._batches.run(each, names) for each in batches]
+
+        @torch.no_grad()  # a setting of each thread
+        def loss(key: str) -> float:
+            program, starts = waiting[key]
+            wanted = (*self._batches.images, *starts)
+            error, power = [0.0] * len(self._outputs), [0.0] * len(self._outputs)
+            for values in known:
+                made = self._batches.run({name: values[name] for name in wanted}, self._outputs, program)
+                for index, name in enumerate(self._outputs):
+                    expected, output = values[name], made[name]
+                    if self.measure == "kl":
+                        error[index] += divergence(expected, output) * len(output) / self.count
+                        power[index] = 1.0
+                    else:
+                        error[index] += float((expected.double() - output).square().sum())
+                        power[index] += float(expected.double().square().sum())
+            found = sum(e / p if p else float(e > 0) for e, p in zip(error, power, strict=True)) / len(error)
+            if not math.isfinite(found):
+                raise DataError(f"{key} bits: the loss is {found}; look for images that give infinite outputs")
+            return found
+
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from zip(waiting, pool.map(loss, waiting), strict=True)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def write(found: Sensitivity, path: Path) -> None:
+    """Write all of it as JSON, whole or not at all."""
+    write_whole(path, f"{json.dumps(found.to_json(), indent=1)}\n".encode())
+
+
+def read(path: Path) -> Sensitivity:
+    """What `write` wrote. Raises DataError for a file that cannot be read or holds something else."""
+    with refusal(f"{path} cannot be read", "give a file that `adalog sensitivity` wrote"):
+        told = json.loads(path.read_text(encoding="utf-8"))
+    return Sensitivity.from_json(told)
