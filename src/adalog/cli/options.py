@@ -51,11 +51,11 @@ def read_pinned(text: str) -> tuple[str, int | str]:
 
 def read_size(text: str, option: str = "--memory") -> int:
     """The number of bytes that a size such as 2GiB, 1.5GB or 500000000 stands for."""
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([KMGT])(i?)B)?", text, re.ASCII)
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([kKMGT])(i?)B)?", text, re.ASCII)
     if found is None:
         raise ValueError(f"{option} {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
     number, letter, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter) + 1 if letter else 0))
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1 if letter else 0))
 
 
 def read_count(text: str, option: str) -> float:

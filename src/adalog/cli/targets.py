@@ -65,7 +65,7 @@ def find_judging(
     if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(given) :]
         return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
-    given = find_calibration(target, data, wanted + judged, "--images and --judged together are")
+    given = find_calibration(target, data, wanted + judged, "--images plus --judged")
     drawn = draw_indices(len(given), wanted + judged, seed)
     if isinstance(given, Tensor):
         return given[drawn[:wanted]], given[drawn[wanted:]]

@@ -182,7 +182,7 @@ def sensitivity(
         if not missing:
             continue
         assigned = calibration.assign(
-            _at(config, width),
+            at_width(config, width),
             lambda count, _, name, told=told: told(count, name),  # type: ignore[misc]
             jobs=jobs,
             partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
@@ -201,6 +201,14 @@ def sensitivity(
     return Sensitivity(
         judge.measure, judge.count, tuple(units.values()), tuple(row for row in wanted if row is not None)
     )
+
+
+def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[float, float]:
+    """The numerator and the denominator of the loss of an output on some images; both add up over images."""
+    if measure == "kl":
+        return divergence(expected, output) * len(output), float(len(output))
+    error = expected.double() - output
+    return float(error.square().sum()), float(expected.double().square().sum())
 
 
 def measure_of(program: Program) -> Measure:
@@ -229,7 +237,7 @@ def _unit(program: Program, groups: Sequence[SiteGroup], macs: Mapping[str, int]
     return Unit(tuple(sites))
 
 
-def _at(config: Config, width: int) -> Config:
+def at_width(config: Config, width: int) -> Config:
     """The choices with all operands at one width, but for those that the method leaves float, and without stages."""
     fields = [f"{kind}_bits" for kind in get_args(OperandKind)]
     widths: dict[str, Any] = {name: width for name in fields if getattr(config, name) != FLOAT_BITS}
@@ -328,13 +336,9 @@ class _Judge:
             for values in known:
                 made = self._batches.run({name: values[name] for name in wanted}, self._outputs, program)
                 for index, name in enumerate(self._outputs):
-                    expected, output = values[name], made[name]
-                    if self.measure == "kl":
-                        error[index] += divergence(expected, output) * len(output) / self.count
-                        power[index] = 1.0
-                    else:
-                        error[index] += float((expected.double() - output).square().sum())
-                        power[index] += float(expected.double().square().sum())
+                    more = loss_terms(self.measure, values[name], made[name])
+                    error[index] += more[0]
+                    power[index] += more[1]
             found = sum(e / p if p else float(e > 0) for e, p in zip(error, power, strict=True)) / len(error)
             if not math.isfinite(found):
                 raise DataError(f"{key} bits: the loss is {found}; look for images that give infinite outputs")

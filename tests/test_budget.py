@@ -1,0 +1,319 @@
+"""Widths within a budget: against exhaustive choice, on real files, and where nothing fits."""
+
+import dataclasses
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from adalog import DataError, artifact, load
+from adalog.quantizers import FLOAT_BITS
+from adalog.study import budget as module
+from adalog.study.budget import Budget, Totals, choose, quantize_within
+from adalog.study.cost import cost
+from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite, sensitivity
+from commands import call, run
+
+JUDGED = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+WIDTHS = (2, 4, 8)
+
+
+def problem(seed, count=4):
+    """Made-up rows whose losses fall with the width, by about four times a bit."""
+    draw = random.Random(seed)
+    units, rows = [], []
+    for number in range(count):
+        kinds = draw.choice([("activation", "weight"), ("softmax", "activation"), ("input", "weight")])
+        weights = draw.randint(50, 5000) if kinds[1] == "weight" else 0
+        units.append(Unit((UnitSite(f"site{number}", draw.randint(100, 9000), weights, *kinds),)))
+        for kind, bits in itertools.product(kinds, WIDTHS):
+            loss = draw.uniform(0.2, 5) * 4.0**-bits
+            rows.append(Row(f"site{number}", kind, bits, loss, (bits,)))
+    return Sensitivity("kl", 8, tuple(units), tuple(rows))
+
+
+def every_choice(found):
+    """(loss, bytes, BOPs) of every combination of widths, from their definitions."""
+    losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
+    each = []
+    for unit in found.units:
+        (site,) = unit.sites
+        each.append(
+            [
+                (
+                    losses[unit.name, site.left, left] + losses[unit.name, site.right, right],
+                    -(-site.weights * right // 8),
+                    site.macs * left * right,
+                )
+                for left, right in itertools.product(WIDTHS, WIDTHS)
+            ]
+        )
+    return torch.tensor(
+        [[sum(part) for part in zip(*picked, strict=True)] for picked in itertools.product(*each)], dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize("limit", ["bytes", "bops", "both"])
+def test_choices_come_close_to_the_best_of_all(limit):
+    ratios = []
+    for seed in range(12):
+        found = problem(seed)
+        table = every_choice(found)
+        size, bops = (float(table[:, column].quantile(0.3)) for column in (1, 2))
+        budget = Budget(int(size) if limit != "bops" else None, bops if limit != "bytes" else None)
+        plan = choose(found, budget)
+        assert plan.totals.bytes <= (budget.bytes or float("inf"))
+        assert plan.totals.bops <= (budget.bops or float("inf"))
+        fits = (table[:, 1] <= (budget.bytes or float("inf"))) & (table[:, 2] <= (budget.bops or float("inf")))
+        best = float(table[fits][:, 0].min())
+        assert plan.totals.loss >= best * (1 - 1e-9)
+        ratios.append(plan.totals.loss / best)
+    assert sum(ratios) / len(ratios) < 1.05
+    assert max(ratios) < 1.4
+
+
+def test_a_limit_of_loss_is_met_at_little_cost():
+    ratios = []
+    for seed in range(12):
+        found = problem(seed)
+        table = every_choice(found)
+        limit = float(table[:, 0].quantile(0.2))
+        plan = choose(found, Budget(loss=limit))
+        assert plan.totals.loss <= limit
+        worth = table[:, 1] / table[:, 1].max() + table[:, 2] / table[:, 2].max()
+        mine = plan.totals.bytes / table[:, 1].max() + plan.totals.bops / table[:, 2].max()
+        ratios.append(float(mine / worth[table[:, 0] <= limit].min()))
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratios) / len(ratios) < 1.05
+
+
+def test_several_limits_are_all_met():
+    found = problem(1)
+    table = every_choice(found)
+    good = table[table[:, 0] <= table[:, 0].quantile(0.4)]
+    limits = Budget(int(good[:, 1].quantile(0.3)), float(good[:, 2].quantile(0.5)), float(good[:, 0].max()))
+    plan = choose(found, limits)
+    assert plan.totals.bytes <= limits.bytes
+    assert plan.totals.bops <= limits.bops
+    assert plan.totals.loss <= limits.loss
+
+
+def test_what_lies_beside_counts():
+    found = problem(2)
+    free = choose(found, Budget(9000)).totals
+    assert free.bytes > 6000
+    assert choose(found, Budget(9000), beside=Totals(3000.0, 0.0, 0.0)).totals.bytes <= 6000
+
+
+def test_widths_that_are_given_stay():
+    found = problem(3)
+    plan = choose(found, Budget(5000), {"activation": 4, "softmax": 2, "input": 8})
+    kinds = {kind: {bits[kind] for bits in plan.widths.values() if kind in bits} for kind in ("activation", "input")}
+    assert kinds["activation"] == {4}
+    assert kinds["input"] <= {8}
+    with pytest.raises(DataError, match=r"was not measured with activation at 5 bits: name that width too"):
+        choose(found, Budget(5000), {"activation": 5})
+
+
+def test_all_that_fits_is_as_wide_as_can_be():
+    found = problem(4)
+    plan = choose(found, Budget(10**9))
+    assert all(width == 8 for bits in plan.widths.values() for width in bits.values())
+
+
+def test_a_budget_that_nothing_meets_says_what_could_be():
+    found = problem(5)
+    least = int(every_choice(found)[:, 1].min())
+    with pytest.raises(
+        DataError, match=f"no widths meet the budget; alone, each limit can come down to {least:,} bytes"
+    ):
+        choose(found, Budget(least - 1))
+    assert choose(found, Budget(least)).totals.bytes == least
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({}, "a budget needs a limit"),
+        ({"bytes": 0}, "a budget of 0 bytes is not positive and finite"),
+        ({"bops": float("inf")}, "a budget of inf BOPs is not positive"),
+        ({"loss": float("nan")}, "a budget of nan loss is not positive"),
+    ],
+)
+def test_limits_of_another_kind_are_refused(limits, told):
+    with pytest.raises(ValueError, match=told):
+        Budget(**limits)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(calibration, fast):
+    return sensitivity(calibration, fast, [JUDGED], (2, 4, 8))
+
+
+def test_a_model_within_a_budget(calibration, fast, found, quantized, images, tmp_path):
+    size, bops = len(artifact.serialise(quantized.quantized)), cost(quantized.program, [(3, 32, 32)]).bops
+    notes = {"preprocessing": {"size": [32, 32]}}
+    chosen = quantize_within(calibration, fast, found, Budget(size + 300, bops), notes=notes)
+    assert chosen.bytes == chosen.model.save(tmp_path / "model") <= size + 300
+    assert chosen.bops == cost(chosen.model.program, [(3, 32, 32)]).bops <= bops
+    assert chosen.bops > 0.9 * bops
+    assert chosen.plan.totals.loss < sum(row.loss for row in found.rows if row.bits == 4)
+    loaded = load(tmp_path / "model")
+    assert torch.equal(loaded(images), chosen.model(images))
+    assert loaded.provenance["preprocessing"] == {"size": [32, 32]}
+    assert loaded.provenance["budget"]["limits"] == {"bytes": size + 300, "bops": bops, "loss": None}
+    for name, bits in chosen.plan.widths.items():
+        at = loaded.config.at([name])
+        assert {kind: getattr(at, f"{kind}_bits") for kind in bits} == bits
+    again = quantize_within(calibration, fast, found, Budget(size + 300, bops), notes=notes)
+    assert artifact.serialise(again.model.quantized) == artifact.serialise(chosen.model.quantized)
+
+
+def test_bytes_alone_leave_activations_as_they_are(calibration, fast, found, quantized):
+    size = len(artifact.serialise(quantized.quantized))
+    chosen = quantize_within(calibration, fast, found, Budget(int(size * 1.1)))
+    kept = {(kind, bits[kind]) for bits in chosen.plan.widths.values() for kind in bits if kind != "weight"}
+    assert kept == {("activation", 4), ("softmax", 4), ("input", 8)}
+    assert {bits["weight"] for bits in chosen.plan.widths.values() if "weight" in bits} - {4}
+    assert size < chosen.bytes <= int(size * 1.1)
+
+
+def test_pinned_sites_count_but_are_not_chosen(calibration, fast):
+    config = dataclasses.replace(fast, pinned=(("head", FLOAT_BITS), ("blocks.1.*", "w8a8")))
+    found = sensitivity(calibration, config, [JUDGED], (2, 4, 8))
+    uniform = calibration.quantize(config)
+    size = len(artifact.serialise(uniform.quantized)) + 300
+    bops = cost(uniform.program, [(3, 32, 32)]).bops
+    chosen = quantize_within(calibration, config, found, Budget(size, bops))
+    assert chosen.bytes <= size
+    assert chosen.bops <= bops
+    assert "head" not in chosen.plan.widths
+    assert {row.site: row.left.split(" ")[0] for row in chosen.model.ledger}["head"] == "float"
+
+
+def test_rows_of_another_model_are_refused(calibration, fast):
+    with pytest.raises(DataError, match="the sensitivity is of another model, which has site0: measure this one"):
+        quantize_within(calibration, fast, problem(0), Budget(10**6))
+
+
+def test_a_budget_below_everything(calibration, fast, found):
+    with pytest.raises(DataError, match="no widths meet the budget; alone, each limit can come down to"):
+        quantize_within(calibration, fast, found, Budget(1000))
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from torch import nn
+from adalog.inputs.images import Preprocessing
+
+def small():
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(192, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 4)]
+    return nn.Sequential(*layers).eval(), Preprocessing(size=(8, 8), resize=8)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model of one's own and images."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own.py").write_text(OWN)
+    draw = torch.Generator().manual_seed(0)
+    for label in range(4):
+        (folder / "images" / str(label)).mkdir(parents=True)
+        for index in range(8):
+            pixels = torch.randint(0, 256, (8, 8, 3), generator=draw, dtype=torch.uint8).numpy()
+            Image.fromarray(pixels).save(folder / "images" / str(label) / f"{index}.png")
+    return folder
+
+
+GIVEN = ("own.py:small", "--data", "images", "--images", 8, "--judged", 8, "--threads", 1)
+
+
+@pytest.mark.slow
+def test_commands_from_rows_to_curves(place):
+    told = run("sensitivity", *GIVEN, "--widths", "2,4,8", "-o", "rows.json", cwd=place)
+    assert "Each operand alone: KL divergence" in told
+    rows = json.loads((place / "rows.json").read_text())
+    assert (rows["measure"], rows["images"], len(rows["rows"])) == ("kl", 8, 18)
+    assert not list(place.glob("*.partial*"))
+    given = (*GIVEN, "--sensitivity", "rows.json")
+    run("quantize", *given, "--budget", "9kB", "-o", "small", "--json", "told.json", cwd=place)
+    told = json.loads((place / "told.json").read_text())
+    assert told["bytes"] == (place / "small").stat().st_size == told["budget"]["bytes"] <= 9000
+    assert {bits["activation"] for bits in told["budget"]["widths"].values()} == {4}
+    run("quantize", *given, "--target-fixops", "2.2K", "-o", "fast", "--json", "told.json", cwd=place)
+    assert json.loads((place / "told.json").read_text())["budget"]["bops"] <= 2200 * 64
+    run("quantize", *GIVEN, "--max-kl", "0.01", "-o", "good", "--json", "told.json", cwd=place)
+    told = json.loads((place / "told.json").read_text())
+    assert 0 < told["budget"]["foretold"] <= 0.01
+    assert not list(place.glob("*.partial*"))
+    run("pareto", *given, "--val", "images", "--budgets", 3, "-o", "curve.png", "--json", "curve.json", cwd=place)
+    points = json.loads((place / "curve.json").read_text())["points"]
+    assert [point["chosen"] for point in points] == [False] * 3 + [True] * 3
+    assert all(0 <= point["top1"] <= 1 and point["loss"] > 0 for point in points)
+    sizes = [point["bytes"] for point in points if point["chosen"]]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= points[2]["bytes"] + 1024
+    assert points[0]["loss"] > points[2]["loss"]
+    with Image.open(place / "curve.png") as picture:
+        assert picture.width > 800
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("quantize", *GIVEN, "--budget", "small"), "--budget 'small' is no size: give one like 2GiB"),
+        (("quantize", *GIVEN, "--target-bops", "4 gigs"), "--target-bops '4 gigs' is no number: give one like 40G"),
+        (("quantize", *GIVEN, "--target-bops", "4", "--target-fixops", "4"), "are one limit: give one of them"),
+        (("quantize", *GIVEN, "--max-kl", "-1"), "a budget of -1.0 loss is not positive and finite"),
+        (("quantize", *GIVEN, "--sensitivity", "x"), "--sensitivity serves a budget: give --budget"),
+        (("quantize", *GIVEN, "--budget", "1kB", "--sensitivity", "x"), "x cannot be read: No such file"),
+        (("quantize", "demo:detector", "--budget", "1MB"), "a detector has no budget yet: give --bits"),
+        (("sensitivity", *GIVEN, "--widths", "1,4"), "--widths '1,4' are not bits from 2 to 8 with commas"),
+        (("sensitivity", "nothing"), "model 'nothing' is none of"),
+        (("sensitivity", *GIVEN[:5], "--judged", 30), "images has 32 images, --images plus --judged 38 are wanted"),
+        (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
+        (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),
+        (("pareto", *GIVEN, "--val", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(place, arguments, told, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(place)
+    before = sorted(place.iterdir())
+    code, message = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert message.startswith("error: ")
+    assert told in message
+    assert len(message.splitlines()) == 1
+    assert sorted(place.iterdir()) == before
+
+
+def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    left = Path("rows2.json.partial.4")
+    left.write_text("searches")
+    code, told = call(monkeypatch, capsys, "sensitivity", *GIVEN, "-o", "rows2.json")
+    assert (code, left.read_text()) == (2, "searches")
+    assert "rows2.json.partial.4 holds what an earlier run has finished: go on with --resume, or remove it" in told
+    left.unlink()
+
+
+def test_the_plan_is_stable(calibration, fast, found, monkeypatch):
+    """What lies beside the codes is counted on a first model, with which the plan is then made."""
+    plans = []
+    chosen = module.choose
+    monkeypatch.setattr(module, "choose", lambda *given: plans.append(chosen(*given)) or plans[-1])
+    size = len(artifact.serialise(calibration.quantize(fast).quantized))
+    quantize_within(calibration, fast, found, Budget(size + 100))
+    assert 2 <= len(plans) <= 4
+    assert plans[-1].widths == plans[-2].widths

@@ -1,0 +1,253 @@
+"""What each operand costs alone: losses against whole runs, resumption, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from adalog import Calibration, Config, DataError, Search
+from adalog.calibration.operands import operand_kinds
+from adalog.graph.rewrite import rewritten
+from adalog.study import sensitivity as module
+from adalog.study.sensitivity import Sensitivity, read, sensitivity, write
+from toys import Attention, Toy
+
+JUDGED = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+ROWS = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(scope="module")
+def found(calibration, fast):
+    return sensitivity(calibration, fast, [JUDGED], (3, 8))
+
+
+def whole_losses(calibration, config, width, images):
+    """The loss of every operand alone: all of the model is run, and the divergence is written out in float64."""
+    config = dataclasses.replace(config, weight_bits=width, activation_bits=width, softmax_bits=width, input_bits=width)
+    losses = {}
+    with torch.no_grad():
+        expected = calibration.program.run([images]).double().softmax(1)
+        for group, assignment in calibration.assign(config):
+            for kind in set(operand_kinds(group.first)):
+                left, right = (
+                    side if mine == kind else None
+                    for side, mine in zip((assignment.left, assignment.right), operand_kinds(group.first), strict=True)
+                )
+                changed = dataclasses.replace(assignment, left=left, right=right)
+                output = rewritten(calibration.program, [(group, changed)]).run([images]).double().softmax(1)
+                losses[group.name, kind] = float((expected * (expected / output).log()).sum(1).mean())
+    return losses
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_rows_are_the_losses_of_whole_runs(calibration, fast, found, width):
+    rows = {(row.unit, row.operand): row.loss for row in found.rows if row.bits == width}
+    expected = whole_losses(calibration, fast, width, JUDGED)
+    assert rows.keys() == expected.keys()
+    for key, loss in expected.items():
+        assert rows[key] == pytest.approx(loss, rel=1e-3, abs=1e-9), key
+    assert (found.measure, found.images) == ("kl", 7)
+
+
+def test_narrow_operands_cost_more(found):
+    total = {width: sum(row.loss for row in found.rows if row.bits == width) for width in (3, 8)}
+    assert total[3] > 20 * total[8] > 0
+
+
+def test_units_say_what_they_cost(found, calibration, quantized):
+    from adalog.study.cost import cost
+
+    sites = {site.site: site for unit in found.units for site in unit.sites}
+    products = {row.name: row for row in cost(quantized.program, [(3, 32, 32)]).products}
+    assert {name: site.macs for name, site in sites.items()} == {name: row.count for name, row in products.items()}
+    assert (sites["head"].left, sites["head"].right) == ("activation", "weight")
+    assert (sites["patch_embed.conv1"].left, sites["patch_embed.conv1"].right) == ("input", "weight")
+    assert (sites["blocks.0.attn.qk"].left, sites["blocks.0.attn.qk"].right) == ("activation", "activation")
+    assert (sites["blocks.1.attn.av"].left, sites["blocks.1.attn.av"].right) == ("softmax", "activation")
+    assert sites["blocks.1.mlp.fc1"].weights == 32 * 128
+    assert sites["blocks.0.attn.qk"].weights == 0
+    widths = {(row.unit, row.operand, row.bits): row.widths for row in found.rows}
+    assert widths["head", "weight", 3] == (3,)
+    assert widths["blocks.0.mlp.fc2", "activation", 3] == (8,)  # a table of one byte
+    assert len(found.rows) == 2 * sum(len(unit.operands) for unit in found.units)
+
+
+@pytest.mark.parametrize("changed", [{"memory": 1}, {"memory": 100_000}, {"jobs": 3}])
+def test_neither_memory_nor_threads_change_a_row(calibration, fast, found, changed):
+    again = sensitivity(calibration, fast, [JUDGED], (3, 8), **changed)
+    assert again == found
+
+
+def test_batches_of_judging_images_add_up(calibration, fast, found, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH", 3)
+    again = sensitivity(calibration, fast, [JUDGED], (3, 8))
+    for one, other in zip(again.rows, found.rows, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-3, abs=1e-9)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on(calibration, fast, found, tmp_path, monkeypatch):
+    place, told = tmp_path / "rows", []
+
+    def stop(done, total, name):
+        told.append((done, total))
+        if len(told) == 30:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place, progress=stop)
+    finished = len(place.read_text().splitlines()) - 1
+    assert 0 < finished < len(found.rows) / 2
+    place.write_text(place.read_text() + '{"name": "cut o')
+    judged = []
+    losses = module._Judge.losses
+    monkeypatch.setattr(
+        module._Judge, "losses", lambda self, changed, jobs: judged.extend(changed) or losses(self, changed, jobs)
+    )
+    assert sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place) == found
+    assert len(judged) == len(found.rows) - finished
+    judged.clear()
+    assert sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place) == found
+    assert not judged
+    with pytest.raises(DataError, match=r"holds rows of another model, other images or other choices"):
+        sensitivity(calibration, fast, [JUDGED[:6]], (3, 8), partial=place)
+
+
+def test_progress_counts_searches_and_rows(calibration, fast, found):
+    told = []
+    sensitivity(calibration, fast, [JUDGED], (3, 8), progress=lambda *each: told.append(each[:2]))
+    total = 2 * len(calibration.groups) + len(found.rows)
+    assert {each[1] for each in told} == {total}
+    assert [each[0] for each in told] == sorted(each[0] for each in told)
+    assert told[-1] == (total, total)
+
+
+def test_sites_with_pins_are_left_out(calibration, fast):
+    config = dataclasses.replace(fast, pinned=(("blocks.*", 8), ("patch_embed.*", "w8")))
+    found = sensitivity(calibration, config, [JUDGED], (4,))
+    assert {row.unit for row in found.rows} == {"head"}
+
+
+def test_sites_of_one_norm_are_one_unit():
+    def function(m, x):
+        y = m.norm(x)
+        return m.q(y) + m.turned(y.flip(1)) + m.other(x)
+
+    parts = {name: nn.Linear(16, 8) for name in ("q", "turned", "other")}
+    calibration = Calibration(Toy(function, norm=nn.LayerNorm(16), **parts).eval(), ROWS)
+    config = Config(search=Search(rounds=1, steps=1), fold_rows=1)
+    found = sensitivity(calibration, config, [ROWS], (4,))
+    assert [[site.site for site in unit.sites] for unit in found.units] == [["q", "turned"], ["other"]]
+    assert [(row.unit, row.operand, row.widths) for row in found.rows] == [
+        ("q", "activation", (4, 4)),
+        ("q", "weight", (4, 4)),
+        ("other", "activation", (4,)),
+        ("other", "weight", (4,)),
+    ]
+    assert found.measure == "relative squared error"
+
+
+def test_several_outputs_are_judged_by_their_mean_relative_error():
+    def function(m, x):
+        return {"one": m.one(x), "two": 3 * m.two(x).relu()}
+
+    model = Toy(function, one=nn.Linear(16, 8), two=nn.Linear(16, 8)).eval()
+    calibration, config = Calibration(model, ROWS), Config(search=Search(rounds=1, steps=1))
+    found = sensitivity(calibration, config, [ROWS], (3,))
+    group, assignment = calibration.assign(dataclasses.replace(config, weight_bits=3, activation_bits=3))[0]
+    assert [site.name for site in group.sites] == ["one", "two"]
+    for row in found.rows:
+        left, right = (None, assignment.right) if row.operand == "weight" else (assignment.left, None)
+        changed = dataclasses.replace(assignment, left=left, right=right)
+        with torch.no_grad():
+            outputs = rewritten(calibration.program, [(group, changed)]).run([ROWS])
+            expected = calibration.program.run([ROWS])
+        errors = [
+            float((outputs[name] - expected[name]).square().sum() / expected[name].square().sum()) for name in outputs
+        ]
+        assert row.loss == pytest.approx(sum(errors) / 2, rel=1e-4)
+    with pytest.raises(ValueError, match=r"the KL divergence is of logits \(images, classes\), the outputs are"):
+        sensitivity(calibration, config, [ROWS], (3,), measure="kl")
+
+
+def test_attention_with_a_float_operand_has_no_row(calibration):
+    """PTQ4ViT leaves the images float."""
+    config = dataclasses.replace(Config.preset("w6a6", "ptq4vit"), images=4)
+    config = dataclasses.replace(config, search=dataclasses.replace(config.search, candidates=3, rounds=1))
+    found = sensitivity(calibration, config, [JUDGED], (6,))
+    assert not [row for row in found.rows if row.operand == "input"]
+    assert [row.operand for row in found.rows if row.unit == "patch_embed.conv1"] == ["weight"]
+
+
+@pytest.mark.parametrize("widths", [(), (1, 4), (4, 9), (4.0,)])
+def test_widths_that_no_operand_can_have(calibration, fast, widths):
+    with pytest.raises(ValueError, match="are not whole numbers from 2 to 8"):
+        sensitivity(calibration, fast, [JUDGED], widths)
+
+
+def test_calls_of_one_layer_are_one_site():
+    def function(m, x):
+        return m.same(m.same(x)) + m.other(x)
+
+    calibration = Calibration(Toy(function, same=nn.Linear(16, 16), other=nn.Linear(16, 16)).eval(), ROWS)
+    found = sensitivity(calibration, Config(search=Search(rounds=1, steps=1)), [ROWS], (4,))
+    macs = {site.site: site.macs for unit in found.units for site in unit.sites}
+    assert macs["same"] == 2 * macs["other"] == 2 * 6 * 16 * 16
+
+
+def test_attention_of_several_shapes_starts_where_it_changes():
+    model = Attention().eval()
+    images = torch.randn(4, 2, 5, 32, generator=torch.Generator().manual_seed(5))
+    calibration = Calibration(model, images)
+    found = sensitivity(calibration, Config(search=Search(rounds=1, steps=1)), [images], (2, 8))
+    assert all(row.loss >= 0 for row in found.rows)
+    assert sum(row.loss for row in found.rows if row.bits == 2) > sum(row.loss for row in found.rows if row.bits == 8)
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_reads_back(found, tmp_path):
+    write(found, tmp_path / "rows.json")
+    assert read(tmp_path / "rows.json") == found
+    told = json.loads((tmp_path / "rows.json").read_text())
+    assert told["rows"][0]["sites"] == ["patch_embed.conv1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: told.pop("rows"),
+        lambda told: told.update(measure="guess"),
+        lambda told: told.update(images=0),
+        lambda told: told["rows"][0].update(loss=float("nan")),
+        lambda told: told["rows"][0].update(loss="x"),
+        lambda told: told["rows"][0].update(bits=9),
+        lambda told: told["rows"][0].update(unit="nowhere"),
+        lambda told: told["rows"][0].update(operand="bias"),
+        lambda told: told["rows"][0].update(widths=[4, 4]),
+        lambda told: told["rows"][0].update(widths=[-1]),
+        lambda told: told["units"][0].clear(),
+        lambda told: told["units"][0][0].update(macs=-1),
+        lambda told: told["units"][0][0].update(left="top"),
+        lambda told: told["units"][0][0].update(more=1),
+    ],
+)
+def test_a_file_of_something_else_is_refused(found, tmp_path, change):
+    told = found.to_json()
+    change(told)
+    (tmp_path / "rows.json").write_text(json.dumps(told))
+    with pytest.raises(DataError, match=r"this is not what `adalog sensitivity` writes"):
+        read(tmp_path / "rows.json")
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="cannot be read: No such file or directory; give a file that"):
+        read(tmp_path / "none")
+    with pytest.raises(DataError, match="not what `adalog sensitivity` writes"):
+        Sensitivity.from_json([])
