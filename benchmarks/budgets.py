@@ -1,12 +1,12 @@
 """What widths chosen site by site give back, at no more bytes and operations than one width for all.
 
     python benchmarks/budgets.py --model demo|realbench [--realbench DIR] [--bits w4a4 w3a3] [--seeds 3] [--judged 128]
-        [--widths 2 3 4 6 8] [--work DIR] [--json FILE]
+        [--widths 2 3 4 6 8] [--counts 16 32 64] [--work DIR] [--json FILE]
 
 The widths are chosen by `adalog` under two limits: the bytes of the file and the BOPs of one image that the same
 search takes with the bits given for all. Unlabelled images that did not calibrate choose: on the bundled model training
 images, and 2,000 test images judge; on TinyViT (see `realbench.py`) support images, and the 1,000 queries judge. 32
-images calibrate. Twenty mixes of random widths, one for all operands of a site, tell how well the sum of the losses of
+images calibrate. With --counts the first draw is also measured with so many images that choose. Twenty mixes of random widths, one for all operands of a site, tell how well the sum of the losses of
 single operands foretells the loss of all, both on the images that choose.
 Prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows, and what
 is finished of a row, as long as the sources of the package are the same.
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
     parser.add_argument("--judged", type=int, default=128, help="how many images choose")
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 6, 8])
+    parser.add_argument("--counts", nargs="*", type=int, default=[], help="other numbers of images that choose")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -73,33 +74,34 @@ def main() -> None:
 def measure(given: argparse.Namespace, work: Path) -> None:
     """work: where finished rows are, and what is finished of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
-    about = {"model": given.model, "judged": given.judged, "widths": given.widths}
+    about = {"model": given.model, "widths": given.widths}
+    most = max([given.judged, *given.counts])
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(work / f"{given.model}-{name}.json", {**about, **key}, make)
 
     def place(name: str) -> Path:
-        return work / f"{given.model}-{name}-{given.judged}-{source_hash()[:12]}.partial"
+        return work / f"{given.model}-{name}-{source_hash()[:12]}.partial"
 
     @cache
     def calibrated(seed: int) -> tuple[Calibration, torch.Tensor]:
-        drawn = case.drawn(IMAGES + given.judged, seed)
+        drawn = case.drawn(IMAGES + most, seed)
         return Calibration(case.model, drawn[:IMAGES], seed=seed), drawn[IMAGES:]
 
-    def alone(seed: int) -> tuple[dict[str, Any], float]:
+    def alone(seed: int, count: int) -> tuple[dict[str, Any], float]:
         calibration, judged = calibrated(seed)
         start, searched = time.process_time(), 0.0
         for width in given.widths:  # the searches first, so that the seconds of the rows are theirs alone
             begun = time.process_time()
             calibration.assign(at(width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}"))
             searched += time.process_time() - begun
-        found = sensitivity(
-            calibration, Config(), [judged], given.widths, partial=place(f"rows-{seed}"), progress=told("alone")
-        )
+        rows = place(f"rows-{count}-{seed}")
+        found = sensitivity(calibration, Config(), [judged[:count]], given.widths, partial=rows, progress=told("alone"))
         return found.to_json(), round(time.process_time() - start - searched, 1)
 
-    def chosen_by(seed: int) -> tuple[Sensitivity, float]:
-        found, seconds = finished(f"alone-{seed}", {"seed": seed}, lambda: alone(seed))
+    def chosen_by(seed: int, count: int = given.judged) -> tuple[Sensitivity, float]:
+        key = {"seed": seed, "judged": count}
+        found, seconds = finished(f"alone-{count}-{seed}", key, lambda: alone(seed, count))
         return Sensitivity.from_json(found), seconds
 
     @cache
@@ -116,9 +118,9 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             found["kl"] = divergence(predict(case.model, images), predict(runs, images, jobs=at_once))
         return found
 
-    def measured(bits: str, seed: int) -> dict[str, Any]:
+    def measured(bits: str, seed: int, count: int) -> dict[str, Any]:
         calibration, _ = calibrated(seed)
-        found, _ = chosen_by(seed)
+        found, _ = chosen_by(seed, count)
         config = Config.preset(bits)
         uniform = QuantizedModel(
             calibration.finished(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
@@ -126,7 +128,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         shapes = [value.shape[1:] for value in calibration.images]
         size, bops = len(artifact.serialise(uniform.quantized)), cost(uniform.program, shapes).bops
         chosen = quantize_within(calibration, config, found, Budget(size, bops), progress=told(f"{bits} budget"))
-        row = {"bits": bits, "seed": seed, "bytes_uniform": size, "bytes_budget": chosen.bytes}
+        row = {"bits": bits, "seed": seed, "judged": count, "bytes_uniform": size, "bytes_budget": chosen.bytes}
         row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
         for name, model in (("uniform", uniform), ("budget", chosen.model)):
             row |= {f"{what}_{name}": value for what, value in judge(model).items()}
@@ -140,6 +142,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
         units = {site.site: unit for unit in found.units for site in unit.sites}
         by_width = {width: dict(_named(calibration.assign(at(width)))) for width in given.widths}
+        judged = judged[: given.judged]
         expected = predict(case.model, judged)
         draws, pairs = random.Random(0), []
         for _ in range(MIXES):
@@ -156,14 +159,17 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             print(pairs[-1], file=sys.stderr)
         return {"pairs": pairs, "spearman": spearman(*zip(*pairs, strict=True))}
 
-    rows = []
-    for seed, bits in product(range(given.seeds), given.bits):
-        rows.append(finished(f"{bits}-{seed}", {"bits": bits, "seed": seed}, partial(measured, bits, seed)))
-    told_mixes = finished("mixes", {}, mixes)
+    def row(bits: str, seed: int, count: int) -> Any:
+        key = {"bits": bits, "seed": seed, "judged": count}
+        return finished(f"{bits}-{count}-{seed}", key, partial(measured, bits, seed, count))
+
+    rows = [row(bits, seed, given.judged) for seed, bits in product(range(given.seeds), given.bits)]
+    told_mixes = finished("mixes", {"judged": given.judged}, mixes)
     result = {
         given.model: rows,
         "spearman": {given.model: told_mixes["spearman"]},
         "mixes": told_mixes["pairs"],
+        "counts": [row(bits, 0, count) for count, bits in product(given.counts, given.bits)],
         "measure": chosen_by(0)[0].measure,
         "judged_by": given.judged,
         "rows": len(chosen_by(0)[0].rows),
