@@ -6,8 +6,9 @@
 The widths are chosen by `adalog` under two limits: the bytes of the file and the BOPs of one image that the same
 search takes with the bits given for all. Unlabelled images that did not calibrate choose: on the bundled model training
 images, and 2,000 test images judge; on TinyViT (see `realbench.py`) support images, and the 1,000 queries judge. 32
-images calibrate. With --counts the first draw is also measured with so many images that choose. Twenty mixes of random widths, one for all operands of a site, tell how well the sum of the losses of
-single operands foretells the loss of all, both on the images that choose.
+images calibrate. With --counts the first draw is also measured with so many images that choose. Twenty mixes of random
+widths, one for all operands of a site, tell how well the sum of the losses of single operands foretells the loss of
+all, both on the images that choose.
 Prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows, and what
 is finished of a row, as long as the sources of the package are the same.
 """
