@@ -33,13 +33,15 @@ MAY_IMPORT = {
     "artifact": CHOICES | {"graph", "ledger", "quantized"},
     "runtime": CHOICES | {"graph", "ledger", "quantized"},
     "export": CHOICES | {"graph", "ledger", "quantized"},
-    "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export"},
+    "hub": CHOICES | {"graph", "ledger", "quantized", "artifact"},
+    "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},
     "inputs": CHOICES | {"graph"},
     "ranks": set(),
     "quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs", "ranks"},
 }
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
+MAY_IMPORT["pipeline"] = MAY_IMPORT["adalog"] | {"adalog"}
 MAY_IMPORT["detection"] = MAY_IMPORT["adalog"] | {"adalog"}
 MAY_IMPORT["study"] = MAY_IMPORT["detection"] | {"detection"}
 MAY_IMPORT["report"] = MAY_IMPORT["study"] | {"study"}

@@ -1,14 +1,15 @@
 """The quantized model: calling it, its summary, saving and loading."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor, nn
 
-from adalog import artifact, library
+from adalog import artifact, hub, library
 from adalog.config import Config
 from adalog.errors import ArtifactError
 from adalog.graph.program import Program
@@ -105,13 +106,37 @@ class QuantizedModel(nn.Module):
         """Write the artifact, whole or not at all; returns its size [bytes]."""
         return artifact.write(self.quantized, Path(path))
 
+    def save_pretrained(
+        self, folder: str | Path, *, classes: Sequence[str] = (), figures: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a folder as the Hub holds it: the artifact, what transformers asks for, and a model card (`hub.save`).
 
-def load(path: str | Path) -> QuantizedModel:
+        classes: names of the classes, in the order of the logits. figures: what was measured, by name, for the card.
+        """
+        hub.save(self.quantized, Path(folder), classes=classes, figures=figures)
+
+    def push_to_hub(
+        self,
+        repository: str,
+        *,
+        private: bool = False,
+        classes: Sequence[str] = (),
+        figures: Mapping[str, str] | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes to OWNER/NAME of the Hub; returns its address. Needs `adalog[hf]`."""
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, classes=classes, figures=figures)
+            return hub.push(self.quantized, repository, Path(folder), private=private)
+
+
+def load(path: str | Path, *, revision: str | None = None) -> QuantizedModel:
     """A saved model, for which this package and the file are enough.
 
-    Raises ArtifactError for a file that is not an artifact.
+    path: a file, a folder that `save_pretrained` wrote, or hf:OWNER/NAME, a repository of the Hub of which `revision`
+    may name a branch, tag or commit. Raises ArtifactError for what is not an artifact, or cannot be had.
     """
-    return QuantizedModel(artifact.deserialise(artifact.read(path), str(path)))
+    file = hub.locate(str(path), revision)
+    return QuantizedModel(artifact.deserialise(artifact.read(file), str(path)))
 
 
 def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor | None, int]:

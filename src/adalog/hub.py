@@ -1,0 +1,195 @@
+"""Models as folders that the Hugging Face Hub holds: the artifact, what transformers asks for, and a model card.
+
+A folder is as untrusted as any file: it is read by `artifact`, and no code of it is run.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adalog import artifact
+from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.files import write_whole
+from adalog.ledger import float_lines, ledger_table
+from adalog.quantized import QuantizedProgram
+
+FILE = "model.adalog.safetensors"
+PREFIX = "hf:"
+MODEL_TYPE, ARCHITECTURE = "adalog", "AdalogForImageClassification"
+# The numbers that image processors give to interpolations: those of Pillow.
+_RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
+
+
+def save(
+    quantized: QuantizedProgram,
+    folder: Path,
+    *,
+    classes: Sequence[str] = (),
+    figures: Mapping[str, str] | None = None,
+) -> None:
+    """Write a model into a folder: the artifact, config.json, preprocessor_config.json and README.md, a model card.
+
+    classes: the names of the classes, in the order of the logits. figures: what was measured of the model, by name, for
+    the card. What transformers needs to prepare images is written where the artifact says how they are prepared. Raises
+    DataError where the folder cannot be written.
+    """
+    names = [str(name) for name in classes]
+    config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
+    if names:
+        config |= {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    preprocessing = quantized.provenance.get("preprocessing")
+    files = {"config.json": _json(config)}
+    if isinstance(preprocessing, Mapping):
+        files["preprocessor_config.json"] = _json(_processor(preprocessing))
+    folder.mkdir(parents=True, exist_ok=True)
+    size = artifact.write(quantized, folder / FILE)
+    files["README.md"] = card(quantized, size, figures or {})
+    for name, text in files.items():
+        write_whole(folder / name, text.encode())
+
+
+def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str]) -> str:
+    """The model card: what is quantized and how, what was measured, and how to run it. size: bytes of the artifact."""
+    floats = len(quantized.float_sites())
+    told = [
+        f"- {len(quantized.ledger)} multiplications, {floats} of which stay float",
+        f"- bits: {quantized.config.bits}",
+    ]
+    told += [f"- the artifact `{FILE}` takes {size:,} bytes"]
+    images = quantized.provenance.get("images")
+    if isinstance(images, int):
+        told.append(f"- {images} unlabelled images calibrated it (seed {quantized.provenance.get('seed', 0)})")
+    measured = [f"| {_plain(name)} | {_plain(value)} |" for name, value in figures.items()]
+    return "\n".join(
+        [
+            "---",
+            "library_name: adalog",
+            "pipeline_tag: image-classification",
+            "tags:",
+            "- quantized",
+            "- adalog",
+            "- vision",
+            "---",
+            "",
+            "# A vision transformer, quantized with adalog",
+            "",
+            *told,
+            "",
+            *(["| measured | |", "|---|---|", *measured, ""] if measured else []),
+            "## How to run it",
+            "",
+            "```python",
+            "import adalog",
+            "",
+            "# Images are prepared as preprocessor_config.json says.",
+            'model = adalog.load("hf:OWNER/NAME")      # or a folder; it computes by fake quantization, in float',
+            'logits = model.compile("native")(images)  # in integers',
+            "```",
+            "",
+            "With transformers:",
+            "",
+            "```python",
+            "import adalog.pipeline                     # lets transformers know the model's class",
+            "from transformers import pipeline",
+            "",
+            'answers = pipeline("image-classification", model="OWNER/NAME")("image.jpg")',
+            "```",
+            "",
+            "## What is quantized",
+            "",
+            "```text",
+            *map(_plain_line, ledger_table(quantized.ledger)),
+            *map(_plain_line, float_lines(quantized.refusals, quantized.float_operations())),
+            "```",
+            "",
+        ]
+    )
+
+
+def locate(path: str, revision: str | None = None) -> Path:
+    """The file of an artifact that a path names: itself, that of a folder, or hf:OWNER/NAME of the Hub.
+
+    A folder may also be named hf:FOLDER. A repository of the Hub is read from the cache, and downloaded where it is not
+    there yet; revision: a branch, tag or commit of it. Raises ArtifactError.
+    """
+    name = path.removeprefix(PREFIX)
+    if Path(name).expanduser().is_dir():
+        folder = Path(name).expanduser()
+        if not (folder / FILE).is_file():
+            raise ArtifactError(f"{folder} has no {FILE}: give a folder that save_pretrained wrote")
+        return folder / FILE
+    if not path.startswith(PREFIX):
+        if revision is not None:
+            raise ValueError(f"revision = {revision!r} is of a repository of the Hub, {path} is none: leave it out")
+        return Path(path)
+    try:
+        return Path(_hub().hf_hub_download(name, FILE, revision=revision))
+    except AdalogError:
+        raise
+    except Exception as cause:  # the network, a name that is none, a repository without such a file
+        raise ArtifactError(
+            f"{path} cannot be loaded: {one_line(cause)}; give a repository of the Hub that holds {FILE}, or a folder"
+        ) from cause
+
+
+def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private: bool = False) -> str:
+    """Upload a folder that `save` wrote to a repository of the Hub, and return its address.
+
+    The repository is made where there is none. Raises AdalogError where that fails.
+    """
+    try:
+        api = _hub().HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        found = api.upload_folder(
+            repo_id=repository, folder_path=str(folder), commit_message=f"A model quantized to {quantized.config.bits}"
+        )
+    except AdalogError:
+        raise
+    except Exception as cause:  # the network, missing rights, a name that is none
+        raise AdalogError(
+            f"{repository} cannot be written: {one_line(cause)}; log in, or choose another name"
+        ) from cause
+    return str(found)
+
+
+def _hub() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError as cause:
+        raise AdalogError("huggingface_hub is not installed: pip install 'adalog[hf]'") from cause
+
+
+def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
+    """The same preprocessing as transformers' image processors write it."""
+    (height, width), resize = preprocessing["size"], preprocessing["resize"]
+    exact = None if isinstance(resize, int) else {"height": resize[0], "width": resize[1]}
+    return {
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": exact or {"shortest_edge": resize},
+        "resample": _RESAMPLE[preprocessing["interpolation"]],
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": preprocessing["rescale"],
+        "do_normalize": True,
+        "image_mean": list(preprocessing["mean"]),
+        "image_std": list(preprocessing["std"]),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _plain(text: object) -> str:
+    """A text in a cell of a table."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _plain_line(text: str) -> str:
+    """A line within a block of code, which it cannot end."""
+    return " ".join(text.split("\n")).replace("`", "'")

@@ -1,0 +1,189 @@
+"""Models as folders for the Hub: what is written, loaded and uploaded, without a network."""
+
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+import adalog
+from adalog import AdalogError, ArtifactError, hub
+from adalog.inputs.zoo import DEMO_PREPROCESSING
+from stored import serialise
+
+CLASSES = [f"class {index}" for index in range(10)]
+
+
+@pytest.fixture(scope="module")
+def noted(quantized):
+    model = adalog.QuantizedModel(quantized.quantized)
+    model.note(preprocessing=dataclasses.asdict(DEMO_PREPROCESSING))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(noted, tmp_path_factory):
+    place = tmp_path_factory.mktemp("hub") / "model"
+    noted.save_pretrained(place, classes=CLASSES, figures={"top-1 | <b>": "90 %\nof 2,000"})
+    return place
+
+
+def test_a_folder_holds_what_the_hub_asks_for(folder, noted):
+    names = ["README.md", "config.json", "model.adalog.safetensors", "preprocessor_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (folder / hub.FILE).read_bytes() == serialise(noted)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "adalog"
+    assert config["id2label"]["3"] == "class 3"
+    assert config["label2id"]["class 9"] == 9
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    assert (processor["size"], processor["crop_size"]) == ({"height": 32, "width": 32}, {"height": 32, "width": 32})
+    assert processor["resample"] == Image.Resampling.BILINEAR
+    assert processor["image_mean"] == pytest.approx(list(DEMO_PREPROCESSING.mean))
+
+
+def test_the_card_says_what_is_in_the_file(folder, noted):
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: adalog\n")
+    assert f"{len(noted.ledger)} multiplications, 0 of which stay float" in card
+    assert f"takes {(folder / hub.FILE).stat().st_size:,} bytes" in card
+    assert "| top-1 \\| &lt;b> | 90 % of 2,000 |" in card
+    for row in noted.ledger:
+        assert f"{row.site} " in card
+    assert card.count("```") % 2 == 0
+
+
+def test_names_cannot_end_the_block_of_code(noted):
+    row = dataclasses.replace(noted.ledger[0], site="a```\n# hostile")
+    hostile = dataclasses.replace(noted.quantized, ledger=(row,))
+    card = hub.card(hostile, 1, {})
+    assert "\n# hostile" not in card
+    assert card.count("```") % 2 == 0
+
+
+def test_a_folder_loads(folder, noted, images):
+    for path in (folder, str(folder), f"hf:{folder}", folder / hub.FILE):
+        assert torch.equal(adalog.load(path)(images), noted(images))
+
+
+def test_without_preprocessing_none_is_written(quantized, tmp_path):
+    bare = adalog.QuantizedModel(dataclasses.replace(quantized.quantized, provenance={"seed": 0, "images": 4}))
+    bare.save_pretrained(tmp_path / "bare")
+    assert not (tmp_path / "bare" / "preprocessor_config.json").exists()
+    assert "id2label" not in json.loads((tmp_path / "bare" / "config.json").read_text())
+
+
+def test_a_shorter_side_is_resized_as_such():
+    given = dataclasses.asdict(adalog.Preprocessing((224, 224), 256, interpolation="bicubic"))
+    processor = hub._processor(given)
+    assert processor["size"] == {"shortest_edge": 256}
+    assert processor["resample"] == Image.Resampling.BICUBIC
+    assert {name: Image.Resampling[name.upper()].value for name in hub._RESAMPLE} == hub._RESAMPLE
+
+
+# --- the hub itself, which is a fake ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """What is asked of the hub, and answers that a test may set."""
+    asked, answers = [], {}
+
+    def answer(name):
+        def call(*given, **named):
+            asked.append((name, given, named))
+            if isinstance(answers.get(name), Exception):
+                raise answers[name]
+            return answers.get(name)
+
+        return call
+
+    api = SimpleNamespace(create_repo=answer("create_repo"), upload_folder=answer("upload_folder"))
+    fake = SimpleNamespace(hf_hub_download=answer("hf_hub_download"), HfApi=lambda: api)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    return SimpleNamespace(asked=asked, answers=answers)
+
+
+def test_a_repository_is_downloaded_at_its_revision(fake, folder, noted, images):
+    fake.answers["hf_hub_download"] = str(folder / hub.FILE)
+    loaded = adalog.load("hf:owner/name", revision="v1")
+    assert torch.equal(loaded(images), noted(images))
+    assert fake.asked == [("hf_hub_download", ("owner/name", hub.FILE), {"revision": "v1"})]
+
+
+def test_what_the_hub_holds_is_read_as_any_file(fake, tmp_path):
+    (tmp_path / "hostile").write_bytes(b"\x80\x04code")
+    fake.answers["hf_hub_download"] = str(tmp_path / "hostile")
+    with pytest.raises(ArtifactError, match="hf:owner/name"):
+        adalog.load("hf:owner/name")
+
+
+def test_a_repository_that_cannot_be_had(fake):
+    fake.answers["hf_hub_download"] = OSError("no network\nat all")
+    with pytest.raises(
+        ArtifactError, match=r"hf:owner/name cannot be loaded: .*no network.*; give a repository"
+    ) as told:
+        adalog.load("hf:owner/name")
+    assert len(str(told.value).splitlines()) == 1
+
+
+def test_an_upload(fake, noted):
+    seen = {}
+
+    def upload(repo_id, folder_path, commit_message):
+        from pathlib import Path
+
+        seen.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+        seen["told"] = (repo_id, commit_message)
+        return "https://example.org/owner/name"
+
+    sys.modules["huggingface_hub"].HfApi().upload_folder = upload
+    assert noted.push_to_hub("owner/name", private=True, classes=CLASSES) == "https://example.org/owner/name"
+    assert fake.asked == [("create_repo", ("owner/name",), {"private": True, "exist_ok": True})]
+    assert seen["told"] == ("owner/name", "A model quantized to w4a4")
+    assert seen[hub.FILE] == serialise(noted)
+    assert sorted(seen) == ["README.md", "config.json", hub.FILE, "preprocessor_config.json", "told"]
+
+
+def test_an_upload_that_fails(fake, noted):
+    fake.answers["create_repo"] = PermissionError("not yours")
+    with pytest.raises(AdalogError, match=r"owner/name cannot be written: .*not yours; log in, or choose another name"):
+        noted.push_to_hub("owner/name")
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, noted):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for call in (lambda: adalog.load("hf:owner/name"), lambda: noted.push_to_hub("owner/name")):
+        with pytest.raises(AdalogError, match=r"huggingface_hub is not installed: pip install 'adalog\[hf\]'"):
+            call()
+
+
+def test_what_is_no_model_of_the_hub(tmp_path, folder):
+    with pytest.raises(
+        ArtifactError, match=r"has no model.adalog.safetensors: give a folder that save_pretrained wrote"
+    ):
+        adalog.load(tmp_path)
+    with pytest.raises(ValueError, match="revision = 'v1' is of a repository of the Hub"):
+        adalog.load(folder / hub.FILE, revision="v1")
+
+
+@pytest.mark.slow
+def test_transformers_answers_with_the_integers(folder, noted):
+    transformers = pytest.importorskip("transformers")
+    from adalog import pipeline
+    from adalog.model import quickest
+
+    pixels = torch.randint(0, 256, (32, 32, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    picture = Image.fromarray(pixels.numpy())
+    answers = transformers.pipeline("image-classification", model=str(folder), top_k=10)
+    assert isinstance(answers.model, pipeline.AdalogForImageClassification)
+    scores = {each["label"]: each["score"] for each in answers(picture)}
+    expected = quickest(noted, 1)[0](DEMO_PREPROCESSING(picture)[None]).softmax(1)[0]
+    assert [scores[name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=0.02)
+    model = transformers.AutoModelForImageClassification.from_pretrained(str(folder))
+    with torch.no_grad():
+        logits = model(DEMO_PREPROCESSING(picture)[None]).logits
+    assert torch.allclose(logits, quickest(noted, 1)[0](DEMO_PREPROCESSING(picture)[None]))
