@@ -6,7 +6,21 @@ from typing import Annotated
 import torch
 import typer
 
-from adalog.cli import bench, cost, demo, detect, doctor, evaluate, figures, inspect, methods, quantize, tables, vectors
+from adalog.cli import (
+    bench,
+    cost,
+    demo,
+    detect,
+    doctor,
+    evaluate,
+    figures,
+    inspect,
+    methods,
+    quantize,
+    report,
+    tables,
+    vectors,
+)
 from adalog.cli.console import Commands, Session, run
 
 # In the order in which `adalog --help` lists them.
@@ -16,6 +30,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate.command,
     "detect": detect.command,
     "inspect": inspect.command,
+    "report": report.command,
     "methods": methods.command,
     "tables": tables.command,
     "figures": figures.command,

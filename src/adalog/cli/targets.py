@@ -9,7 +9,7 @@ from torch import Tensor
 from adalog import AdalogError, DataError, QuantizedModel
 from adalog.cli.console import waiting
 from adalog.inputs import demo, zoo
-from adalog.inputs.images import ImageSet, Preprocessing, find_images
+from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.runtime import Compiled
 
 
@@ -86,6 +86,22 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
                 "give the model that it was made of as --model, or quantize it again"
             )
     return found[0][0]
+
+
+def sample_for(
+    file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
+) -> Tensor | None:
+    """Images to run an artifact on: those of a folder, or the bundled ones for the bundled model, or None."""
+    if data is not None:
+        found = find_calibration(str(file), data, count)
+        assert isinstance(found, ImageSet)
+        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
+    stored = quantized.provenance.get("preprocessing")
+    if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
+        return None
+    bundled = find_calibration("demo", None, count)
+    assert isinstance(bundled, Tensor)
+    return bundled[draw_indices(len(bundled), count, seed)]
 
 
 def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:

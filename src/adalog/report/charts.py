@@ -1,0 +1,197 @@
+"""The pictures of a report as SVG, whose text is escaped and whose colours are classes of the style sheet."""
+
+from collections.abc import Iterable, Sequence
+from math import isfinite, log2
+from typing import Any
+
+import torch
+from markupsafe import Markup
+from torch import Tensor
+
+from adalog.report.sites import Axis, Operand, SiteFacts
+
+SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; the shades of cells change here
+SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the sum of all losses
+_CELL, _HIGH, _LABEL, _ACROSS = 96, 44, 118, 9
+_WIDTH, _BASE, _TOP = 320, 92, 10  # of the picture of an operand
+
+
+def shade(value: float | None, steps: Sequence[float]) -> str:
+    """The class of a cell's colour, from k0, the least loss, to k5; kf for what has none. steps: in order of loss."""
+    if value is None or not isfinite(value):
+        return "kf"
+    falls = steps[0] > steps[-1]
+    return f"k{sum(value < step if falls else value >= step for step in steps)}"
+
+
+def short(value: float | None, form: str = ".3g") -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None or not isfinite(value) else format(value, form)
+
+
+def model_picture(
+    sites: Sequence[SiteFacts], losses: Sequence[float | None] | None, total: float, name: str, places: Sequence[str]
+) -> Markup:
+    """The blocks from top to bottom and their sites from left to right, in order of execution, as links.
+
+    losses: of each site, or None if there are none at all; total: their sum. places: what each cell links to.
+    """
+    blocks: dict[int, list[int]] = {}
+    for number, site in enumerate(sites):
+        blocks.setdefault(site.block, []).append(number)
+    parts, top = [], 4
+    for members in blocks.values():
+        prefix = _prefix([sites[number].row.site for number in members])
+        rows = -(-len(members) // _ACROSS)
+        parts.append(
+            Markup('<circle class="dot" cx="7" cy="{}" r="4"/><text class="block" x="18" y="{}">{}</text>').format(
+                top + 19, top + 23, _tail(prefix, 16) or "–"
+            )
+        )
+        for place, number in enumerate(members):
+            corner = _LABEL + place % _ACROSS * (_CELL + 6), top + place // _ACROSS * _HIGH
+            loss = None if losses is None else (losses[number],)
+            parts.append(_cell(sites[number], prefix, corner, loss, total, places[number]))
+        top += rows * _HIGH
+    across = min(_ACROSS, max(map(len, blocks.values()), default=0))
+    width = _LABEL + across * (_CELL + 6)
+    return Markup(
+        '<svg class="model" viewBox="0 0 {w} {h}" width="{w}" role="group" aria-label="Sites of {name}">'
+        '<path class="stream" d="M7 23V{end}"/>{parts}</svg>'
+    ).format(w=width, h=top, end=max(top - _HIGH + 19, 23), name=name, parts=Markup("").join(parts))
+
+
+def _cell(
+    site: SiteFacts,
+    prefix: str,
+    corner: tuple[int, int],
+    loss: tuple[float | None] | None,
+    total: float,
+    place: str,
+) -> Markup:
+    row, (x, y) = site.row, corner
+    told = f"{row.site}, {row.role}, bits {site.bits}, SQNR {short(row.sqnr, '.1f')} dB"
+    bands = [(shade(row.sqnr, SQNR_STEPS), short(row.sqnr, ".1f"))]
+    if loss is not None:
+        share = None if loss[0] is None else loss[0] / total if total else 0.0
+        bands.append((shade(share, SHARE_STEPS), short(loss[0], ".2g")))
+        told += f", loss {short(loss[0])}"
+    wide = _CELL // len(bands)
+    drawn = [
+        Markup('<rect class="{}" x="{}" y="{}" width="{}" height="18"/><text class="v {}" x="{}" y="{}">{}</text>').format(
+            kind, x + wide * index, y + 18, wide, kind, x + wide * index + wide // 2, y + 31, text
+        )
+        for index, (kind, text) in enumerate(bands)
+    ]
+    label = _tail(row.site.removeprefix(prefix).lstrip(".") or row.site.rpartition(".")[2], 14)
+    return Markup(
+        '<a href="#{}" class="cell"><title>{}</title>'
+        '<rect class="frame" x="{}" y="{}" width="{}" height="36"/><text x="{}" y="{}">{}</text>{}</a>'
+    ).format(place, told, x, y, _CELL, x + 6, y + 13, label, Markup("").join(drawn))
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """The parts of dotted names that all have in common; the whole name of one, without its last part."""
+    split = [name.split(".") for name in names]
+    same = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
+    if len(names) == 1 and len(same) > 1:
+        same.pop()
+    return ".".join(same)
+
+
+def _tail(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[1 - most:]}"
+
+
+# --- an operand ------------------------------------------------------------------------------------------------------
+
+
+def operand_picture(operand: Operand, name: str) -> Markup:
+    """The codes of a weight, or the levels of an activation over its values, if these are known."""
+    if operand.weight is not None:
+        counts = operand.code_counts
+        top = 2**operand.bits - 1 if operand.bits else 0
+        return _svg(f"{name}: how often each code occurs", [_bars(counts, logarithmic=False)], ("code 0", f"code {top}"))
+    if operand.quantizer is None:
+        return Markup("")
+    axis = Axis.of(operand.quantizer)
+    rows = operand.levels
+    parts = [] if operand.seen is None else [_bars(operand.seen.counts, logarithmic=True)]
+    base = _TOP + 4 if operand.seen is not None else (_BASE - 9 * len(rows)) // 2 + 5
+    step = 9 if operand.seen is None else max(2, 12 // len(rows))
+    for index, levels in enumerate(rows):
+        parts.append(_ticks(axis, levels, base + step * index, min(8, step - 1) if len(rows) > 1 else 10))
+    told = "levels" if operand.seen is None else "values (bars, logarithmic counts) and levels (ticks)"
+    ends = tuple(short(end) for end in axis.ends)
+    return _svg(f"{name}: {told}", parts, ends, "logarithmic axis" if axis.logarithmic else "")
+
+
+def _svg(title: str, parts: Iterable[Markup], ends: tuple[Any, ...], middle: str = "") -> Markup:
+    low, high = ends
+    return Markup(
+        '<svg class="chart" viewBox="0 0 320 110" role="img"><title>{}</title>{}<path class="axis" d="M0 92.5H320"/>'
+        '<text x="0" y="106">{}</text><text class="mid" x="160" y="106">{}</text>'
+        '<text class="end" x="320" y="106">{}</text></svg>'
+    ).format(title, Markup("").join(parts), low, middle, high)
+
+
+def _bars(counts: Tensor, *, logarithmic: bool) -> Markup:
+    """Bars as one outline. logarithmic: of their heights, so that tails show."""
+    scaled = [log2(1 + count) if logarithmic else count for count in counts.tolist()]
+    most = max(scaled, default=0) or 1
+    wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", None
+    for index, value in enumerate(scaled):
+        height = _BASE - round((_BASE - 30) * value / most)
+        if height != before:
+            path += f"H{wide * index:g}V{height}" if index else f"V{height}"
+        before = height
+    return Markup('<path class="bars" d="{}H{}V{}z"/>').format(path, _WIDTH, _BASE)
+
+
+def _ticks(axis: Axis, levels: Tensor, y: int, high: int) -> Markup:
+    """Levels as ticks, those that fall on one pixel as one."""
+    places = torch.unique((axis.place(levels) * _WIDTH).round().int()).tolist()
+    path = "".join(f"M{x} {y}v{high}" for x in places)
+    return Markup('<path class="ticks" d="M{} {}H{}{}"/>').format(places[0], y + high // 2, places[-1], path)
+
+
+# --- shares ----------------------------------------------------------------------------------------------------------
+
+
+def interval_picture(shares: Sequence[tuple[str, dict[str, float]]]) -> Markup:
+    """Shares with their 95 % intervals, one below the other, on one axis."""
+    low, high = min(share["low"] for _, share in shares), max(share["high"] for _, share in shares)
+    margin = 0.2 * (high - low) or 0.01
+    low, high = max(low - margin, 0.0), min(high + margin, 1.0)
+
+    def at(value: float) -> str:
+        return f"{140 + 330 * (value - low) / (high - low):.1f}"
+
+    rows = [
+        Markup(
+            '<text x="0" y="{y}">{name}</text><path class="interval" d="M{a} {m}H{b}M{a} {t}v8M{b} {t}v8"/>'
+            '<circle class="point" cx="{c}" cy="{m}" r="4"/>'
+        ).format(
+            y=28 * index + 20,
+            m=28 * index + 16,
+            t=28 * index + 12,
+            name=name,
+            a=at(share["low"]),
+            b=at(share["high"]),
+            c=at(share["value"]),
+        )
+        for index, (name, share) in enumerate(shares)
+    ]
+    bottom = 28 * len(shares) + 14
+    return Markup(
+        '<svg class="chart wide" viewBox="0 0 480 {h}" role="img"><title>Top-1 with 95 % intervals</title>{rows}'
+        '<path class="axis" d="M140 {a}H470"/><text x="140" y="{b}">{low}</text>'
+        '<text class="end" x="470" y="{b}">{high}</text></svg>'
+    ).format(
+        h=bottom + 14,
+        rows=Markup("").join(rows),
+        a=bottom - 4,
+        b=bottom + 10,
+        low=f"{100 * low:.1f} %",
+        high=f"{100 * high:.1f} %",
+    )
