@@ -1,6 +1,7 @@
 """The pictures of a report as SVG, whose text is escaped and whose colours are classes of the style sheet."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import isfinite, log2
 from typing import Any
 
@@ -12,8 +13,8 @@ from adalog.report.sites import Axis, Operand, SiteFacts
 
 SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; the shades of cells change here
 SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the sum of all losses
-_CELL, _HIGH, _LABEL, _ACROSS = 96, 44, 118, 9
-_WIDTH, _BASE, _TOP = 320, 92, 10  # of the picture of an operand
+_HIGH, _LABEL, _ACROSS = 44, 118, 9
+_WIDTH, _BASE = 320, 92  # of the picture of an operand
 
 
 def shade(value: float | None, steps: Sequence[float]) -> str:
@@ -29,65 +30,67 @@ def short(value: float | None, form: str = ".3g") -> str:
     return "–" if value is None or not isfinite(value) else format(value, form)
 
 
-def model_picture(
-    sites: Sequence[SiteFacts], losses: Sequence[float | None] | None, total: float, name: str, places: Sequence[str]
-) -> Markup:
+@dataclass(frozen=True)
+class Band:
+    """A number in a cell: what it is, how it is written, and the class of its colour."""
+
+    name: str
+    text: str
+    shade: str
+
+    @staticmethod
+    def sqnr(value: float | None, name: str = "SQNR [dB]") -> "Band":
+        return Band(name, short(value, ".1f"), shade(value, SQNR_STEPS))
+
+    @staticmethod
+    def loss(value: float | None, total: float) -> "Band":
+        share = None if value is None else value / total if total else 0.0
+        return Band("loss", short(value, ".2g"), shade(share, SHARE_STEPS))
+
+
+def model_picture(sites: Sequence[SiteFacts], bands: Sequence[Sequence[Band]], name: str, to: str) -> Markup:
     """The blocks from top to bottom and their sites from left to right, in order of execution, as links.
 
-    losses: of each site, or None if there are none at all; total: their sum. places: what each cell links to.
+    bands: the numbers in the cell of each site. to: what the address of a cell begins with, before the site's number.
     """
     blocks: dict[int, list[int]] = {}
     for number, site in enumerate(sites):
         blocks.setdefault(site.block, []).append(number)
+    across = max(min(_ACROSS, max(map(len, blocks.values()), default=0)), 1)
+    wide = min(168, 980 // across)
     parts, top = [], 4
-    for members in blocks.values():
+    for _, members in sorted(blocks.items()):
         prefix = _prefix([sites[number].row.site for number in members])
-        rows = -(-len(members) // _ACROSS)
         parts.append(
             Markup('<circle class="dot" cx="7" cy="{}" r="4"/><text class="block" x="18" y="{}">{}</text>').format(
                 top + 19, top + 23, _tail(prefix, 16) or "–"
             )
         )
         for place, number in enumerate(members):
-            corner = _LABEL + place % _ACROSS * (_CELL + 6), top + place // _ACROSS * _HIGH
-            loss = None if losses is None else (losses[number],)
-            parts.append(_cell(sites[number], prefix, corner, loss, total, places[number]))
-        top += rows * _HIGH
-    across = min(_ACROSS, max(map(len, blocks.values()), default=0))
-    width = _LABEL + across * (_CELL + 6)
+            box = _LABEL + place % _ACROSS * wide, top + place // _ACROSS * _HIGH, wide - 6
+            parts.append(_cell(sites[number], prefix, box, bands[number], f"{to}{number}"))
+        top += -(-len(members) // _ACROSS) * _HIGH
     return Markup(
         '<svg class="model" viewBox="0 0 {w} {h}" width="{w}" role="group" aria-label="Sites of {name}">'
         '<path class="stream" d="M7 23V{end}"/>{parts}</svg>'
-    ).format(w=width, h=top, end=max(top - _HIGH + 19, 23), name=name, parts=Markup("").join(parts))
+    ).format(w=_LABEL + across * wide, h=top, end=max(top - _HIGH + 19, 23), name=name, parts=Markup("").join(parts))
 
 
-def _cell(
-    site: SiteFacts,
-    prefix: str,
-    corner: tuple[int, int],
-    loss: tuple[float | None] | None,
-    total: float,
-    place: str,
-) -> Markup:
-    row, (x, y) = site.row, corner
-    told = f"{row.site}, {row.role}, bits {site.bits}, SQNR {short(row.sqnr, '.1f')} dB"
-    bands = [(shade(row.sqnr, SQNR_STEPS), short(row.sqnr, ".1f"))]
-    if loss is not None:
-        share = None if loss[0] is None else loss[0] / total if total else 0.0
-        bands.append((shade(share, SHARE_STEPS), short(loss[0], ".2g")))
-        told += f", loss {short(loss[0])}"
-    wide = _CELL // len(bands)
+def _cell(site: SiteFacts, prefix: str, box: tuple[int, int, int], bands: Sequence[Band], place: str) -> Markup:
+    row, (x, y, whole) = site.row, box
+    wide = whole / len(bands)
     drawn = [
-        Markup('<rect class="{}" x="{}" y="{}" width="{}" height="18"/><text class="v {}" x="{}" y="{}">{}</text>').format(
-            kind, x + wide * index, y + 18, wide, kind, x + wide * index + wide // 2, y + 31, text
-        )
-        for index, (kind, text) in enumerate(bands)
+        Markup(
+            '<rect class="{}" x="{:g}" y="{}" width="{:g}" height="18"/><text class="v {}" x="{:g}" y="{}">{}</text>'
+        ).format(band.shade, x + wide * index, y + 18, wide, band.shade, x + wide * (index + 0.5), y + 31, band.text)
+        for index, band in enumerate(bands)
     ]
-    label = _tail(row.site.removeprefix(prefix).lstrip(".") or row.site.rpartition(".")[2], 14)
+    label = _tail(row.site.removeprefix(prefix).lstrip(".") or row.site.rpartition(".")[2], whole // 6 - 1)
+    told = ", ".join([row.site, row.role, f"bits {site.bits}", *(f"{band.name} {band.text}" for band in bands)])
     return Markup(
         '<a href="#{}" class="cell"><title>{}</title>'
         '<rect class="frame" x="{}" y="{}" width="{}" height="36"/><text x="{}" y="{}">{}</text>{}</a>'
-    ).format(place, told, x, y, _CELL, x + 6, y + 13, label, Markup("").join(drawn))
+    ).format(place, told, x, y, whole, x + 6, y + 13, label, Markup("").join(drawn))
 
 
 def _prefix(names: Sequence[str]) -> str:
@@ -100,7 +103,7 @@ def _prefix(names: Sequence[str]) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    return text if len(text) <= most else f"…{text[1 - most:]}"
+    return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
 # --- an operand ------------------------------------------------------------------------------------------------------
@@ -111,19 +114,21 @@ def operand_picture(operand: Operand, name: str) -> Markup:
     if operand.weight is not None:
         counts = operand.code_counts
         top = 2**operand.bits - 1 if operand.bits else 0
-        return _svg(f"{name}: how often each code occurs", [_bars(counts, logarithmic=False)], ("code 0", f"code {top}"))
+        return _svg(
+            f"{name}: how often each code occurs", [_bars(counts, 8, logarithmic=False)], ("code 0", f"code {top}")
+        )
     if operand.quantizer is None:
         return Markup("")
     axis = Axis.of(operand.quantizer)
     rows = operand.levels
-    parts = [] if operand.seen is None else [_bars(operand.seen.counts, logarithmic=True)]
-    base = _TOP + 4 if operand.seen is not None else (_BASE - 9 * len(rows)) // 2 + 5
-    step = 9 if operand.seen is None else max(2, 12 // len(rows))
-    for index, levels in enumerate(rows):
-        parts.append(_ticks(axis, levels, base + step * index, min(8, step - 1) if len(rows) > 1 else 10))
+    step = 14 if len(rows) == 1 else 7 if operand.seen is not None else 10
+    parts = [_ticks(axis, levels, step * index + 2, step - 3) for index, levels in enumerate(rows)]
+    if operand.seen is not None:
+        parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
     told = "levels" if operand.seen is None else "values (bars, logarithmic counts) and levels (ticks)"
     ends = tuple(short(end) for end in axis.ends)
-    return _svg(f"{name}: {told}", parts, ends, "logarithmic axis" if axis.logarithmic else "")
+    middle = "logarithmic axis" if axis.logarithmic else ""
+    return _svg(f"{name}: {told}", parts, ends, f"{middle} of value + {axis.lift:.2g}" if axis.lift else middle)
 
 
 def _svg(title: str, parts: Iterable[Markup], ends: tuple[Any, ...], middle: str = "") -> Markup:
@@ -135,13 +140,13 @@ def _svg(title: str, parts: Iterable[Markup], ends: tuple[Any, ...], middle: str
     ).format(title, Markup("").join(parts), low, middle, high)
 
 
-def _bars(counts: Tensor, *, logarithmic: bool) -> Markup:
-    """Bars as one outline. logarithmic: of their heights, so that tails show."""
+def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:
+    """Bars as one outline, up to y = top. logarithmic: of their heights, so that tails show."""
     scaled = [log2(1 + count) if logarithmic else count for count in counts.tolist()]
     most = max(scaled, default=0) or 1
     wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", None
     for index, value in enumerate(scaled):
-        height = _BASE - round((_BASE - 30) * value / most)
+        height = _BASE - round((_BASE - top) * value / most)
         if height != before:
             path += f"H{wide * index:g}V{height}" if index else f"V{height}"
         before = height

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from adalog import artifact
@@ -93,7 +93,7 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
         raise _other(path, "evaluate", cause) from cause
     if told["sites"] != artifact.describe(quantized)["sites"]:
         raise DataError(f"{path} judges another artifact, whose sites differ: evaluate this one with --json")
-    return told
+    return told | {"file": PurePath(told.get("file") or "").name}
 
 
 def read_bench(path: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read_bench(path: Path) -> dict[str, Any]:
             _fields(row, _ROW)
     except ValueError as cause:
         raise _other(path, "bench", cause) from cause
-    return told
+    return told | {"file": PurePath(told["file"]).name}
 
 
 def _read(path: Path, command: str) -> dict[str, Any]:

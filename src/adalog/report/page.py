@@ -17,7 +17,16 @@ from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.ledger import float_lines
 from adalog.methods import METHODS
 from adalog.quantizers import FLOAT_BITS
-from adalog.report.charts import SHARE_STEPS, SQNR_STEPS, interval_picture, model_picture, operand_picture, short
+from adalog.report.charts import (
+    SHARE_STEPS,
+    SQNR_STEPS,
+    Band,
+    interval_picture,
+    model_picture,
+    operand_picture,
+    shade,
+    short,
+)
 from adalog.report.measured import MEASURES, Sensitivity
 from adalog.report.sites import Operand, SiteFacts, Subject
 
@@ -62,6 +71,10 @@ def report(
 ) -> bytes:
     """The page of one file, as UTF-8; the same input gives the same bytes."""
     rows = _rows(subject, sensitivity)
+    bands = [[Band.sqnr(row["sqnr"])] for row in rows]
+    if sensitivity is not None:
+        total = sensitivity.total(subject.sites)
+        bands = [[*each, Band.loss(row["loss"], total)] for each, row in zip(bands, rows, strict=True)]
     shares = [
         (title, score["top1"])
         for title, score in (("this file", evaluation), ("full precision", (evaluation or {}).get("full_precision")))
@@ -70,13 +83,16 @@ def report(
     return _rendered(
         "report.html",
         title=subject.name,
-        files=[_told(subject, sensitivity, rows, [f"site-{number}" for number in range(len(rows))])],
+        files=[_told(subject, sensitivity, rows)],
+        picture=model_picture(subject.sites, bands, subject.name, "site-"),
         columns=_shown(_COLUMNS, sensitivity),
         rows=rows,
         details=[
             {
                 "row": row,
-                "operands": [_operand(*each, site, sensitivity) for each in zip(("Left", "Right"), site.operands, strict=True)],
+                "operands": [
+                    _operand(*each, site, sensitivity) for each in zip(("Left", "Right"), site.operands, strict=True)
+                ],
             }
             for row, site in zip(rows, subject.sites, strict=True)
         ],
@@ -91,35 +107,38 @@ def report(
 
 def comparison(first: Subject, second: Subject, *, sensitivity: Sensitivity | None = None) -> bytes:
     """The page of two files side by side, as UTF-8; the same input gives the same bytes."""
-    both = [_rows(subject, sensitivity) for subject in (first, second)]
+    subjects = (first, second)
+    both = [_rows(subject, sensitivity) for subject in subjects]
     by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in both]
-    rows = []
-    for number, name in enumerate(dict.fromkeys([*by_name[0], *by_name[1]])):
-        a, b = (each.get(name, {}) for each in by_name)
-        row = {**(a or b), "number": number + 1}
-        for key in ("bits", "sqnr", "loss", "bytes"):
-            row[key], row[f"{key}_b"] = a.get(key), b.get(key)
-        for key in ("sqnr", "bytes"):
-            pair = row[key], row[f"{key}_b"]
-            row[f"{key}_more"] = None if None in pair else pair[1] - pair[0]
-        words = [[each.get("left"), each.get("right")] for each in (a, b)]
-        rows.append(row | {"differs": words[0] != words[1] or a.get("bits") != b.get("bits")})
-    places = {row["site"]: f"row-{row['number'] - 1}" for row in rows}
-    told = [
-        _told(subject, sensitivity, given, [places[row["site"]] for row in given])
-        for subject, given in zip((first, second), both, strict=True)
-    ]
+    sites = {site.row.site: site for subject in (second, first) for site in subject.sites}
+    names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
+    rows = [_compared(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
+    bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "of B")] for row in rows]
+    told = [_told(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
     configs = [each["config"] for each in told]
     chosen = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
     return _rendered(
         "compare.html",
         title=f"{first.name} and {second.name}",
         files=told,
+        picture=model_picture([sites[name] for name in names], bands, "both files", "row-"),
         columns=_shown(_COMPARED, sensitivity),
         rows=rows,
         choices={key: values for key, values in chosen.items() if values[0] != values[1]},
         sensitivity=sensitivity,
     )
+
+
+def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """A row of the page's JSON from those of a site in each file, which are empty where a file does not have it."""
+    row = {**(a or b), "number": number + 1}
+    for key in ("bits", "sqnr", "loss", "bytes"):
+        row[key], row[f"{key}_b"] = a.get(key), b.get(key)
+    for key in ("sqnr", "bytes"):
+        pair = row[key], row[f"{key}_b"]
+        row[f"{key}_more"] = None if None in pair else pair[1] - pair[0]
+    told = [[each.get(key) for key in ("left", "right", "bits")] for each in (a, b)]
+    return row | {"differs": told[0] != told[1]}
 
 
 def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Sensitivity | None) -> list[tuple[str, str, bool]]:
@@ -142,13 +161,9 @@ def _rows(subject: Subject, sensitivity: Sensitivity | None) -> list[dict[str, A
     ]
 
 
-def _told(
-    subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict[str, Any]], places: Sequence[str]
-) -> dict[str, Any]:
-    """What both pages say of a file. places: the part of the page that the picture's cell of each site leads to."""
-    quantized, losses = subject.quantized, None if sensitivity is None else [row["loss"] for row in rows]
-    total = 0.0 if sensitivity is None else sensitivity.total(subject.sites)
-    described = artifact.describe(quantized)
+def _told(subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What both pages say of a file."""
+    quantized, described = subject.quantized, artifact.describe(subject.quantized)
     known = [row for row in rows if row["sqnr"] is not None]
     in_float = subject.cost.macs * FLOAT_BITS**2 / 64
     refused = [(name, *why.partition(": ")[::2]) for name, why in quantized.refusals.items()]
@@ -161,7 +176,6 @@ def _told(
         "name": subject.name,
         "bits": quantized.config.bits,
         "method": _method(quantized.config),
-        "picture": model_picture(subject.sites, losses, total, subject.name, places),
         "bytes": len(subject.content),
         "float_bytes": subject.float_bytes,
         "parts": artifact.sizes(subject.content),
@@ -170,7 +184,7 @@ def _told(
         "sites": len(rows),
         "float_sites": len(quantized.float_sites()),
         "worst": min(known, key=lambda row: row["sqnr"], default=None),
-        "loss": total if sensitivity is not None else None,
+        "loss": None if sensitivity is None else sensitivity.total(subject.sites),
         "refused": refused,
         "operations": float_lines({}, quantized.float_operations())[-1],
         "config": described["config"],
@@ -182,7 +196,9 @@ def _told(
 
 
 def _why_float(site: SiteFacts, config: Config) -> str:
-    sides = " and ".join(side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS)
+    sides = " and ".join(
+        side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS
+    )
     pinned = config.at([site.row.site]).weight_bits == FLOAT_BITS and config.weight_bits != FLOAT_BITS
     return f"its {sides} operand has 32 bits, as {'it is pinned to' if pinned else 'the method has it'}"
 
@@ -258,7 +274,7 @@ def _rendered(template: str, **values: Any) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "cell": _cell_text}
+    environment.filters |= {"short": short, "cell": _cell_text, "shade": shade}
     environment.globals |= {"SQNR_STEPS": SQNR_STEPS, "SHARE_STEPS": SHARE_STEPS, "MEASURES": MEASURES}
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     page = environment.get_template(template).render(style=style, script=script, policy=policy, **values)

@@ -54,9 +54,7 @@ class Axis:
     @property
     def ends(self) -> tuple[float, float]:
         """The values at both ends."""
-        return (
-            (2.0**self.low - self.lift, 2.0**self.high - self.lift) if self.logarithmic else (self.low, self.high)
-        )
+        return (2.0**self.low - self.lift, 2.0**self.high - self.lift) if self.logarithmic else (self.low, self.high)
 
 
 @dataclass
