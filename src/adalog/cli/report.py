@@ -6,20 +6,12 @@ from typing import Annotated
 import typer
 
 from adalog import artifact, files
-from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, waiting
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say
 from adalog.cli.options import JsonOption, SeedOption, thread_count
 from adalog.cli.targets import sample_for
 from adalog.errors import printable
 from adalog.model import QuantizedModel
-from adalog.report import (
-    Subject,
-    comparison,
-    examine,
-    read_bench,
-    read_evaluation,
-    read_sensitivity,
-    report,
-)
+from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
 
 
 def command(
@@ -47,35 +39,30 @@ def command(
 ) -> None:
     """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""
     check_outputs(out, json_out, reads=(file, other, sensitivity, evaluation, bench))
-    losses = None if sensitivity is None else read_sensitivity(sensitivity)
     if other is not None:
         given = (("--data", data), ("--evaluation", evaluation), ("--bench", bench))
         odd = [option for option, value in given if value is not None]
         if odd:
             raise ValueError(f"{odd[0]} is of one artifact, and two are compared: leave it out, or name one file")
-        with waiting(f"compare {file} and {other}"):
-            pages = [examine(printable(path.name), artifact.read(path)) for path in (file, other)]
-            content = comparison(*pages, sensitivity=losses)
-    else:
-        subject = _examined(file, data, images, seed)
-        judged = None if evaluation is None else read_evaluation(evaluation, subject.quantized)
-        timed = None if bench is None else read_bench(bench)
-        content = report(subject, sensitivity=losses, evaluation=judged, bench=timed)
-    files.write_whole(out, content)
-    if json_out != "-":
-        say(f"{printable(str(out))}: {len(content):,} bytes")
-    emit_json({"file": str(out), "bytes": len(content), "of": [str(each) for each in (file, other) if each]}, json_out)
-
-
-def _examined(file: Path, data: Path | None, images: int, seed: int) -> Subject:
-    content = artifact.read(file)
-    model = QuantizedModel(artifact.deserialise(content, str(file)))
-    sample = sample_for(file, model, data, images, seed, thread_count(0))
+    paths = [file] if other is None else [file, other]
+    contents = [artifact.read(path) for path in paths]
+    loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
+    first = loaded[0]
+    losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
+    judged = None if evaluation is None else read_evaluation(evaluation, first)
+    timed = None if bench is None else read_bench(bench)
+    sample = None if other else sample_for(file, QuantizedModel(first), data, images, seed, thread_count(0))
     with progress_bar() as progress, quiet():
-        bar = progress.add_task(f"examine {printable(file.name)}", total=images)
-        return examine(
-            printable(file.name),
-            content,
-            sample,
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        bar = progress.add_task("examine", total=1 if sample is None else len(sample))
+        subjects = [
+            examine(printable(path.name), content, held, sample, lambda done: progress.update(bar, completed=done))
+            for path, content, held in zip(paths, contents, loaded, strict=True)
+        ]
+    if other is None:
+        page = report(subjects[0], sensitivity=losses, evaluation=judged, bench=timed)
+    else:
+        page = comparison(subjects[0], subjects[1], sensitivity=losses)
+    files.write_whole(out, page)
+    if json_out != "-":
+        say(f"{printable(str(out))}: {len(page):,} bytes")
+    emit_json({"file": str(out), "bytes": len(page), "of": [str(path) for path in paths]}, json_out)

@@ -15,6 +15,7 @@ from adalog.report.sites import SiteFacts
 
 MEASURES = {"kl": "KL divergence [nats]", "relative squared error": "relative squared error"}
 OPERANDS = ("weight", "activation", "softmax", "input")
+_MOST = 1e15  # no number is as large as this
 _SHARE = {"value": float, "low": float, "high": float}
 _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "images_per_second": float, "repeats": int}
 
@@ -56,8 +57,8 @@ class Sensitivity:
         return sum(found.values())
 
 
-def read_sensitivity(path: Path) -> Sensitivity:
-    """The JSON of `adalog sensitivity`. Raises DataError for a file that is not of that form."""
+def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Sensitivity:
+    """The JSON of `adalog sensitivity` of this model. Raises DataError for a file that is not."""
     told = _read(path, "sensitivity")
     try:
         _check(told.get("measure") in MEASURES, f'"measure" is none of {", ".join(MEASURES)}')
@@ -70,8 +71,12 @@ def read_sensitivity(path: Path) -> Sensitivity:
             _check(bool(sites) and all(isinstance(name, str) for name in sites), '"sites" are no names')
             _check(row["operand"] in OPERANDS, f'"operand" is none of {", ".join(OPERANDS)}')
             for name in sites:
-                losses.setdefault((name, row["operand"]), {})[row["bits"]] = float(row["loss"])
+                known = losses.setdefault((name, row["operand"]), {})
+                _check(row["bits"] not in known, f"it has two losses of {name}, {row['operand']}, {row['bits']} bits")
+                known[row["bits"]] = float(row["loss"])
                 groups[name, row["operand"]] = sites
+        named = {name for name, _ in losses}
+        _check(any(row.site in named for row in quantized.ledger), "it is of another model, whose sites differ")
     except ValueError as cause:
         raise _other(path, "sensitivity", cause) from cause
     return Sensitivity(told["measure"], told["images"], losses, groups)
@@ -85,8 +90,9 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
         for score in (told, told.get("full_precision") or {"images": 0}):
             _fields(score, {"images": int})
             for name in ("top1", "top5"):
-                if score.get(name) is not None:
-                    _fields(score[name], _SHARE)
+                if (share := score.get(name)) is not None:
+                    _fields(share, _SHARE)
+                    _check(all(-1e-9 <= share[key] <= 1 + 1e-9 for key in _SHARE), f'"{name}" is no share')
             _optional(score, {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float})
         _optional(told, {"file": str, "executor": str, "reference": str})
     except ValueError as cause:
@@ -103,6 +109,7 @@ def read_bench(path: Path) -> dict[str, Any]:
         _fields(told, {"file": str, "threads": int, "rows": list, "absent": dict})
         for row in told["rows"]:
             _fields(row, _ROW)
+            _check(row["batch"] > 0, "a batch has no images")
     except ValueError as cause:
         raise _other(path, "bench", cause) from cause
     return told | {"file": PurePath(told["file"]).name}
@@ -134,7 +141,8 @@ def _fields(told: Any, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         value = told.get(name)
         good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-        _check(good, f'"{name}" is missing or of the wrong type')
+        good = good and (not isinstance(value, (int, float)) or abs(value) < _MOST)
+        _check(good, f'"{name}" is missing, of the wrong type or too large')
 
 
 def _optional(told: Mapping[str, Any], kinds: Mapping[str, type]) -> None:

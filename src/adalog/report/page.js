@@ -74,10 +74,10 @@ for (const line of lines) {
 }
 
 // --- a link to a site opens it ---
-function open() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+function follow() {
+  const target = document.getElementById(location.hash.slice(1));
   if (target?.tagName === "DETAILS") target.open = true;
   if (target?.tagName === "TR") light(Number(target.dataset.i), true);
 }
-addEventListener("hashchange", open);
-open();
+addEventListener("hashchange", follow);
+follow();

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -274,11 +275,16 @@ def _rendered(template: str, **values: Any) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "cell": _cell_text, "shade": shade}
+    environment.filters |= {"short": short, "cell": _cell_text, "shade": shade, "json": _json}
     environment.globals |= {"SQNR_STEPS": SQNR_STEPS, "SHARE_STEPS": SHARE_STEPS, "MEASURES": MEASURES}
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     page = environment.get_template(template).render(style=style, script=script, policy=policy, **values)
     return page.encode("utf-8", "backslashreplace")
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """A value as text to read: itself if it is text, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=False)
 
 
 def _cell_text(row: dict[str, Any], key: str) -> str:
@@ -287,4 +293,4 @@ def _cell_text(row: dict[str, Any], key: str) -> str:
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
     form = _FORMS[key.removesuffix("_b").removesuffix("_more")]
-    return format(value, f"+{form}" if key.endswith("_more") else form)
+    return format(value, f"+{form}" if value and key.endswith("_more") else form)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog import artifact
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
 from adalog.graph.sites import find_blocks, find_sites
@@ -153,15 +152,18 @@ class Subject:
 
 @torch.no_grad()
 def examine(
-    name: str, content: bytes, images: Tensor | None = None, progress: Callable[[int, int], None] | None = None
+    name: str,
+    content: bytes,
+    quantized: QuantizedProgram,
+    images: Tensor | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Subject:
-    """What a report says of an artifact's bytes.
+    """What a report says of an artifact.
 
-    name: of the file. images: (N, C, H, W), to run the model on for the histograms of activations, or None.
-    progress(done, total) is called after some images. Raises ArtifactError for bytes that are no artifact, and
-    ProgramError or ValueError where the program cannot run on the images.
+    name: of the file. content: its bytes. quantized: what they hold. images: (N, C, H, W), to run the model on for the
+    histograms of activations, or None. progress(done) is called after some images. Raises ProgramError or
+    ValueError where the program cannot run on the images.
     """
-    quantized = artifact.deserialise(content, name)
     program = quantized.program
     seen = {} if images is None else _observed(quantized, images, progress)
     plain, _ = program.unquantized()
@@ -209,9 +211,7 @@ def _kinds(row: LedgerRow) -> tuple[str, str]:
     return left, "activation" if row.role in ("qk", "av") else "weight"
 
 
-def _observed(
-    quantized: QuantizedProgram, images: Tensor, progress: Callable[[int, int], None] | None
-) -> dict[str, Seen]:
+def _observed(quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None) -> dict[str, Seen]:
     """The values that each quantizer of the program reads, by its name."""
     program = quantized.program
     found = {name: Seen(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
@@ -224,5 +224,5 @@ def _observed(
     for done, batch in enumerate(images.split(2)):
         program.run([batch], watch)
         if progress is not None:
-            progress(min(2 * done + 2, len(images)), len(images))
+            progress(min(2 * done + 2, len(images)))
     return found
