@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adalog import Config, artifact
+from adalog import Calibration, Config, artifact
 from adalog.errors import DataError
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, UniformQuantizer
 from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
@@ -59,6 +59,17 @@ def subject(content):
     return subject_of(content, images=4)
 
 
+def losses_of(quantized):
+    """The JSON of `adalog sensitivity` at all widths, with losses that are made up."""
+    rows = [
+        {"sites": [row.site], "operand": kind, "bits": bits, "loss": 0.0123456789 * 0.5**bits}
+        for row in quantized.ledger
+        for kind in ("weight", "activation", "softmax", "input")
+        for bits in range(2, 9)
+    ]
+    return {"measure": "kl", "images": 256, "rows": rows}
+
+
 @pytest.fixture(scope="module")
 def measured(quantized, tmp_path_factory):
     """What other commands measured of the same file, by option."""
@@ -78,16 +89,7 @@ def measured(quantized, tmp_path_factory):
             ],
             "absent": {"torch": "no reason"},
         },
-        "sensitivity": {
-            "measure": "kl",
-            "images": 256,
-            "rows": [
-                {"sites": [row["site"]], "operand": kind, "bits": bits, "loss": 0.5**bits}
-                for row in sites
-                for kind in ("weight", "activation", "softmax", "input")
-                for bits in (3, 4, 8)
-            ],
-        },
+        "sensitivity": losses_of(quantized.quantized),
     }
     for name, value in told.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -158,17 +160,18 @@ def test_what_a_screen_reader_needs(whole):
 
 
 @pytest.mark.slow
-def test_the_page_of_deit_s_is_small():
-    """With 8 bits, a scale per head and histograms, which take the most."""
+def test_the_page_of_deit_s_is_small(tmp_path):
+    """With all that there can be on it, and 4 bits with a scale per head, whose levels are the most that stay apart."""
     timm = pytest.importorskip("timm")
-    from adalog import Calibration
-
     torch.manual_seed(0)
     model = timm.create_model("deit_small_patch16_224").eval()
     images = torch.randn(2, 3, 224, 224)
-    config = replace(Config.preset("w8a8", "minmax"), images=2, per_head=True, post_softmax="log2", post_gelu="log2")
-    made = Calibration(model, images).quantize(config)
-    page = report(examine("deit.safetensors", serialise(made), made.quantized, images[:1]))
+    made = Calibration(model, images).quantize(replace(Config.preset("w4a4", "minmax"), images=2, per_head=True))
+    (tmp_path / "sensitivity.json").write_text(json.dumps(losses_of(made.quantized)))
+    page = report(
+        examine("deit.safetensors", serialise(made), made.quantized, images[:1]),
+        sensitivity=read_sensitivity(tmp_path / "sensitivity.json", made.quantized),
+    )
     assert len(Page(page).lines) == 74
     assert len(page) <= 300_000
 
@@ -235,10 +238,9 @@ def test_bars_count_every_value_and_every_code(subject):
     assert int(qk.left.seen.counts.sum()) == 4 * 64 * 32  # images, tokens, channels
 
 
-def test_codes_of_eight_bits_are_taken_together(tiniest, images):
-    from adalog import Calibration
-
-    config = replace(Config.preset("w8a8", "minmax"), images=4, pinned=(("blocks.0.mlp.fc1", FLOAT_BITS),))
+def test_eight_bits_and_float(tiniest, images):
+    """Codes of 8 bits share bars. Of what stays float the page says why, be it one operand or a whole site."""
+    config = replace(Config.preset("w8a8", "minmax"), images=4, input_bits=32, pinned=(("blocks.0.mlp.fc1", 32),))
     made = Calibration(tiniest, images).quantize(config)
     subject = subject_of(serialise(made))
     head = subject.sites[-1].right
@@ -248,8 +250,14 @@ def test_codes_of_eight_bits_are_taken_together(tiniest, images):
     (line,) = (line for line in page.lines if line[1] == "blocks.0.mlp.fc1")
     assert line[4] == "float × float"
     assert line[7] == "–"
-    assert "its left and right operand has 32 bits, as it is pinned to" in page.text
-    assert "--pin 'blocks.0.mlp.fc1=32'" in page.text or "--pin blocks.0.mlp.fc1=32" in page.text
+    (line,) = (line for line in page.lines if line[1] == "patch_embed.conv1")
+    assert line[4] == "float × 8"
+    why = re.findall(r"<tr><td>stays float</td><th scope=.row.>(.*?)</th><td>(.*?)</td></tr>", report(subject).decode())
+    assert why == [
+        ("blocks.0.mlp.fc1", "kept at 32 bits"),
+        ("patch_embed.conv1", "the choices give its left operand 32 bits"),
+    ]
+    assert "--pin blocks.0.mlp.fc1=32" not in page.text  # the bits of images are those of no method
 
 
 def test_axes_reach_beyond_the_levels():

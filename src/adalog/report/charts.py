@@ -14,6 +14,7 @@ from adalog.report.sites import Axis, Operand, SiteFacts
 SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; the shades of cells change here
 SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the sum of all losses
 _HIGH, _LABEL, _ACROSS = 44, 118, 9
+_APART = 9  # pixels between levels, where there are rows of them: with more than 4 bits a row becomes a bar
 _WIDTH, _BASE = 320, 92  # of the picture of an operand
 
 
@@ -122,10 +123,13 @@ def operand_picture(operand: Operand, name: str) -> Markup:
     axis = Axis.of(operand.quantizer)
     rows = operand.levels
     step = 14 if len(rows) == 1 else 7 if operand.seen is not None else 10
-    parts = [_ticks(axis, levels, step * index + 2, step - 3) for index, levels in enumerate(rows)]
+    parts = [
+        _ticks(axis, levels, step * index + 2, step - 3, 1 if len(rows) == 1 else _APART)
+        for index, levels in enumerate(rows)
+    ]
     if operand.seen is not None:
         parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
-    told = "levels" if operand.seen is None else "values (bars, logarithmic counts) and levels (ticks)"
+    told = "levels" if operand.seen is None else "values and levels"
     ends = tuple(short(end) for end in axis.ends)
     middle = "logarithmic axis" if axis.logarithmic else ""
     return _svg(f"{name}: {told}", parts, ends, f"{middle} of value + {axis.lift:.2g}" if axis.lift else middle)
@@ -135,7 +139,7 @@ def _svg(title: str, parts: Iterable[Markup], ends: tuple[Any, ...], middle: str
     low, high = ends
     return Markup(
         '<svg class="chart" viewBox="0 0 320 110" role="img"><title>{}</title>{}<path class="axis" d="M0 92.5H320"/>'
-        '<text x="0" y="106">{}</text><text class="mid" x="160" y="106">{}</text>'
+        '<text y="106">{}</text><text class="mid" x="160" y="106">{}</text>'
         '<text class="end" x="320" y="106">{}</text></svg>'
     ).format(title, Markup("").join(parts), low, middle, high)
 
@@ -144,20 +148,29 @@ def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:
     """Bars as one outline, up to y = top. logarithmic: of their heights, so that tails show."""
     scaled = [log2(1 + count) if logarithmic else count for count in counts.tolist()]
     most = max(scaled, default=0) or 1
-    wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", None
+    wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", _BASE
     for index, value in enumerate(scaled):
         height = _BASE - round((_BASE - top) * value / most)
         if height != before:
-            path += f"H{wide * index:g}V{height}" if index else f"V{height}"
+            path += f"H{wide * index:g}v{height - before}"
         before = height
     return Markup('<path class="bars" d="{}H{}V{}z"/>').format(path, _WIDTH, _BASE)
 
 
-def _ticks(axis: Axis, levels: Tensor, y: int, high: int) -> Markup:
-    """Levels as ticks, those that fall on one pixel as one."""
-    places = torch.unique((axis.place(levels) * _WIDTH).round().int()).tolist()
-    path = "".join(f"M{x} {y}v{high}" for x in places)
-    return Markup('<path class="ticks" d="M{} {}H{}{}"/>').format(places[0], y + high // 2, places[-1], path)
+def _ticks(axis: Axis, levels: Tensor, y: int, high: int, apart: int) -> Markup:
+    """Levels as ticks on a line; those that are at most so many pixels apart run together into one bar."""
+    runs: list[list[int]] = []
+    for x in torch.unique((axis.place(levels) * _WIDTH).round().int()).tolist():
+        if runs and x - runs[-1][1] <= apart:
+            runs[-1][1] = x
+        else:
+            runs.append([x, x])
+    start, end = runs[0][0], runs[-1][1]
+    path = f"M{start} {y + high // 2}H{end}M{start} {y}"
+    for (first, last), (following, _) in zip(runs, [*runs[1:], runs[-1]], strict=True):  # relative steps take few bytes
+        step = following - first
+        path += f"v{high}h{last - first}v-{high}zm{step} 0" if last > first else f"v{high}m{step}-{high}"
+    return Markup('<path class="ticks" d="{}"/>').format(path)
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def _rows(subject: Subject, sensitivity: Sensitivity | None) -> list[dict[str, A
             "sqnr": site.row.sqnr if isfinite(site.row.sqnr) else None,
             "bits": site.bits,
             "loss": None if sensitivity is None else sensitivity.loss_of(site),
-            "fixops": site.fixops / 1e6,
+            "fixops": round(site.fixops / 1e6, 6),
             "bytes": site.weight_bytes,
         }
         for number, site in enumerate(subject.sites)
@@ -169,7 +169,7 @@ def _told(subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict
     in_float = subject.cost.macs * FLOAT_BITS**2 / 64
     refused = [(name, *why.partition(": ")[::2]) for name, why in quantized.refusals.items()]
     refused += [
-        (site.row.site, "stays float", _why_float(site, quantized.config))
+        (site.row.site, "stays float", _why_float(site))
         for site in subject.sites
         if FLOAT_BITS in (site.left.bits, site.right.bits) and site.row.site not in quantized.refusals
     ]
@@ -196,12 +196,10 @@ def _told(subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict
     }
 
 
-def _why_float(site: SiteFacts, config: Config) -> str:
-    sides = " and ".join(
-        side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS
-    )
-    pinned = config.at([site.row.site]).weight_bits == FLOAT_BITS and config.weight_bits != FLOAT_BITS
-    return f"its {sides} operand has 32 bits, as {'it is pinned to' if pinned else 'the method has it'}"
+def _why_float(site: SiteFacts) -> str:
+    """Why an operand stays float, where the file's refusals do not say."""
+    sides = [side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS]
+    return f"the choices give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
 def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Sensitivity | None) -> dict[str, Any]:
