@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, log2
-from typing import Any
 
 import torch
 from markupsafe import Markup
@@ -130,18 +129,19 @@ def operand_picture(operand: Operand, name: str) -> Markup:
     if operand.seen is not None:
         parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
     told = "levels" if operand.seen is None else "values and levels"
-    ends = tuple(short(end) for end in axis.ends)
+    low, high = axis.ends
     middle = "logarithmic axis" if axis.logarithmic else ""
-    return _svg(f"{name}: {told}", parts, ends, f"{middle} of value + {axis.lift:.2g}" if axis.lift else middle)
+    middle += f" of value + {axis.lift:.2g}" if axis.lift else ""
+    return _svg(f"{name}: {told}", parts, (short(low), short(high)), middle)
 
 
-def _svg(title: str, parts: Iterable[Markup], ends: tuple[Any, ...], middle: str = "") -> Markup:
-    low, high = ends
+def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str = "") -> Markup:
+    """The frame of an operand's picture. ends, middle: what stands below its axis."""
+    label = Markup('<text class="mid" x="160" y="106">{}</text>').format(middle) if middle else ""
     return Markup(
         '<svg class="chart" viewBox="0 0 320 110" role="img"><title>{}</title>{}<path class="axis" d="M0 92.5H320"/>'
-        '<text y="106">{}</text><text class="mid" x="160" y="106">{}</text>'
-        '<text class="end" x="320" y="106">{}</text></svg>'
-    ).format(title, Markup("").join(parts), low, middle, high)
+        '<text y="106">{}</text>{}<text class="end" x="320" y="106">{}</text></svg>'
+    ).format(title, Markup("").join(parts), ends[0], label, ends[1])
 
 
 def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:

@@ -52,10 +52,12 @@ function light(index, on) {
   for (const cell of cells) if (numberOf(cell) === index) cell.classList.toggle("lit", on);
 }
 for (const cell of cells) {
-  const index = numberOf(cell), title = cell.querySelector("title");
+  const index = numberOf(cell), told = cell.querySelector("title").textContent;
+  cell.querySelector("title").remove();  // which the browser would show too
+  cell.setAttribute("aria-label", told);
   const show = () => {
     const row = rows[index], box = cell.getBoundingClientRect();
-    hover.textContent = `${title.textContent.split(", ").join("\n")}\n${row.left ?? ""}\n${row.right ?? ""}`;
+    hover.textContent = `${told.split(", ").join("\n")}\n${row.left ?? ""}\n${row.right ?? ""}`;
     hover.hidden = false;
     const left = Math.min(box.left, document.documentElement.clientWidth - hover.offsetWidth - 8);
     const below = box.bottom + hover.offsetHeight + 8 < window.innerHeight;
