@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adalog import Calibration, Config, artifact
-from adalog.errors import DataError
+from adalog.errors import ArtifactError, DataError
 from adalog.quantizers import FLOAT_BITS, LogQuantizer, UniformQuantizer
 from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
 from adalog.report.page import _command
@@ -282,6 +282,22 @@ def test_a_ledger_that_names_other_sites_is_shown_as_it_is(content):
     page = Page(report(subject_of(rebuilt(content, change))))
     (line,) = page.lines
     assert line[1:8] == ["nowhere", "linear", "other", "? × ?", "some", "words", "–"]
+
+
+def test_a_ledger_may_be_empty(content):
+    assert Page(report(subject_of(rebuilt(content, lambda header: header.update(ledger=[]))))).lines == []
+
+
+def test_a_program_that_nothing_here_would_make_is_refused(content):
+    """It runs, but its product takes operands by name."""
+
+    def change(header):
+        node = next(node for node in header["nodes"] if node[1] == "aten.linear.default")
+        node[3] = dict(zip(("input", "weight", "bias"), node[2], strict=True))
+        node[2] = []
+
+    with pytest.raises(ArtifactError, match=r"^odd holds a program that cannot be told \(IndexError"):
+        subject_of(rebuilt(content, change), "odd")
 
 
 def test_what_is_measured_is_shown(whole, subject):

@@ -1,12 +1,13 @@
 """What a file tells about each of its sites: both operands with their levels and values, and what the site costs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog.errors import ArtifactError, one_line
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
 from adalog.graph.sites import find_blocks, find_sites
@@ -161,14 +162,25 @@ def examine(
     """What a report says of an artifact.
 
     name: of the file. content: its bytes. quantized: what they hold. images: (N, C, H, W), to run the model on for the
-    histograms of activations, or None. progress(done) is called after some images. Raises ProgramError or
-    ValueError where the program cannot run on the images.
+    histograms of activations, or None. progress(done) is called after some images. Raises ProgramError or ValueError
+    where the program cannot run on the images, and ArtifactError for one that no `adalog quantize` has made.
     """
-    program = quantized.program
     seen = {} if images is None else _observed(quantized, images, progress)
+    try:
+        spent = cost(quantized.program, [list(value.shape[1:]) for value in quantized.example])
+        sites = _facts(quantized, spent, seen)
+    except (AttributeError, IndexError, KeyError, TypeError) as cause:  # a program that runs may still be a strange one
+        raise ArtifactError(
+            f"{name} holds a program that cannot be told ({one_line(cause)}); make it anew with `adalog quantize`"
+        ) from cause
+    return Subject(name, content, quantized, spent, sites, 0 if images is None else len(images))
+
+
+def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -> tuple[SiteFacts, ...]:
+    """The rows of the ledger with what the program knows of them. seen: by the quantizer's name."""
+    program = quantized.program
     plain, _ = program.unquantized()
     blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}
-    spent = cost(program, [list(value.shape[1:]) for value in quantized.example])
     costs: dict[str, list[CostRow]] = {}
     for row in spent.products:
         costs.setdefault(row.name, []).append(row)
@@ -193,8 +205,7 @@ def examine(
         weight_bytes = sum(each.weight_bytes for each in rows)
         return SiteFacts(row, left, right, blocks[site.node.name], macs, fixops, weight_bytes)
 
-    sites = tuple(facts(row) for row in quantized.ledger)
-    return Subject(name, content, quantized, spent, sites, 0 if images is None else len(images))
+    return tuple(facts(row) for row in quantized.ledger)
 
 
 def _ledger_name(name: str) -> str:
