@@ -38,7 +38,7 @@ class Sensitivity:
         found: dict[str, float | None] = {}
         for each in site.operands:  # both operands of a product Q K have one loss
             known = self.losses.get((site.row.site, each.kind), {})
-            if each.bits is not None and each.kind not in found:
+            if each.bits is not None:
                 found[each.kind] = 0.0 if each.bits == FLOAT_BITS else known.get(each.bits)
         return found
 
