@@ -27,7 +27,7 @@ def shade(value: float | None, steps: Sequence[float]) -> str:
 
 def short(value: float | None, form: str = ".3g") -> str:
     """A number, or a dash where there is none."""
-    return "–" if value is None or not isfinite(value) else format(value, form)
+    return "–" if value is None or not isfinite(value) else format(value + 0.0, form)  # there is a -0.0
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,9 @@ def operand_picture(operand: Operand, name: str) -> Markup:
     axis = Axis.of(operand.quantizer)
     rows = operand.levels
     step = 14 if len(rows) == 1 else 7 if operand.seen is not None else 10
-    parts = [
-        _ticks(axis, levels, step * index + 2, step - 3, 1 if len(rows) == 1 else _APART)
-        for index, levels in enumerate(rows)
-    ]
+    top = 2 if operand.seen is not None else _BASE - 4 - step * len(rows)  # on the axis where there are no bars
+    apart = 1 if len(rows) == 1 else _APART
+    parts = [_ticks(axis, levels, step * index + top, step - 3, apart) for index, levels in enumerate(rows)]
     if operand.seen is not None:
         parts.append(_bars(operand.seen.counts, step * len(rows) + 6, logarithmic=True))
     told = "levels" if operand.seen is None else "values and levels"
