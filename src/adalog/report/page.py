@@ -242,7 +242,7 @@ def _command(subject: Subject) -> str | None:
     method = _method(config)
     if method is None:
         return None
-    bundled = told.get("preprocessing") == asdict_json(DEMO_PREPROCESSING)
+    bundled = told.get("preprocessing") == json.loads(json.dumps(asdict(DEMO_PREPROCESSING)))
     words = ["adalog", "quantize", *(["demo"] if bundled else ["MODEL", "--data", "IMAGES"])]
     words += ["--bits", config.bits, "--method", method, "--images", str(config.images)]
     preset = Config.preset(config.bits, method)
@@ -253,10 +253,6 @@ def _command(subject: Subject) -> str | None:
         words += ["--pin", f"{pattern}={bits}"]
     words += ["--free-sizes"] if subject.quantized.program.free else []
     return shlex.join([*words, "-o", subject.name])
-
-
-def asdict_json(choices: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(choices).items()}
 
 
 def _rendered(template: str, **values: Any) -> bytes:
