@@ -464,11 +464,13 @@ def test_demo(made, judged, tmp_path):
         assert row["seconds"] >= 0
         assert f"{row['bytes']:,}" in text
         assert row["method"] in text
-    assert sorted(path.name for path in out.iterdir()) == ["demo-w3a3.safetensors", "levels.png"]
+    assert sorted(path.name for path in out.iterdir()) == ["demo-w3a3.safetensors", "levels.png", "report.html"]
     assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
     file, _ = made
     assert (out / "demo-w3a3.safetensors").read_bytes() == file.read_bytes()
     row, executor = told["rows"][0], told["rows"][0]["executor"]
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert all(words in page for words in ("demo-w3a3.safetensors", f"{100 * row['top1']:.2f} %", "w3a3", "McNemar"))
     assert executor == ("native" if library.levels() else None)
     score = judged[1] if executor is None else json.loads(run("evaluate", file, "--executor", executor, "--json", "-"))
     assert row["bytes"] == file.stat().st_size

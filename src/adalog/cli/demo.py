@@ -19,8 +19,10 @@ from adalog.errors import printable
 from adalog.inputs import demo, zoo
 from adalog.model import quickest
 from adalog.quantize import sample_images
+from adalog.quantized import QuantizedProgram
+from adalog.report import examine, report
 from adalog.study.drawing import rendered
-from adalog.study.evaluate import Share, predict, score
+from adalog.study.evaluate import Score, Share, predict, score
 from adalog.study.figures import CAPTIONS, LEVEL_METHODS
 from adalog.study.levels import histogram_panels, level_figure
 
@@ -29,10 +31,11 @@ METHODS = (*LEVEL_METHODS, "adalog+")
 PLAN = {"w4a4": LEVEL_METHODS, "w3a3": ("adalog", "adalog+"), "w2a2": ("adalog", "adalog+")}
 # The same for the bundled detector.
 DETECTOR_BITS, DETECTOR_METHODS = ("w6a6", "w4a4"), ("adalog", "repq-vit", "uniform", "minmax")
+_PAGE_IMAGES = 16  # for the histograms of the report
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="Folder for the artifacts and the figure.")] = Path("adalog-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("adalog-demo"),
     detector: Annotated[
         bool, typer.Option("--detector", help="Quantize the bundled detector instead, and judge it by COCO's AP.")
     ] = False,
@@ -61,18 +64,13 @@ def command(
         return
     plans = _planned(bits or ",".join(PLAN), methods)
     artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
-    check_outputs(out / "levels.png", *artifacts.values(), json_out)
+    page = out / "report.html"
+    check_outputs(out / "levels.png", page, *artifacts.values(), json_out)
     model = demo.load_model()
     images, labels = demo.test_images()
     rows: list[dict[str, Any]] = []
-    table = Table(
-        title="A ViT trained on CIFAR-10, on 2,000 of its test images",
-        caption="A site that several methods treat alike is searched once: its time counts in the first of their rows.",
-    )
-    for column in ("bits", "method"):
-        table.add_column(column)
-    for column in ("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"):
-        table.add_column(column, justify="right")
+    kept: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
+    table = _empty_table()
     with progress_bar() as progress:
         overall = progress.add_task("all", total=len(plans) + 1)
         current = progress.add_task("full precision", total=1)
@@ -91,11 +89,21 @@ def command(
             runs, executor, at_once = quickest(quantized, jobs)
             result = score(predict(runs, images, jobs=at_once), labels, reference)
             if (method, config) in artifacts:
+                kept.append((artifacts[method, config], quantized.quantized, executor, result))
                 count = quantized.save(artifacts[method, config])
             else:
                 count = len(artifact.serialise(quantized.quantized))
-            row = {"bits": config.bits, "method": method, "top1": _value(result.top1), "agreement": result.agreement}
-            rows.append({**row, "bytes": count, "seconds": round(seconds, 3), "executor": executor})
+            rows.append(
+                {
+                    "bits": config.bits,
+                    "method": method,
+                    "top1": _value(result.top1),
+                    "agreement": result.agreement,
+                    "bytes": count,
+                    "seconds": round(seconds, 3),
+                    "executor": executor,
+                }
+            )
             table.add_row(
                 config.bits,
                 method,
@@ -108,15 +116,41 @@ def command(
             )
             progress.advance(overall)
         progress.update(current, description="figure")
-        compared = _compared(plans)
-        panels = histogram_panels(calibration, compared)
-        drawn = level_figure(panels, f"Levels at {next(iter(compared.values())).bits}")
-        files.write_whole(out / "levels.png", rendered(drawn, "png", CAPTIONS["histograms"]))
+        files.write_whole(out / "levels.png", _levels(calibration, plans))
+        if kept:
+            files.write_whole(page, _page(*kept[-1], fp32))
     if json_out != "-":
         say(table)
-        written = printable(", ".join(str(path) for path in sorted(out.iterdir())))
-        note(f"wrote {written}")
+        note(printable(f"wrote {', '.join(str(path) for path in sorted(out.iterdir()))}"))
+        if kept:
+            note(printable(f"{page} shows what {kept[-1][0].name} holds: open it in a browser"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
+
+
+def _empty_table() -> Table:
+    table = Table(
+        title="A ViT trained on CIFAR-10, on 2,000 of its test images",
+        caption="A site that several methods treat alike is searched once: its time counts in the first of their rows.",
+    )
+    for column in ("bits", "method"):
+        table.add_column(column)
+    for column in ("top-1 (95 % CI)", "agreement", "bytes", "calib. [s]"):
+        table.add_column(column, justify="right")
+    return table
+
+
+def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:
+    """The figure, as PNG."""
+    compared = _compared(plans)
+    drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
+    return rendered(drawn, "png", CAPTIONS["histograms"])
+
+
+def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result: Score, full: Score) -> bytes:
+    """The report of an artifact that the demo has judged."""
+    judged = {"file": path.name, "executor": executor, "reference": "demo", **dataclasses.asdict(result)}
+    subject = examine(path.name, artifact.read(path), quantized, demo.calibration_images()[:_PAGE_IMAGES])
+    return report(subject, evaluation={**judged, "full_precision": dataclasses.asdict(full)})
 
 
 def _planned(bits: str, methods: str | None) -> list[tuple[str, Config]]:

@@ -5,16 +5,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from torch import Tensor
 
 import adalog
-from adalog import Calibration, Config, QuantizedModel, files
+from adalog import Calibration, Config, files
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, SeedOption, ThreadsOption, thread_count
-from adalog.cli.targets import find_calibration, find_preprocessing, load_model, refuse_weights, source_of
+from adalog.cli.targets import find_calibration, load_model, refuse_weights, sample_for, source_of
 from adalog.errors import printable
 from adalog.inputs import zoo
-from adalog.inputs.images import ImageSet, draw_indices
+from adalog.inputs.images import ImageSet
 from adalog.quantize import sample_images
 from adalog.study import figures
 
@@ -72,7 +71,7 @@ def command(
             if value is not None:
                 raise ValueError(f"{option} is of a model, {target} is none of {zoo.KINDS}")
         quantized = adalog.load(target)
-        sample = _sample_for(Path(target), quantized, data, images, seed, jobs)
+        sample = sample_for(Path(target), quantized, data, images, seed, jobs)
         with waiting(f"draw {target}"):
             drawn, left_out = figures.of_artifact(quantized, printable(Path(target).name), sample)
     with waiting("draw"):
@@ -84,19 +83,3 @@ def command(
         say(*(f"not drawn: {name}: {why}" for name, why in left_out.items()))
     listed = [{"file": name, "caption": caption} for name, (_, caption) in pictures.items()]
     emit_json({"target": target, "folder": str(out), "files": listed, "left_out": left_out}, json_out)
-
-
-def _sample_for(
-    file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
-) -> Tensor | None:
-    """Images to run an artifact on: those of a folder, or the bundled ones for the bundled model, or None."""
-    if data is not None:
-        found = find_calibration(str(file), data, count)
-        assert isinstance(found, ImageSet)
-        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
-    stored = quantized.provenance.get("preprocessing")
-    if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
-        return None
-    bundled = find_calibration("demo", None, count)
-    assert isinstance(bundled, Tensor)
-    return bundled[draw_indices(len(bundled), count, seed)]

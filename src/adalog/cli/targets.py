@@ -106,6 +106,22 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
     return found[0][0]
 
 
+def sample_for(
+    file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
+) -> Tensor | None:
+    """Images to run an artifact on: those of a folder, or the bundled ones for the bundled model, or None."""
+    if data is not None:
+        found = find_calibration(str(file), data, count)
+        assert isinstance(found, ImageSet)
+        return found.sample(count, seed).load(find_preprocessing(file, quantized, None), jobs=jobs)
+    stored = quantized.provenance.get("preprocessing")
+    if stored is None or find_preprocessing(file, quantized, None) != zoo.DEMO_PREPROCESSING:
+        return None
+    bundled = find_calibration("demo", None, count)
+    assert isinstance(bundled, Tensor)
+    return bundled[draw_indices(len(bundled), count, seed)]
+
+
 def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
     """The model that runs in integers. threads: for the executor "native". Errors name the file."""
     with naming_file(file):

@@ -161,7 +161,7 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
     plain, sources = program.unquantized()
     values = _values(plain, input_shapes)
     sites = {call.node.name: call for site in (*find_sites(plain), *find_refused(plain)) for call in site.calls}
-    quantizers = _quantizers(program)
+    quantizers = quantizers_of(program)
     weights = {name: sum(_tensor_bytes(program, name).values()) for name in program.tensors}
     rows: list[CostRow] = []
     for node in program.nodes:
@@ -231,7 +231,7 @@ def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
     return result.numel() * (right[0].numel() if site.role.startswith("conv") else left.shape[-1])
 
 
-def _quantizers(program: Program) -> dict[str, Quantizer]:
+def quantizers_of(program: Program) -> dict[str, Quantizer]:
     """The quantizers of operands, by the operand's name."""
     weights = {name: weight.quantizer for name, weight in program.weights.items()}
     fakes = [node for node in program.nodes if node.op == FAKE_QUANTIZE]

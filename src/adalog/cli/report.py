@@ -1,0 +1,68 @@
+"""`adalog report`: one HTML page about a file, or about two side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adalog import artifact, files
+from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say
+from adalog.cli.options import JsonOption, SeedOption, thread_count
+from adalog.cli.targets import sample_for
+from adalog.errors import printable
+from adalog.model import QuantizedModel
+from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    other: Annotated[Path | None, typer.Argument(help="Another artifact, to compare the first with.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of images for the histograms of activations. The bundled model has its own without it."
+        ),
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Number of images for the histograms.")] = 16,
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="JSON of `adalog sensitivity`: the loss of each site alone.")
+    ] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option(help="JSON of `adalog evaluate` of the artifact: its accuracy.")
+    ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(help="JSON of `adalog bench` of the artifact: the executors' times.")
+    ] = None,
+    seed: SeedOption = 0,
+    json_out: JsonOption = None,
+) -> None:
+    """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""
+    check_outputs(out, json_out, reads=(file, other, sensitivity, evaluation, bench))
+    if other is not None:
+        given = (("--data", data), ("--evaluation", evaluation), ("--bench", bench))
+        odd = [option for option, value in given if value is not None]
+        if odd:
+            raise ValueError(f"{odd[0]} is of one artifact, and two are compared: leave it out, or name one file")
+    paths = [file] if other is None else [file, other]
+    contents = [artifact.read(path) for path in paths]
+    loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
+    first = loaded[0]
+    losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
+    judged = None if evaluation is None else read_evaluation(evaluation, first)
+    timed = None if bench is None else read_bench(bench)
+    sample = None if other else sample_for(file, QuantizedModel(first), data, images, seed, thread_count(0))
+    with progress_bar() as progress, quiet():
+        bar = progress.add_task("examine", total=1 if sample is None else len(sample))
+        subjects = [
+            examine(printable(path.name), content, held, sample, lambda done: progress.update(bar, completed=done))
+            for path, content, held in zip(paths, contents, loaded, strict=True)
+        ]
+    if other is None:
+        page = report(subjects[0], sensitivity=losses, evaluation=judged, bench=timed)
+    else:
+        page = comparison(subjects[0], subjects[1], sensitivity=losses)
+    files.write_whole(out, page)
+    if json_out != "-":
+        say(f"{printable(str(out))}: {len(page):,} bytes")
+    emit_json({"file": str(out), "bytes": len(page), "of": [str(path) for path in paths]}, json_out)

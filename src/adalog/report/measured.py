@@ -1,0 +1,159 @@
+"""What other commands measured, read from their JSON and checked: sensitivity, evaluation, bench."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from adalog import artifact
+from adalog.errors import DataError, one_line
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import FLOAT_BITS
+from adalog.report.sites import SiteFacts
+
+MEASURES = {"kl": "KL divergence [nats]", "relative squared error": "relative squared error"}
+OPERANDS = ("weight", "activation", "softmax", "input")
+_MOST = 1e15  # no number is as large as this
+_SHARE = {"value": float, "low": float, "high": float}
+_ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "images_per_second": float, "repeats": int}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The loss of the model's output where one operand alone is quantized.
+
+    measure: a key of `MEASURES`. images: how many judged. losses: by (site, operand) and bits. groups: the sites that
+    have one loss in common, by (site, operand).
+    """
+
+    measure: str
+    images: int
+    losses: Mapping[tuple[str, str], Mapping[int, float]]
+    groups: Mapping[tuple[str, str], tuple[str, ...]]
+
+    def losses_of(self, site: SiteFacts) -> dict[str, float | None]:
+        """The loss of each kind of operand at the site's bits: 0 in float, None where it was not measured."""
+        found: dict[str, float | None] = {}
+        for each in site.operands:  # both operands of a product Q K have one loss
+            known = self.losses.get((site.row.site, each.kind), {})
+            if each.bits is not None:
+                found[each.kind] = 0.0 if each.bits == FLOAT_BITS else known.get(each.bits)
+        return found
+
+    def loss_of(self, site: SiteFacts) -> float | None:
+        """The sum over the site's operands, or None where one of them was not measured."""
+        losses = list(self.losses_of(site).values())
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) if losses and len(known) == len(losses) else None
+
+    def total(self, sites: tuple[SiteFacts, ...]) -> float:
+        """The sum over all operands that were measured; a loss that several sites have in common counts once."""
+        found = {}
+        for site in sites:
+            for kind, loss in self.losses_of(site).items():
+                found[self.groups.get((site.row.site, kind), (site.row.site,)), kind] = loss or 0.0
+        return sum(found.values())
+
+
+def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Sensitivity:
+    """The JSON of `adalog sensitivity` of this model. Raises DataError for a file that is not."""
+    told = _read(path, "sensitivity")
+    try:
+        _check(told.get("measure") in MEASURES, f'"measure" is none of {", ".join(MEASURES)}')
+        _fields(told, {"images": int, "rows": list})
+        losses: dict[tuple[str, str], dict[int, float]] = {}
+        groups = {}
+        for row in told["rows"]:
+            _fields(row, {"sites": list, "operand": str, "bits": int, "loss": float})
+            sites = tuple(row["sites"])
+            _check(bool(sites) and all(isinstance(name, str) for name in sites), '"sites" are no names')
+            _check(row["operand"] in OPERANDS, f'"operand" is none of {", ".join(OPERANDS)}')
+            for name in sites:
+                known = losses.setdefault((name, row["operand"]), {})
+                _check(row["bits"] not in known, f"it has two losses of {name}, {row['operand']}, {row['bits']} bits")
+                known[row["bits"]] = float(row["loss"])
+                groups[name, row["operand"]] = sites
+        named = {name for name, _ in losses}
+        _check(any(row.site in named for row in quantized.ledger), "it is of another model, whose sites differ")
+    except ValueError as cause:
+        raise _other(path, "sensitivity", cause) from cause
+    return Sensitivity(told["measure"], told["images"], losses, groups)
+
+
+def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
+    """The JSON of `adalog evaluate` of this artifact. Raises DataError for a file that is not."""
+    told = _read(path, "evaluate")
+    try:
+        _fields(told, {"images": int, "sites": list})
+        for score in (told, told.get("full_precision") or {"images": 0}):
+            _fields(score, {"images": int})
+            for name in ("top1", "top5"):
+                if (share := score.get(name)) is not None:
+                    _fields(share, _SHARE)
+                    _check(all(-1e-9 <= share[key] <= 1 + 1e-9 for key in _SHARE), f'"{name}" is no share')
+            _optional(score, {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float})
+        _optional(told, {"file": str, "executor": str, "reference": str})
+    except ValueError as cause:
+        raise _other(path, "evaluate", cause) from cause
+    if told["sites"] != artifact.describe(quantized)["sites"]:
+        raise DataError(f"{path} judges another artifact, whose sites differ: evaluate this one with --json")
+    return told | {"file": PurePath(told.get("file") or "").name}
+
+
+def read_bench(path: Path) -> dict[str, Any]:
+    """The JSON of `adalog bench`. Raises DataError for a file that is not of that form."""
+    told = _read(path, "bench")
+    try:
+        _fields(told, {"file": str, "threads": int, "rows": list, "absent": dict})
+        for row in told["rows"]:
+            _fields(row, _ROW)
+            _check(row["batch"] > 0, "a batch has no images")
+    except ValueError as cause:
+        raise _other(path, "bench", cause) from cause
+    return told | {"file": PurePath(told["file"]).name}
+
+
+def _read(path: Path, command: str) -> dict[str, Any]:
+    def finite(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ValueError(f"{text} is no number of JSON")
+        return float(text)
+
+    try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} cannot be read: not a regular file")
+        content = path.read_bytes()
+    except (OSError, ValueError) as cause:
+        raise DataError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
+    try:
+        told = json.loads(content, parse_float=finite, parse_constant=finite)
+        _check(isinstance(told, dict), "it is no object")
+    except (ValueError, RecursionError) as cause:
+        raise _other(path, command, cause) from cause
+    return told
+
+
+def _fields(told: Any, kinds: Mapping[str, type]) -> None:
+    """Raise ValueError unless an object has these fields with values of these types; a whole number is a float too."""
+    _check(isinstance(told, dict), "an entry is no object")
+    for name, kind in kinds.items():
+        value = told.get(name)
+        good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        good = good and (not isinstance(value, (int, float)) or abs(value) < _MOST)
+        _check(good, f'"{name}" is missing, of the wrong type or too large')
+
+
+def _optional(told: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    _fields(told, {name: kind for name, kind in kinds.items() if told.get(name) is not None})
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _other(path: Path, command: str, cause: Exception) -> DataError:
+    why = str(cause) if type(cause) is ValueError else one_line(cause)
+    return DataError(f"{path} is not the JSON of `adalog {command}`: {why}; make it with `adalog {command} --json`")

@@ -1,0 +1,290 @@
+"""The HTML page of a report: what the templates show, and how they become one file that asks nothing of a network."""
+
+import base64
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.resources import files
+from math import isfinite
+from typing import Any
+
+from markupsafe import Markup
+
+from adalog import artifact
+from adalog.config import Config
+from adalog.inputs.zoo import DEMO_PREPROCESSING
+from adalog.ledger import float_lines
+from adalog.methods import METHODS
+from adalog.quantizers import FLOAT_BITS
+from adalog.report.charts import (
+    SHARE_STEPS,
+    SQNR_STEPS,
+    Band,
+    interval_picture,
+    model_picture,
+    operand_picture,
+    shade,
+    short,
+)
+from adalog.report.measured import MEASURES, Sensitivity
+from adalog.report.sites import Operand, SiteFacts, Subject
+
+# Columns of the tables of sites: (key in the page's JSON, heading, whether it is a number).
+_COLUMNS = (
+    ("number", "#", True),
+    ("site", "Site", False),
+    ("role", "Role", False),
+    ("source", "After", False),
+    ("bits", "Bits", False),
+    ("left", "Left operand", False),
+    ("right", "Right operand", False),
+    ("sqnr", "SQNR [dB]", True),
+    ("loss", "Loss", True),
+    ("fixops", "FixOPs [10⁶]", True),
+    ("bytes", "Bytes", True),
+)
+_COMPARED = (
+    ("number", "#", True),
+    ("site", "Site", False),
+    ("role", "Role", False),
+    ("bits", "Bits of A", False),
+    ("bits_b", "Bits of B", False),
+    ("sqnr", "SQNR of A [dB]", True),
+    ("sqnr_b", "SQNR of B [dB]", True),
+    ("sqnr_more", "B − A [dB]", True),
+    ("loss", "Loss of A", True),
+    ("loss_b", "Loss of B", True),
+    ("bytes", "Bytes of A", True),
+    ("bytes_b", "Bytes of B", True),
+    ("bytes_more", "B − A [bytes]", True),
+)
+_FORMS = {"number": "d", "sqnr": ".1f", "fixops": ",.2f", "bytes": ",d", "loss": ".3g"}
+
+
+def report(
+    subject: Subject,
+    *,
+    sensitivity: Sensitivity | None = None,
+    evaluation: dict[str, Any] | None = None,
+    bench: dict[str, Any] | None = None,
+) -> bytes:
+    """The page of one file, as UTF-8; the same input gives the same bytes."""
+    rows = _rows(subject, sensitivity)
+    bands = [[Band.sqnr(row["sqnr"])] for row in rows]
+    if sensitivity is not None:
+        total = sensitivity.total(subject.sites)
+        bands = [[*each, Band.loss(row["loss"], total)] for each, row in zip(bands, rows, strict=True)]
+    shares = [
+        (title, score["top1"])
+        for title, score in (("this file", evaluation), ("full precision", (evaluation or {}).get("full_precision")))
+        if score and score.get("top1")
+    ]
+    return _rendered(
+        "report.html",
+        title=subject.name,
+        files=[_told(subject, sensitivity, rows)],
+        picture=model_picture(subject.sites, bands, subject.name, "site-"),
+        columns=_shown(_COLUMNS, sensitivity),
+        rows=rows,
+        details=[
+            {
+                "row": row,
+                "operands": [
+                    _operand(*each, site, sensitivity) for each in zip(("Left", "Right"), site.operands, strict=True)
+                ],
+            }
+            for row, site in zip(rows, subject.sites, strict=True)
+        ],
+        images=subject.images,
+        evaluation=evaluation,
+        intervals=interval_picture(shares) if shares else None,
+        bench=bench,
+        slowest=max((row["wall_ms"] / row["batch"] for row in (bench or {"rows": []})["rows"]), default=0),
+        sensitivity=sensitivity,
+    )
+
+
+def comparison(first: Subject, second: Subject, *, sensitivity: Sensitivity | None = None) -> bytes:
+    """The page of two files side by side, as UTF-8; the same input gives the same bytes."""
+    subjects = (first, second)
+    both = [_rows(subject, sensitivity) for subject in subjects]
+    by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in both]
+    sites = {site.row.site: site for subject in (second, first) for site in subject.sites}
+    names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
+    rows = [_compared(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
+    bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "of B")] for row in rows]
+    told = [_told(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
+    configs = [each["config"] for each in told]
+    chosen = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
+    return _rendered(
+        "compare.html",
+        title=f"{first.name} and {second.name}",
+        files=told,
+        picture=model_picture([sites[name] for name in names], bands, "both files", "row-"),
+        columns=_shown(_COMPARED, sensitivity),
+        rows=rows,
+        choices={key: values for key, values in chosen.items() if values[0] != values[1]},
+        sensitivity=sensitivity,
+    )
+
+
+def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """A row of the page's JSON from those of a site in each file, which are empty where a file does not have it."""
+    row = {**(a or b), "number": number + 1}
+    for key in ("bits", "sqnr", "loss", "bytes"):
+        row[key], row[f"{key}_b"] = a.get(key), b.get(key)
+    for key in ("sqnr", "bytes"):
+        pair = row[key], row[f"{key}_b"]
+        row[f"{key}_more"] = None if None in pair else pair[1] - pair[0]
+    told = [[each.get(key) for key in ("left", "right", "bits")] for each in (a, b)]
+    return row | {"differs": told[0] != told[1]}
+
+
+def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Sensitivity | None) -> list[tuple[str, str, bool]]:
+    return [column for column in columns if sensitivity is not None or not column[0].startswith("loss")]
+
+
+def _rows(subject: Subject, sensitivity: Sensitivity | None) -> list[dict[str, Any]]:
+    """The sites as the page's JSON has them."""
+    return [
+        {
+            "number": number + 1,
+            **asdict(site.row),
+            "sqnr": site.row.sqnr if isfinite(site.row.sqnr) else None,
+            "bits": site.bits,
+            "loss": None if sensitivity is None else sensitivity.loss_of(site),
+            "fixops": round(site.fixops / 1e6, 6),
+            "bytes": site.weight_bytes,
+        }
+        for number, site in enumerate(subject.sites)
+    ]
+
+
+def _told(subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What both pages say of a file."""
+    quantized, described = subject.quantized, artifact.describe(subject.quantized)
+    known = [row for row in rows if row["sqnr"] is not None]
+    in_float = subject.cost.macs * FLOAT_BITS**2 / 64
+    refused = [(name, *why.partition(": ")[::2]) for name, why in quantized.refusals.items()]
+    refused += [
+        (site.row.site, "stays float", _why_float(site))
+        for site in subject.sites
+        if FLOAT_BITS in (site.left.bits, site.right.bits) and site.row.site not in quantized.refusals
+    ]
+    return {
+        "name": subject.name,
+        "bits": quantized.config.bits,
+        "method": _method(quantized.config),
+        "bytes": len(subject.content),
+        "float_bytes": subject.float_bytes,
+        "parts": artifact.sizes(subject.content),
+        "cost": subject.cost,
+        "fixops_share": subject.cost.fixops / in_float if in_float else 0.0,
+        "sites": len(rows),
+        "float_sites": len(quantized.float_sites()),
+        "worst": min(known, key=lambda row: row["sqnr"], default=None),
+        "loss": None if sensitivity is None else sensitivity.total(subject.sites),
+        "refused": refused,
+        "operations": float_lines({}, quantized.float_operations())[-1],
+        "config": described["config"],
+        "provenance": described["provenance"],
+        "version": artifact.read_header(subject.content, subject.name)["version"],
+        "inputs": described["inputs"],
+        "command": _command(subject),
+    }
+
+
+def _why_float(site: SiteFacts) -> str:
+    """Why an operand stays float, where the file's refusals do not say."""
+    sides = [side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS]
+    return f"the choices give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
+
+
+def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Sensitivity | None) -> dict[str, Any]:
+    """An operand in words and as a picture."""
+    facts = []
+    if operand.quantizer is not None:
+        low, high = operand.quantizer.bounds()
+        scales = operand.quantizer.scale.numel()
+        facts.append(f"range {short(float(low.min()))} to {short(float(high.max()))}")
+        facts.append(f"{operand.quantizer.code_count} codes, {scales} scale{'s' * (scales > 1)}")
+    if operand.seen is not None:
+        facts.append(f"values seen {short(operand.seen.least)} to {short(operand.seen.greatest)}")
+    losses = {} if sensitivity is None else sensitivity.losses.get((site.row.site, operand.kind), {})
+    group = () if sensitivity is None else sensitivity.groups.get((site.row.site, operand.kind), ())
+    return {
+        "side": side,
+        "kind": operand.kind,
+        "words": operand.words,
+        "bits": operand.bits,
+        "facts": facts,
+        "picture": operand_picture(operand, f"{site.row.site}, {side.lower()}"),
+        "losses": [(bits, short(loss)) for bits, loss in sorted(losses.items())],
+        "shared": [name for name in group if name != site.row.site],
+    }
+
+
+def _method(config: Config) -> str | None:
+    """The method whose choices these are, apart from bits pinned and the number of images."""
+    for name in METHODS:
+        preset = replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned)
+        fitted = config.images_fitted
+        if config in (preset, preset.fitting(fitted) if fitted and preset.images_fitted else preset):
+            return name
+    return None
+
+
+def _command(subject: Subject) -> str | None:
+    """The command that made the file, as far as it tells; None for choices that no method has."""
+    config, told = subject.quantized.config, subject.quantized.provenance
+    method = _method(config)
+    if method is None:
+        return None
+    bundled = told.get("preprocessing") == json.loads(json.dumps(asdict(DEMO_PREPROCESSING)))
+    words = ["adalog", "quantize", *(["demo"] if bundled else ["MODEL", "--data", "IMAGES"])]
+    words += ["--bits", config.bits, "--method", method, "--images", str(config.images)]
+    preset = Config.preset(config.bits, method)
+    if config.images_fitted != preset.images_fitted:
+        words += ["--reconstruct-images", str(config.images_fitted)]
+    words += ["--seed", str(told["seed"])] if "seed" in told else []
+    for pattern, bits in config.pinned:
+        words += ["--pin", f"{pattern}={bits}"]
+    words += ["--free-sizes"] if subject.quantized.program.free else []
+    return shlex.join([*words, "-o", subject.name])
+
+
+def _rendered(template: str, **values: Any) -> bytes:
+    """A page whose own style and script are in it, and which a browser lets run no other script and fetch nothing."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    folder = files("adalog.report")
+    style, script = (Markup((folder / f"page.{kind}").read_text("utf-8")) for kind in ("css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = Environment(
+        loader=PackageLoader("adalog.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"short": short, "cell": _cell_text, "shade": shade, "json": _json}
+    environment.globals |= {"SQNR_STEPS": SQNR_STEPS, "SHARE_STEPS": SHARE_STEPS, "MEASURES": MEASURES}
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    page = environment.get_template(template).render(style=style, script=script, policy=policy, **values)
+    return page.encode("utf-8", "backslashreplace")
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """A value as text to read: itself if it is text, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=False)
+
+
+def _cell_text(row: dict[str, Any], key: str) -> str:
+    """The text of a table's cell."""
+    value = row[key]
+    if not isinstance(value, (int, float)):
+        return "–" if value is None else str(value)
+    form = _FORMS[key.removesuffix("_b").removesuffix("_more")]
+    return format(value, f"+{form}" if value and key.endswith("_more") else form)

@@ -1,0 +1,239 @@
+"""What a file tells about each of its sites: both operands with their levels and values, and what the site costs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.errors import ArtifactError, one_line
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import Node
+from adalog.graph.sites import find_blocks, find_sites
+from adalog.ledger import LedgerRow
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import FLOAT_BITS, LogQuantizer, QuantizedTensor, Quantizer
+from adalog.study.cost import Cost, CostRow, cost, quantizers_of
+
+BARS = 64
+MOST_SCALES = 8  # scales whose levels are shown one by one
+_OCTAVES = 16  # that a logarithmic axis spans at most
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where the values of an operand lie, from 0 to 1: on a logarithmic axis for logarithmic levels.
+
+    lift: what is added to the values before a logarithm is taken.
+    """
+
+    low: float
+    high: float
+    lift: float = 0.0
+    logarithmic: bool = False
+
+    @staticmethod
+    def of(quantizer: Quantizer) -> "Axis":
+        """An axis that reaches a little beyond the levels."""
+        levels = quantizer.levels().double()
+        if isinstance(quantizer, LogQuantizer):
+            above = levels + quantizer.lift
+            octaves = above[above > 0].log2()
+            high = float(octaves.max()) + 0.5
+            return Axis(max(float(octaves.min()) - 1, high - _OCTAVES), high, quantizer.lift, True)
+        margin = 0.1 * float(levels[-1] - levels[0]) or 1.0
+        return Axis(float(levels[0]) - margin, float(levels[-1]) + margin)
+
+    def place(self, values: Tensor) -> Tensor:
+        """Values beyond the axis lie at its ends."""
+        if self.logarithmic:
+            values = (values + self.lift).clamp(min=2.0**self.low).log2()
+        return ((values - self.low) / (self.high - self.low)).clamp(0, 1)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The values at both ends."""
+        return (2.0**self.low - self.lift, 2.0**self.high - self.lift) if self.logarithmic else (self.low, self.high)
+
+
+@dataclass
+class Seen:
+    """The values of an operand on some images: how many lie in each bar of its axis, and the least and the greatest."""
+
+    axis: Axis
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BARS, dtype=torch.int64))
+    least: float = float("inf")
+    greatest: float = float("-inf")
+
+    def add(self, values: Tensor) -> None:
+        places = self.axis.place(values.detach().float())
+        self.counts += torch.histc(places, BARS, 0, 1).to(torch.int64)
+        self.least, self.greatest = min(self.least, float(values.min())), max(self.greatest, float(values.max()))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a site.
+
+    kind: "weight", "activation", "softmax" or "input". words: its quantizer, as the ledger has it. bits: 32 in float,
+    None where the file's program does not have the site. weight: its codes, if it is a stored weight. seen: its values
+    on images, if there are any.
+    """
+
+    kind: str
+    words: str
+    bits: int | None = None
+    quantizer: Quantizer | None = None
+    weight: QuantizedTensor | None = None
+    seen: Seen | None = None
+
+    @property
+    def code_counts(self) -> Tensor:
+        """How often each code of a weight occurs, neighbours taken together so that there are at most `BARS`."""
+        assert self.weight is not None
+        counts = torch.bincount(self.weight.codes.flatten().int(), minlength=2**self.weight.bits)
+        return counts if len(counts) <= BARS else counts.reshape(BARS, -1).sum(dim=1)
+
+    @property
+    def levels(self) -> list[Tensor]:
+        """The levels under each of the first `MOST_SCALES` scales."""
+        if self.quantizer is None:
+            return []
+        count = min(self.quantizer.scale.numel(), MOST_SCALES)
+        return [self.quantizer.map(lambda value, i=index: _nth(value, i)).levels() for index in range(count)]  # type: ignore[misc]
+
+
+def _nth(value: Tensor, index: int) -> Tensor:
+    """One of the parameters, which are as many as the scales, or one for all of them."""
+    return value.reshape(-1)[index % value.numel()]
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """A row of the ledger with what the program knows of it.
+
+    block: the number of its block, from 0. macs, fixops: per image. weight_bytes: of codes, scales and zero points.
+    """
+
+    row: LedgerRow
+    left: Operand
+    right: Operand
+    block: int = 0
+    macs: int = 0
+    fixops: float = 0.0
+    weight_bytes: int = 0
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        return self.left, self.right
+
+    @property
+    def bits(self) -> str:
+        """The bits of the left and the right operand, such as "4 × 4"."""
+        return " × ".join({None: "?", FLOAT_BITS: "float"}.get(each.bits, str(each.bits)) for each in self.operands)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A file with all that a report says of it. images: how many gave the histograms of activations."""
+
+    name: str
+    content: bytes
+    quantized: QuantizedProgram
+    cost: Cost
+    sites: tuple[SiteFacts, ...]
+    images: int = 0
+
+    @property
+    def float_bytes(self) -> int:
+        """What all tensors would take in their own types, without codes [bytes]."""
+        return sum(value.nbytes for value in self.quantized.program.tensors.values())
+
+
+@torch.no_grad()
+def examine(
+    name: str,
+    content: bytes,
+    quantized: QuantizedProgram,
+    images: Tensor | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Subject:
+    """What a report says of an artifact.
+
+    name: of the file. content: its bytes. quantized: what they hold. images: (N, C, H, W), to run the model on for the
+    histograms of activations, or None. progress(done) is called after some images. Raises ProgramError or ValueError
+    where the program cannot run on the images, and ArtifactError for one that no `adalog quantize` has made.
+    """
+    seen = {} if images is None else _observed(quantized, images, progress)
+    try:
+        spent = cost(quantized.program, [list(value.shape[1:]) for value in quantized.example])
+        sites = _facts(quantized, spent, seen)
+    except (AttributeError, IndexError, KeyError, TypeError) as cause:  # a program that runs may still be a strange one
+        raise ArtifactError(
+            f"{name} holds a program that cannot be told ({one_line(cause)}); make it anew with `adalog quantize`"
+        ) from cause
+    return Subject(name, content, quantized, spent, sites, 0 if images is None else len(images))
+
+
+def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -> tuple[SiteFacts, ...]:
+    """The rows of the ledger with what the program knows of them. seen: by the quantizer's name."""
+    program = quantized.program
+    plain, _ = program.unquantized()
+    blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}
+    costs: dict[str, list[CostRow]] = {}
+    for row in spent.products:
+        costs.setdefault(row.name, []).append(row)
+    quantizers = quantizers_of(program)
+    nodes = {node.name: node for node in program.nodes}
+    read_by = {node.name: node.args[1] for node in program.nodes if node.op == FAKE_QUANTIZE}
+    found = {_ledger_name(site.name): site for site in find_sites(plain)}
+
+    def operand(kind: str, words: str, name: str) -> Operand:
+        quantizer = quantizers.get(name)
+        bits = FLOAT_BITS if quantizer is None else quantizer.bits
+        return Operand(kind, words, bits, quantizer, program.weights.get(name), seen.get(read_by.get(name, "")))
+
+    def facts(row: LedgerRow) -> SiteFacts:
+        kinds, site = _kinds(row), found.get(row.site)
+        if site is None:  # a file may say what it wants in its ledger
+            return SiteFacts(row, Operand(kinds[0], row.left), Operand(kinds[1], row.right))
+        names = [ref.name for ref in nodes[site.node.name].args[:2]]
+        left, right = (operand(*each) for each in zip(kinds, (row.left, row.right), names, strict=True))
+        rows = [each for call in site.calls for each in costs.get(call.name, [])]
+        macs, fixops = sum(each.count for each in rows), sum(each.fixops for each in rows)
+        weight_bytes = sum(each.weight_bytes for each in rows)
+        return SiteFacts(row, left, right, blocks[site.node.name], macs, fixops, weight_bytes)
+
+    return tuple(facts(row) for row in quantized.ledger)
+
+
+def _ledger_name(name: str) -> str:
+    """The name that the ledger has for a site of the rewritten program, where a shared weight was given a copy."""
+    base, copied, _ = name.partition("#")
+    return base.removesuffix(".weight") if copied else name
+
+
+def _kinds(row: LedgerRow) -> tuple[str, str]:
+    """What the operands of a site are, by which `adalog sensitivity` and `Config` tell their bits apart."""
+    left = "softmax" if row.source == "softmax" else "activation"
+    if row.role == "conv" and row.source == "input":
+        left = "input"
+    return left, "activation" if row.role in ("qk", "av") else "weight"
+
+
+def _observed(quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None) -> dict[str, Seen]:
+    """The values that each quantizer of the program reads, by its name."""
+    program = quantized.program
+    found = {name: Seen(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
+
+    def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
+        if node.op == FAKE_QUANTIZE:
+            found[node.args[1]].add(args[0])
+
+    quantized.check([images])
+    for done, batch in enumerate(images.split(2)):
+        program.run([batch], watch)
+        if progress is not None:
+            progress(min(2 * done + 2, len(images)))
+    return found

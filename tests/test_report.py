@@ -1,0 +1,472 @@
+"""Reports: what a page says is what the file holds, it asks nothing of a network, and nothing hostile in it runs."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from adalog import Calibration, Config, artifact
+from adalog.errors import ArtifactError, DataError
+from adalog.quantizers import FLOAT_BITS
+from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
+from adalog.report.page import _command
+from adalog.report.sites import BARS
+from adalog.study.cost import cost
+from adalog.study.evaluate import score
+from commands import call, say
+from problems_report import HOSTILE, hostile, subject_of
+from stored import rebuilt, serialise
+
+
+class Page(HTMLParser):
+    """The tags of a page with their attributes, its text, and the texts of the cells of its table of sites."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.tags, self.words, self.lines, self._inside = [], [], [], None
+        self.feed(content.decode())
+        self.text = "".join(self.words)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self._inside = [] if dict(attrs).get("id", "").startswith("row-") else None
+            self.lines += [] if self._inside is None else [self._inside]
+        elif tag in ("td", "th") and self._inside is not None:
+            self._inside.append("")
+
+    def handle_endtag(self, tag):
+        if tag == "tr":
+            self._inside = None
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self._inside:
+            self._inside[-1] += data.strip()
+
+    def all(self, *names):
+        return [attributes for tag, attributes in self.tags if tag in names]
+
+
+@pytest.fixture(scope="module")
+def subject(content):
+    return subject_of(content, images=4)
+
+
+def losses_of(quantized):
+    """The JSON of `adalog sensitivity` at all widths, with losses that are made up."""
+    rows = [
+        {"sites": [row.site], "operand": kind, "bits": bits, "loss": 0.0123456789 * 0.5**bits}
+        for row in quantized.ledger
+        for kind in ("weight", "activation", "softmax", "input")
+        for bits in range(2, 9)
+    ]
+    return {"measure": "kl", "images": 256, "rows": rows}
+
+
+@pytest.fixture(scope="module")
+def measured(quantized, tmp_path_factory):
+    """What other commands measured of the same file, by option."""
+    folder = tmp_path_factory.mktemp("measured")
+    answers = torch.eye(8)[torch.arange(40) % 8]
+    judged = score(answers, torch.arange(40) % 7, answers.roll(1, 0))
+    sites = artifact.describe(quantized.quantized)["sites"]
+    told = {
+        "evaluation": {"file": "where/it/lies.safetensors", "executor": None, "reference": "demo", **asdict(judged)}
+        | {"full_precision": asdict(judged), "sites": sites},
+        "bench": {
+            "file": "where/it/lies.safetensors",
+            "threads": 1,
+            "rows": [
+                {"executor": "native", "batch": 4, "cpu_ms": 8.0, "wall_ms": 9.0, "images_per_second": 444.4}
+                | {"repeats": 5, "weight_bytes": 7, "load_seconds": None}
+            ],
+            "absent": {"torch": "no reason"},
+        },
+        "sensitivity": losses_of(quantized.quantized),
+    }
+    for name, value in told.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return {name: folder / f"{name}.json" for name in told}
+
+
+@pytest.fixture(scope="module")
+def whole(subject, measured):
+    """The page with all that there can be on it."""
+    quantized = subject.quantized
+    return report(
+        subject,
+        sensitivity=read_sensitivity(measured["sensitivity"], quantized),
+        evaluation=read_evaluation(measured["evaluation"], quantized),
+        bench=read_bench(measured["bench"]),
+    )
+
+
+# --- the file that it is ---------------------------------------------------------------------------------------------
+
+
+def check_alone(content):
+    """The page fetches nothing: it has one script, which its policy names, and links to places of its own."""
+    page, text = Page(content), content.decode()
+    assert not page.all("link", "img", "iframe", "object", "embed", "base", "form")
+    assert not [each for _, each in page.tags if {"src", "srcset", "action", "xlink:href"} & each.keys()]
+    assert not [name for _, each in page.tags for name in each if name.startswith("on")]
+    places = {each["id"] for _, each in page.tags if "id" in each}
+    assert {each["href"] for each in page.all("a")} <= {f"#{place}" for place in places}
+    assert not re.search(r"url\(|@import|https?:|//\w+\.", re.sub(r"<td>.*?</td>", "", text))
+    data, script = page.all("script")
+    assert data == {"type": "application/json", "id": "data"}
+    assert script == {}
+    (policy,) = (each["content"] for each in page.all("meta") if each.get("http-equiv") == "Content-Security-Policy")
+    code = text.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'; ")
+    assert f"script-src 'sha256-{digest}';" in policy
+
+
+def test_a_page_asks_nothing_of_a_network(whole, subject, twin_content):
+    check_alone(whole)
+    check_alone(comparison(subject, subject_of(twin_content)))
+
+
+def test_the_same_input_gives_the_same_bytes(whole, content, measured):
+    again = subject_of(content, images=4)
+    quantized = again.quantized
+    made = report(
+        again,
+        sensitivity=read_sensitivity(measured["sensitivity"], quantized),
+        evaluation=read_evaluation(measured["evaluation"], quantized),
+        bench=read_bench(measured["bench"]),
+    )
+    assert made == whole
+
+
+def test_what_a_screen_reader_needs(whole):
+    page = Page(whole)
+    assert all(each.get("scope") in ("col", "row") for each in page.all("th"))
+    assert all("aria-label" in each for each in page.all("svg") if each["class"] == "model")
+    pictures = whole.decode().split('role="img">')[1:]
+    assert len(pictures) > 20
+    assert all(picture.startswith("<title>") for picture in pictures)
+    boxes = [each for each in page.all("div") if "scroll" in each.get("class", "").split()]
+    assert all(each.items() >= {"tabindex": "0", "role": "region"}.items() and each["aria-label"] for each in boxes)
+    assert page.all("html") == [{"lang": "en"}]
+
+
+@pytest.mark.slow
+def test_the_page_of_deit_s_is_small(tmp_path):
+    """With all that there can be on it, and 4 bits with a scale per head, whose levels are the most that stay apart."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_small_patch16_224").eval()
+    images = torch.randn(2, 3, 224, 224)
+    made = Calibration(model, images).quantize(replace(Config.preset("w4a4", "minmax"), images=2, per_head=True))
+    (tmp_path / "sensitivity.json").write_text(json.dumps(losses_of(made.quantized)))
+    page = report(
+        examine("deit.safetensors", serialise(made), made.quantized, images[:1]),
+        sensitivity=read_sensitivity(tmp_path / "sensitivity.json", made.quantized),
+    )
+    assert len(Page(page).lines) == 74
+    assert len(page) <= 300_000
+
+
+# --- hostile text ----------------------------------------------------------------------------------------------------
+
+
+def test_hostile_text_is_shown_and_does_nothing(content, tmp_path, measured):
+    told = json.loads(measured["bench"].read_text())
+    told |= {"file": HOSTILE[2], "absent": {HOSTILE[0]: HOSTILE[1]}}
+    told["rows"][0]["executor"] = HOSTILE[1]
+    (tmp_path / "bench.json").write_text(json.dumps(told))
+    subject = hostile(content)
+    for made in (report(subject, bench=read_bench(tmp_path / "bench.json")), comparison(subject, subject)):
+        check_alone(made)
+        page = Page(made)
+        assert [line[1] for line in page.lines[: len(HOSTILE)]] == list(HOSTILE)
+        for name in HOSTILE:
+            assert page.text.count(name) >= 4
+        text = made.decode()
+        data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+        assert [row["site"] for row in data[: len(HOSTILE)]] == list(HOSTILE)
+
+
+def test_text_that_is_no_text_does_no_harm(content):
+    """The name of a file need not be valid."""
+    assert b"\\udcff" in report(subject_of(content, "bad\udcff.safetensors"))
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_site_without_a_script(whole, subject):
+    lines = Page(whole).lines
+    assert [line[1] for line in lines] == [row.site for row in subject.quantized.ledger]
+    for line, site in zip(lines, subject.sites, strict=True):
+        row = site.row
+        assert line[2:7] == [row.role, row.source, site.bits, row.left, row.right]
+        assert line[7] == f"{row.sqnr:.1f}"
+        assert line[-1] == f"{site.weight_bytes:,}"
+
+
+def test_sites_cost_what_the_model_costs(subject):
+    spent = cost(subject.quantized.program, [(3, 32, 32)])
+    assert sum(site.macs for site in subject.sites) == spent.macs
+    assert sum(site.fixops for site in subject.sites) == spent.fixops
+    assert sum(site.weight_bytes for site in subject.sites) == sum(row.weight_bytes for row in spent.products)
+    assert [site.block for site in subject.sites] == [0] * 3 + [1] * 6 + [2] * 6 + [3]
+
+
+def test_bars_count_every_value_and_every_code(subject):
+    program = subject.quantized.program
+    for site in subject.sites:
+        assert site.bits == ("8 × 4" if site.left.kind == "input" else "4 × 4")
+        for operand in site.operands:
+            if operand.weight is not None:
+                assert operand.kind == "weight"
+                codes = program.weights[f"{site.row.site}.weight"].codes
+                assert operand.code_counts.tolist() == [int((codes == code).sum()) for code in range(16)]
+            else:
+                assert operand.seen.least <= operand.seen.greatest
+    qk = next(site for site in subject.sites if site.row.role == "qk")
+    assert len(qk.left.levels) == 2  # heads
+    assert int(qk.left.seen.counts.sum()) == 4 * 64 * 32  # images, tokens, channels
+
+
+def test_eight_bits_and_float(tiniest, images):
+    """Codes of 8 bits share bars. Of what stays float the page says why, be it one operand or a whole site."""
+    config = replace(Config.preset("w8a8", "minmax"), images=4, input_bits=32, pinned=(("blocks.0.mlp.fc1", 32),))
+    made = Calibration(tiniest, images).quantize(config)
+    subject = subject_of(serialise(made))
+    head = subject.sites[-1].right
+    counts = torch.bincount(head.weight.codes.flatten().int(), minlength=256)
+    assert head.code_counts.tolist() == counts.reshape(BARS, 4).sum(1).tolist()
+    page = Page(report(subject))
+    (line,) = (line for line in page.lines if line[1] == "blocks.0.mlp.fc1")
+    assert line[4] == "float × float"
+    assert line[7] == "–"
+    (line,) = (line for line in page.lines if line[1] == "patch_embed.conv1")
+    assert line[4] == "float × 8"
+    why = re.findall(r"<tr><td>stays float</td><th scope=.row.>(.*?)</th><td>(.*?)</td></tr>", report(subject).decode())
+    assert why == [
+        ("blocks.0.mlp.fc1", "kept at 32 bits"),
+        ("patch_embed.conv1", "the choices give its left operand 32 bits"),
+    ]
+    assert "--pin blocks.0.mlp.fc1=32" not in page.text  # the bits of images are those of no method
+
+
+def test_a_ledger_that_names_other_sites_is_shown_as_it_is(content):
+    def change(header):
+        header["ledger"] = [["nowhere", "linear", "other", "some", "words", {"float": "nan"}]]
+
+    page = Page(report(subject_of(rebuilt(content, change))))
+    (line,) = page.lines
+    assert line[1:8] == ["nowhere", "linear", "other", "? × ?", "some", "words", "–"]
+
+
+def test_a_ledger_may_be_empty(content):
+    assert Page(report(subject_of(rebuilt(content, lambda header: header.update(ledger=[]))))).lines == []
+
+
+def test_a_program_that_nothing_here_would_make_is_refused(content):
+    """It runs, but its product takes operands by name."""
+
+    def change(header):
+        node = next(node for node in header["nodes"] if node[1] == "aten.linear.default")
+        node[3] = dict(zip(("input", "weight", "bias"), node[2], strict=True))
+        node[2] = []
+
+    with pytest.raises(ArtifactError, match=r"^odd holds a program that cannot be told \(IndexError"):
+        subject_of(rebuilt(content, change), "odd")
+
+
+def test_what_is_measured_is_shown(whole, subject):
+    text = Page(whole).text
+    for words in (
+        "17.50 %",
+        "McNemar's exact test",
+        "lies.safetensors",
+        "native",
+        "2.25 ms",
+        "torch is absent: no reason",
+    ):
+        assert words in text
+    assert "where/it" not in text
+    bare = Page(report(subject)).text
+    assert "--evaluation JUDGED" in bare
+    assert "--bench TIMED" in bare
+
+
+def test_the_command_that_made_it(subject, content):
+    quantized = subject.quantized
+    assert _command(subject) is None  # the search was cut short
+    assert "those of no method" in Page(report(subject)).text
+    config = replace(Config.preset("w4a4s3", "adalog+").fitting(64), images=16, pinned=(("head", 8), ("a b", 32)))
+    made = replace(subject, quantized=replace(quantized, config=config, provenance={"seed": 3}), name="my file")
+    assert _command(made) == (
+        "adalog quantize MODEL --data IMAGES --bits w4a4s3 --method adalog+ --images 16 --reconstruct-images 64 "
+        "--seed 3 --pin head=8 --pin 'a b=32' -o 'my file'"
+    )
+
+
+# --- sensitivity -----------------------------------------------------------------------------------------------------
+
+
+def sensitivity_of(tmp_path, quantized, rows, measure="kl"):
+    path = tmp_path / "sensitivity.json"
+    keys = ("sites", "operand", "bits", "loss")
+    rows = [dict(zip(keys, row, strict=True)) for row in rows]
+    path.write_text(json.dumps({"measure": measure, "images": 64, "rows": rows}))
+    return read_sensitivity(path, quantized)
+
+
+def test_losses_are_those_of_the_bits(subject, tmp_path):
+    """A loss that sites have in common counts once; both operands of Q K have one."""
+    qkv, qk, av, proj = subject.sites[3:7]
+    rows = [
+        ([qkv.row.site, proj.row.site], "activation", 4, 0.5),
+        ([qkv.row.site], "weight", 4, 0.25),
+        ([proj.row.site], "weight", 3, 9.0),
+        ([qk.row.site], "activation", 4, 0.125),
+        ([av.row.site], "softmax", 4, 0.0625),
+        ([av.row.site], "activation", 4, 0.03125),
+    ]
+    found = sensitivity_of(tmp_path, subject.quantized, rows)
+    assert [found.loss_of(site) for site in (qkv, qk, av, proj)] == [0.75, 0.125, 0.09375, None]
+    assert found.total(subject.sites) == 0.5 + 0.25 + 0.125 + 0.09375
+    lines = Page(report(subject, sensitivity=found)).lines
+    assert [line[8] for line in lines[3:7]] == ["0.75", "0.125", "0.0938", "–"]
+
+
+def test_an_operand_in_float_has_no_loss(subject, tmp_path):
+    site = subject.sites[3]
+    loose = replace(site, left=replace(site.left, bits=FLOAT_BITS))
+    found = sensitivity_of(tmp_path, subject.quantized, [([site.row.site], "weight", 4, 0.25)])
+    assert found.loss_of(loose) == 0.25
+    assert found.loss_of(site) is None
+
+
+# --- two files -------------------------------------------------------------------------------------------------------
+
+
+def test_two_files_side_by_side(content, twin_content):
+    """Their sites are joined by name; what one file does not have is a dash."""
+
+    def change(header):
+        del header["ledger"][1]
+        header["ledger"].append(["more", "linear", "other", "a", "b", 3.0])
+
+    first, second = subject_of(content, "a"), subject_of(rebuilt(twin_content, change), "b")
+    made = comparison(first, second)
+    page = Page(made)
+    rows = {row.site: row for row in second.quantized.ledger}
+    assert [line[1] for line in page.lines] == [*(row.site for row in first.quantized.ledger), "more"]
+    gone, kept, more = page.lines[1], page.lines[8], page.lines[-1]
+    assert gone[3:5] == ["4 × 4", "–"]
+    assert gone[7] == "–"
+    assert more[3:8] == ["–", "? × ?", "–", "3.0", "–"]
+    site = first.sites[8]
+    gain = rows[site.row.site].sqnr - site.row.sqnr
+    assert kept[5:8] == [f"{site.row.sqnr:.1f}", f"{rows[site.row.site].sqnr:.1f}", f"{gain:+.1f}"]
+    assert kept[8:] == [f"{site.weight_bytes:,}"] * 2 + ["0"]
+    marked = {attributes["id"] for tag, attributes in page.tags if tag == "tr" and attributes.get("class") == "differs"}
+    assert {"row-1", f"row-{len(page.lines) - 1}"} < marked
+    assert "row-0" not in marked
+    assert f"{len(second.content) - len(first.content):+,}" in page.text
+    assert re.search(r"post_gelu</th><td>adalog</td><td>twin", made.decode())
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path, content, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file.safetensors").write_bytes(content)
+    return "file.safetensors"
+
+
+def test_the_command_writes_the_page(file, measured, monkeypatch, capsys, whole):
+    given = [word for name, path in measured.items() for word in (f"--{name}", path)]
+    assert say(monkeypatch, capsys, "report", file, *given, "-o", "page.html").startswith("page.html: ")
+    assert Page(Path("page.html").read_bytes()).lines == Page(whole).lines
+    told = json.loads(say(monkeypatch, capsys, "report", file, file, "-o", "two.html", "--json", "-"))
+    assert told == {"file": "two.html", "bytes": Path("two.html").stat().st_size, "of": [file, file]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["none"], "none cannot be read: No such file or directory"),
+        (["odd.json"], "odd.json is not an adalog artifact"),
+        (["detector"], "it holds a detector"),
+        (["FILE", "odd.json"], "odd.json is not an adalog artifact"),
+        (["FILE", "--evaluation", "odd.json"], "odd.json is not the JSON of `adalog evaluate`"),
+        (["FILE", "--bench", "odd.json"], "odd.json is not the JSON of `adalog bench`"),
+        (["FILE", "--sensitivity", "odd.json"], '"measure" is none of kl, relative squared error'),
+        (["FILE", "--bench", "."], ". cannot be read: not a regular file"),
+        (["FILE", "--sensitivity", "FILE"], "is not the JSON of `adalog sensitivity`"),
+        (["FILE", "FILE", "--bench", "odd.json"], "--bench is of one artifact"),
+        (["FILE", "FILE", "--data", "."], "--data is of one artifact"),
+        (["FILE", "-o", "FILE"], "is an input, or an output of another kind"),
+        (["FILE", "--data", "."], ". has no images"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(file, monkeypatch, capsys, arguments, why):
+    from safetensors.torch import save_file
+
+    Path("odd.json").write_text('{"rows": 3}')
+    save_file({"a": torch.ones(1)}, "detector", {artifact.DETECTOR: "{}"})
+    code, error = call(monkeypatch, capsys, "report", *(file if each == "FILE" else each for each in arguments))
+    assert code == 2
+    assert why in error
+    assert error.count("\n") == 1
+    assert not Path("report.html").exists()
+
+
+WRONG = {
+    "evaluation": [
+        (lambda told: told.pop("sites"), '"sites" is missing'),
+        (lambda told: told["sites"].pop(), "judges another artifact"),
+        (lambda told: told.update(top1=3), "an entry is no object"),
+        (lambda told: told["top1"].update(high=2.0), '"top1" is no share'),
+        (lambda told: told.update(kl="x"), '"kl" is missing, of the wrong type'),
+        (lambda told: told.update(images=True), '"images" is missing, of the wrong type'),
+        (lambda told: told.update(lost=10**400), "too large"),
+    ],
+    "bench": [
+        (lambda told: told.update(rows=[3]), "an entry is no object"),
+        (lambda told: told["rows"][0].update(batch=0), "a batch has no images"),
+        (lambda told: told["rows"][0].update(wall_ms=float("nan")), "NaN is no number of JSON"),
+        (lambda told: told.pop("absent"), '"absent" is missing'),
+    ],
+    "sensitivity": [
+        (lambda told: told.update(measure="top1"), '"measure" is none of'),
+        (lambda told: told["rows"][0].update(operand="bias"), '"operand" is none of'),
+        (lambda told: told["rows"][0].update(sites=[]), '"sites" are no names'),
+        (lambda told: told["rows"].append(told["rows"][0]), "it has two losses of"),
+        (lambda told: told.update(rows=[{**told["rows"][0], "sites": ["elsewhere"]}]), "of another model"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "why"), [(kind, *each) for kind, cases in WRONG.items() for each in cases])
+def test_what_others_measured_is_checked(kind, change, why, measured, tmp_path, quantized):
+    told = json.loads(measured[kind].read_text())
+    change(told)
+    path = tmp_path / "told.json"
+    path.write_text(json.dumps(told))
+    readers = {
+        "evaluation": lambda: read_evaluation(path, quantized.quantized),
+        "bench": lambda: read_bench(path),
+        "sensitivity": lambda: read_sensitivity(path, quantized.quantized),
+    }
+    with pytest.raises(DataError, match=re.escape(why)) as error:
+        readers[kind]()
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
