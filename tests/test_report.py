@@ -19,6 +19,7 @@ from adalog.report.page import _command
 from adalog.report.sites import BARS
 from adalog.study.cost import cost
 from adalog.study.evaluate import score
+from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite
 from commands import call, say
 from problems_report import HOSTILE, hostile, subject_of
 from stored import rebuilt, serialise
@@ -59,15 +60,34 @@ def subject(content):
     return subject_of(content, images=4)
 
 
+def told_of(rows, measure="kl", images=256):
+    """The JSON of `adalog sensitivity` with these rows: (sites, operand, bits, loss)."""
+    kinds = {}
+    for sites, operand, _, _ in rows:
+        kinds.setdefault(tuple(sites), []).append(operand)
+    units = tuple(
+        Unit(tuple(UnitSite(site, 1, 1, operands[0], operands[-1]) for site in sites))
+        for sites, operands in kinds.items()
+    )
+    found = tuple(Row(sites[0], operand, bits, loss, (bits,) * len(sites)) for sites, operand, bits, loss in rows)
+    return Sensitivity(measure, images, units, found).to_json()
+
+
 def losses_of(quantized):
-    """The JSON of `adalog sensitivity` at all widths, with losses that are made up."""
-    rows = [
-        {"sites": [row.site], "operand": kind, "bits": bits, "loss": 0.0123456789 * 0.5**bits}
-        for row in quantized.ledger
-        for kind in ("weight", "activation", "softmax", "input")
-        for bits in range(2, 9)
-    ]
-    return {"measure": "kl", "images": 256, "rows": rows}
+    """The same at all widths, with losses that are made up."""
+    return told_of(
+        [
+            ([row.site], kind, bits, 0.0123456789 * 0.5**bits)
+            for row in quantized.ledger
+            for kind in operand_kinds_of(row)
+            for bits in range(2, 9)
+        ]
+    )
+
+
+def operand_kinds_of(row):
+    left = {"softmax": "softmax", "input": "input"}.get(row.source, "activation")
+    return dict.fromkeys((left, "activation" if row.role in ("qk", "av") else "weight"))
 
 
 @pytest.fixture(scope="module")
@@ -317,11 +337,9 @@ def test_the_command_that_made_it(subject, content):
 # --- sensitivity -----------------------------------------------------------------------------------------------------
 
 
-def sensitivity_of(tmp_path, quantized, rows, measure="kl"):
+def sensitivity_of(tmp_path, quantized, rows):
     path = tmp_path / "sensitivity.json"
-    keys = ("sites", "operand", "bits", "loss")
-    rows = [dict(zip(keys, row, strict=True)) for row in rows]
-    path.write_text(json.dumps({"measure": measure, "images": 64, "rows": rows}))
+    path.write_text(json.dumps(told_of(rows)))
     return read_sensitivity(path, quantized)
 
 
@@ -330,17 +348,16 @@ def test_losses_are_those_of_the_bits(subject, tmp_path):
     qkv, qk, av, proj = subject.sites[3:7]
     rows = [
         ([qkv.row.site, proj.row.site], "activation", 4, 0.5),
-        ([qkv.row.site], "weight", 4, 0.25),
-        ([proj.row.site], "weight", 3, 9.0),
+        ([qkv.row.site, proj.row.site], "weight", 4, 0.25),
         ([qk.row.site], "activation", 4, 0.125),
         ([av.row.site], "softmax", 4, 0.0625),
-        ([av.row.site], "activation", 4, 0.03125),
+        ([av.row.site], "activation", 3, 0.03125),
     ]
     found = sensitivity_of(tmp_path, subject.quantized, rows)
-    assert [found.loss_of(site) for site in (qkv, qk, av, proj)] == [0.75, 0.125, 0.09375, None]
-    assert found.total(subject.sites) == 0.5 + 0.25 + 0.125 + 0.09375
+    assert [found.loss_of(site) for site in (qkv, qk, av, proj)] == [0.75, 0.125, None, 0.75]
+    assert found.total(subject.sites) == 0.5 + 0.25 + 0.125 + 0.0625
     lines = Page(report(subject, sensitivity=found)).lines
-    assert [line[8] for line in lines[3:7]] == ["0.75", "0.125", "0.0938", "–"]
+    assert [line[8] for line in lines[3:7]] == ["0.75", "0.125", "–", "0.75"]
 
 
 def test_an_operand_in_float_has_no_loss(subject, tmp_path):
@@ -408,7 +425,7 @@ def test_the_command_writes_the_page(file, measured, monkeypatch, capsys, whole)
         (["FILE", "odd.json"], "odd.json is not an adalog artifact"),
         (["FILE", "--evaluation", "odd.json"], "odd.json is not the JSON of `adalog evaluate`"),
         (["FILE", "--bench", "odd.json"], "odd.json is not the JSON of `adalog bench`"),
-        (["FILE", "--sensitivity", "odd.json"], '"measure" is none of kl, relative squared error'),
+        (["FILE", "--sensitivity", "odd.json"], "is not the JSON of `adalog sensitivity`"),
         (["FILE", "--bench", "."], ". cannot be read: not a regular file"),
         (["FILE", "--sensitivity", "FILE"], "is not the JSON of `adalog sensitivity`"),
         (["FILE", "FILE", "--bench", "odd.json"], "--bench is of one artifact"),
@@ -446,11 +463,9 @@ WRONG = {
         (lambda told: told.pop("absent"), '"absent" is missing'),
     ],
     "sensitivity": [
-        (lambda told: told.update(measure="top1"), '"measure" is none of'),
-        (lambda told: told["rows"][0].update(operand="bias"), '"operand" is none of'),
-        (lambda told: told["rows"][0].update(sites=[]), '"sites" are no names'),
-        (lambda told: told["rows"].append(told["rows"][0]), "it has two losses of"),
-        (lambda told: told.update(rows=[{**told["rows"][0], "sites": ["elsewhere"]}]), "of another model"),
+        (lambda told: told.update(measure="top1"), "the measure is none of kl, relative squared error"),
+        (lambda told: told["rows"].append(told["rows"][0]), "an operand has two losses at one width"),
+        (lambda told: told.update(told_of([(["elsewhere"], "weight", 4, 0.1)])), "is of another model"),
     ],
 }
 

@@ -233,6 +233,8 @@ def test_a_file_reads_back(found, tmp_path):
         lambda told: told["rows"][0].update(widths=[4, 4]),
         lambda told: told["rows"][0].update(widths=[-1]),
         lambda told: told["units"][0].clear(),
+        lambda told: told["units"][1].__setitem__(0, told["units"][0][0]),
+        lambda told: told["rows"].append(told["rows"][0]),
         lambda told: told["units"][0][0].update(macs=-1),
         lambda told: told["units"][0][0].update(left="top"),
         lambda told: told["units"][0][0].update(more=1),
@@ -242,12 +244,12 @@ def test_a_file_of_something_else_is_refused(found, tmp_path, change):
     told = found.to_json()
     change(told)
     (tmp_path / "rows.json").write_text(json.dumps(told))
-    with pytest.raises(DataError, match=r"this is not what `adalog sensitivity` writes"):
+    with pytest.raises(DataError, match=r"is not the JSON of `adalog sensitivity`"):
         read(tmp_path / "rows.json")
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="cannot be read: No such file or directory; give a file that"):
+    with pytest.raises(DataError, match="cannot be read: No such file or directory; make it with"):
         read(tmp_path / "none")
-    with pytest.raises(DataError, match="not what `adalog sensitivity` writes"):
+    with pytest.raises(DataError, match="is not the JSON of `adalog sensitivity`"):
         Sensitivity.from_json([])

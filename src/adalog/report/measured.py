@@ -12,23 +12,26 @@ from adalog.errors import DataError, one_line
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS
 from adalog.report.sites import SiteFacts
+from adalog.study import sensitivity
+from adalog.study.sensitivity import Measure
 
-MEASURES = {"kl": "KL divergence [nats]", "relative squared error": "relative squared error"}
-OPERANDS = ("weight", "activation", "softmax", "input")
+MEASURES: dict[Measure, str] = {
+    "kl": "KL divergence [nats]",
+    "relative squared error": "relative squared error",
+}
 _MOST = 1e15  # no number is as large as this
 _SHARE = {"value": float, "low": float, "high": float}
 _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "images_per_second": float, "repeats": int}
 
 
 @dataclass(frozen=True)
-class Sensitivity:
-    """The loss of the model's output where one operand alone is quantized.
+class Losses:
+    """The losses of a `study.sensitivity.Sensitivity` by site.
 
-    measure: a key of `MEASURES`. images: how many judged. losses: by (site, operand) and bits. groups: the sites that
-    have one loss in common, by (site, operand).
+    losses: by (site, operand) and bits. groups: the sites that have one loss in common, by (site, operand).
     """
 
-    measure: str
+    measure: Measure
     images: int
     losses: Mapping[tuple[str, str], Mapping[int, float]]
     groups: Mapping[tuple[str, str], tuple[str, ...]]
@@ -57,29 +60,22 @@ class Sensitivity:
         return sum(found.values())
 
 
-def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Sensitivity:
-    """The JSON of `adalog sensitivity` of this model. Raises DataError for a file that is not."""
-    told = _read(path, "sensitivity")
-    try:
-        _check(told.get("measure") in MEASURES, f'"measure" is none of {", ".join(MEASURES)}')
-        _fields(told, {"images": int, "rows": list})
-        losses: dict[tuple[str, str], dict[int, float]] = {}
-        groups = {}
-        for row in told["rows"]:
-            _fields(row, {"sites": list, "operand": str, "bits": int, "loss": float})
-            sites = tuple(row["sites"])
-            _check(bool(sites) and all(isinstance(name, str) for name in sites), '"sites" are no names')
-            _check(row["operand"] in OPERANDS, f'"operand" is none of {", ".join(OPERANDS)}')
-            for name in sites:
-                known = losses.setdefault((name, row["operand"]), {})
-                _check(row["bits"] not in known, f"it has two losses of {name}, {row['operand']}, {row['bits']} bits")
-                known[row["bits"]] = float(row["loss"])
-                groups[name, row["operand"]] = sites
-        named = {name for name, _ in losses}
-        _check(any(row.site in named for row in quantized.ledger), "it is of another model, whose sites differ")
-    except ValueError as cause:
-        raise _other(path, "sensitivity", cause) from cause
-    return Sensitivity(told["measure"], told["images"], losses, groups)
+def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
+    """What `adalog sensitivity` wrote of this model. Raises DataError for a file that is not."""
+    found = sensitivity.read(path)
+    sites = {unit.name: tuple(site.site for site in unit.sites) for unit in found.units}
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for row in found.rows:
+        for name in sites[row.unit]:
+            losses.setdefault((name, row.operand), {})[row.bits] = row.loss
+    groups: dict[tuple[str, str], tuple[str, ...]] = {}
+    for row in found.rows:
+        groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
+    if not {name for name, _ in losses} & {row.site for row in quantized.ledger}:
+        raise DataError(
+            f"{path} is of another model, whose sites differ: make it with `adalog sensitivity` of this one"
+        )
+    return Losses(found.measure, found.images, losses, groups)
 
 
 def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:

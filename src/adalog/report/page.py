@@ -28,7 +28,7 @@ from adalog.report.charts import (
     shade,
     short,
 )
-from adalog.report.measured import MEASURES, Sensitivity
+from adalog.report.measured import MEASURES, Losses
 from adalog.report.sites import Operand, SiteFacts, Subject
 
 # Columns of the tables of sites: (key in the page's JSON, heading, whether it is a number).
@@ -66,7 +66,7 @@ _FORMS = {"number": "d", "sqnr": ".1f", "fixops": ",.2f", "bytes": ",d", "loss":
 def report(
     subject: Subject,
     *,
-    sensitivity: Sensitivity | None = None,
+    sensitivity: Losses | None = None,
     evaluation: dict[str, Any] | None = None,
     bench: dict[str, Any] | None = None,
 ) -> bytes:
@@ -106,7 +106,7 @@ def report(
     )
 
 
-def comparison(first: Subject, second: Subject, *, sensitivity: Sensitivity | None = None) -> bytes:
+def comparison(first: Subject, second: Subject, *, sensitivity: Losses | None = None) -> bytes:
     """The page of two files side by side, as UTF-8; the same input gives the same bytes."""
     subjects = (first, second)
     both = [_rows(subject, sensitivity) for subject in subjects]
@@ -142,11 +142,11 @@ def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, An
     return row | {"differs": told[0] != told[1]}
 
 
-def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Sensitivity | None) -> list[tuple[str, str, bool]]:
+def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None) -> list[tuple[str, str, bool]]:
     return [column for column in columns if sensitivity is not None or not column[0].startswith("loss")]
 
 
-def _rows(subject: Subject, sensitivity: Sensitivity | None) -> list[dict[str, Any]]:
+def _rows(subject: Subject, sensitivity: Losses | None) -> list[dict[str, Any]]:
     """The sites as the page's JSON has them."""
     return [
         {
@@ -162,7 +162,7 @@ def _rows(subject: Subject, sensitivity: Sensitivity | None) -> list[dict[str, A
     ]
 
 
-def _told(subject: Subject, sensitivity: Sensitivity | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _told(subject: Subject, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What both pages say of a file."""
     quantized, described = subject.quantized, artifact.describe(subject.quantized)
     known = [row for row in rows if row["sqnr"] is not None]
@@ -202,7 +202,7 @@ def _why_float(site: SiteFacts) -> str:
     return f"the choices give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
-def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Sensitivity | None) -> dict[str, Any]:
+def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
     """An operand in words and as a picture."""
     facts = []
     if operand.quantizer is not None:

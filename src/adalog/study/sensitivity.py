@@ -108,34 +108,36 @@ class Sensitivity:
     @staticmethod
     def from_json(told: Any) -> "Sensitivity":
         """What `to_json` wrote. Raises DataError for anything else."""
-        with refusal("this is not what `adalog sensitivity` writes", "give its --json file"):
+        with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
             rows = tuple(
                 Row(row["unit"], row["operand"], row["bits"], float(row["loss"]), tuple(row["widths"]))
                 for row in told["rows"]
             )
             found = Sensitivity(told["measure"], told["images"], units, rows)
-            _check(found)
+            for holds, what in _conditions(found):
+                if not holds:
+                    raise ValueError(what)
             return found
 
 
-def _check(found: Sensitivity) -> None:
-    """Raise ValueError for figures that no model has."""
-    units = {unit.name: unit for unit in found.units}
+def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
+    """What holds of the figures of a model, and what is wrong where it does not."""
+    units = {unit.name: unit for unit in found.units if unit.sites}
     sites = [site for unit in found.units for site in unit.sites]
-    good = found.measure in get_args(Measure) and is_whole(found.images, 1) and all(unit.sites for unit in found.units)
-    good &= all(is_whole(site.macs, 0) and is_whole(site.weights, 0) for site in sites)
-    good &= all(kind in get_args(OperandKind) for site in sites for kind in (site.left, site.right))
-    good &= all(
-        row.operand in units[row.unit].operands
-        and is_whole(row.bits, 2, 8)
-        and math.isfinite(row.loss)
-        and len(row.widths) == len(units[row.unit].sites)
-        and all(is_whole(width, 0, FLOAT_BITS) for width in row.widths)
-        for row in found.rows
-    )
-    if not good:
-        raise ValueError("a figure is of the wrong kind")
+    yield found.measure in get_args(Measure), f"the measure is none of {', '.join(get_args(Measure))}"
+    yield is_whole(found.images, 1), "the number of images is none"
+    yield len(units) == len(found.units), "a unit has no sites, or another one's name"
+    yield all(isinstance(site.site, str) for site in sites), "the name of a site is no text"
+    yield all(is_whole(site.macs, 0) and is_whole(site.weights, 0) for site in sites), "a count of a site is none"
+    kinds = {kind for site in sites for kind in (site.left, site.right)}
+    yield kinds <= set(get_args(OperandKind)), f"an operand is none of {', '.join(get_args(OperandKind))}"
+    for row in found.rows:
+        good = row.unit in units and row.operand in units[row.unit].operands and is_whole(row.bits, 2, 8)
+        good = good and math.isfinite(row.loss) and len(row.widths) == len(units[row.unit].sites)
+        yield good and all(is_whole(width, 0, FLOAT_BITS) for width in row.widths), f"a row of {row.unit} is odd"
+    keys = {(row.unit, row.operand, row.bits) for row in found.rows}
+    yield len(keys) == len(found.rows), "an operand has two losses at one width"
 
 
 @torch.no_grad()
@@ -359,6 +361,11 @@ def write(found: Sensitivity, path: Path) -> None:
 
 def read(path: Path) -> Sensitivity:
     """What `write` wrote. Raises DataError for a file that cannot be read or holds something else."""
-    with refusal(f"{path} cannot be read", "give a file that `adalog sensitivity` wrote"):
-        told = json.loads(path.read_text(encoding="utf-8"))
-    return Sensitivity.from_json(told)
+    with refusal(f"{path} cannot be read", "make it with `adalog sensitivity`"):
+        content = path.read_bytes()
+    with refusal(f"{path} is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
+        told = json.loads(content)
+    try:
+        return Sensitivity.from_json(told)
+    except DataError as cause:
+        raise DataError(f"{path}: {cause}") from cause
