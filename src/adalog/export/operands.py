@@ -5,7 +5,7 @@ point, cut in two where they are wider than a byte, or as whole numbers in float
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,16 @@ _FUZZ = 0.02  # of a cell: how far an engine's logarithm may be off
 class Digit:
     """Whole numbers as an engine multiplies them: a part's integers are the sum of factor (value - zero_point).
 
-    name: that of the value in the file. limits: the least and the largest that the value can be.
+    name: that of the value in the file. at: what the names of the nodes that make it begin with, so that the first of
+    them reads what was encoded. operand: the encoder's name.
     """
 
     name: str
     value: Tensor
-    limits: tuple[int, int]
     factor: int = 1
     zero_point: int = 0
+    at: str = ""
+    operand: str = ""
 
 
 class Encoder(nn.Module):
@@ -80,20 +82,22 @@ class Operand:
         kind = "signed" if signed else "bytes"
         if kind not in self._made:
             self._made[kind] = [
-                part.bytes(self.value, f"{self.encoder.name}.{kind}.{index}", limits, signed=signed)
-                for index, (part, limits) in enumerate(zip(self.encoder.parts, self.encoder.limits, strict=True))
+                [replace(digit, at=name, operand=self.encoder.name) for digit in part.bytes(self.value, name, limits, signed)]
+                for name, part, limits in zip(self._names(kind), self.encoder.parts, self.encoder.limits, strict=True)
             ]
         return self._made[kind]
 
     def floats(self) -> list[list[Digit]]:
         """Each part as whole numbers in float32."""
         if "floats" not in self._made:
-            names = [f"{self.encoder.name}.floats.{index}" for index in range(len(self.encoder.limits))]
             self._made["floats"] = [
-                [Digit(name, part.whole(self.value, name), limits)]
-                for name, part, limits in zip(names, self.encoder.parts, self.encoder.limits, strict=True)
+                [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
+                for name, part in zip(self._names("floats"), self.encoder.parts, strict=True)
             ]
         return self._made["floats"]
+
+    def _names(self, kind: str) -> list[str]:
+        return [f"{self.encoder.name}.{kind}.{index}" for index in range(len(self.encoder.limits))]
 
 
 class _Rounded(nn.Module):
@@ -101,26 +105,23 @@ class _Rounded(nn.Module):
 
     def __init__(self, scale: Tensor, low: Tensor, high: Tensor):
         super().__init__()
-        single = scale.numel() == 1
-        self.scale = nn.Buffer(scale.reshape(()) if single else scale.clone())
-        same = bool((low == low.flatten()[0]).all() & (high == high.flatten()[0]).all())
-        if same:
-            low, high = low.flatten()[0].reshape(()), high.flatten()[0].reshape(())
-        self.low, self.high, self.same = nn.Buffer(low.clone()), nn.Buffer(high.clone()), same
-        if single:
-            self.least, self.most = nn.Buffer(self.low * self.scale), nn.Buffer(self.high * self.scale)
-        self.single = single
+        self.single = scale.numel() == 1
+        if self.single:
+            scale, low, high = (value.flatten()[0] for value in (scale, low, high))
+            self.least, self.most = nn.Buffer(low * scale), nn.Buffer(high * scale)
+        self.scale, self.low, self.high = (nn.Buffer(value.clone()) for value in (scale, low, high))
 
     def _clamped(self, x: Tensor, at: str, result: str = "") -> Tensor:
-        if self.same:
+        # With scales per head, OpenVINO 2026.4 takes the first head's for all where a Clip and a QuantizeLinear follow.
+        if self.single:
             return operator("Clip", [x, self.low, self.high], at=at, result=result)
         return operator("Min", [operator("Max", [x, self.low], at=at), self.high], at=at, result=result)
 
-    def whole(self, x: Tensor, name: str) -> Tensor:
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
         ratio = operator("Div", [x, self.scale], at=name)
-        return self._clamped(operator("Round", [ratio], at=name), name, name)
+        return self._clamped(operator("Round", [ratio], at=name), name, result)
 
-    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], *, signed: bool) -> list[Digit]:
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         """A value beyond the range is clamped before it is rounded, to the same code: engines then see one operator."""
         least, most = limits
         zero_point = -least - ((most - least + 1) // 2 if signed else 0)
@@ -132,7 +133,7 @@ class _Rounded(nn.Module):
             scale = torch.ones((), device=x.device)
         zero = torch.tensor(zero_point, dtype=dtype, device=x.device)
         value = operator("QuantizeLinear", [clamped, scale, zero], at=name, result=name, dtype=dtype)
-        return [Digit(name, value, (least + zero_point, most + zero_point), 1, zero_point)]
+        return [Digit(name, value, factor=1, zero_point=zero_point)]
 
 
 class _Logarithm(nn.Module):
@@ -154,10 +155,10 @@ class _Logarithm(nn.Module):
             self.cells, self.first, ends, entries = _cells(self.thresholds, self.levels)
             self.ends, self.entries = nn.Buffer(ends), nn.Buffer(entries)
 
-    def whole(self, x: Tensor, name: str) -> Tensor:
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
         value = operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
         if self.compared:
-            return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=name)
+            return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=result)
         positive = operator("Max", [value, _number(x, 2.0 ** (self.first / self.cells - 1))], at=name)
         octaves = operator("Mul", [operator("Log", [positive], at=name), _number(x, self.cells / math.log(2))], at=name)
         cell = operator("Floor", [operator("Add", [octaves, _number(x, -self.first)], at=name)], at=name)
@@ -167,9 +168,9 @@ class _Logarithm(nn.Module):
         above = operator("Greater", [value, end], at=name, dtype=torch.bool)
         above = operator("Cast", [above], at=name, dtype=torch.int32, to=6)
         index = operator("Add", [operator("Add", [index, index], at=name), above], at=name)
-        return operator("Gather", [self.entries, index], at=name, result=name, shape=x.shape)
+        return operator("Gather", [self.entries, index], at=name, result=result, shape=x.shape)
 
-    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], *, signed: bool) -> list[Digit]:
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         """Entries above 255 become two digits of base 256."""
         most = limits[1]
         shift = 128 if signed else 0
@@ -179,14 +180,14 @@ class _Logarithm(nn.Module):
             moved = operator("Sub", [whole, _number(x, shift)], at=name) if shift else whole
             return operator("Cast", [moved], at=name, result=result, dtype=dtype, to=code)
 
+        whole = self.whole(x, name, f"{name}.whole")
         if most <= 255:
-            return [Digit(name, cast(self.whole(x, f"{name}.whole"), name), (-shift, most - shift), 1, -shift)]
-        whole = self.whole(x, f"{name}.whole")
+            return [Digit(name, cast(whole, name), zero_point=-shift)]
         high = operator("Floor", [operator("Mul", [whole, _number(x, 1 / 256)], at=name)], at=name)
         low = operator("Sub", [whole, operator("Mul", [high, _number(x, 256)], at=name)], at=name)
         return [
-            Digit(f"{name}.high", cast(high, f"{name}.high"), (-shift, most // 256 - shift), 256, -shift),
-            Digit(f"{name}.low", cast(low, f"{name}.low"), (-shift, 255 - shift), 1, -shift),
+            Digit(f"{name}.high", cast(high, f"{name}.high"), factor=256, zero_point=-shift),
+            Digit(f"{name}.low", cast(low, f"{name}.low"), zero_point=-shift),
         ]
 
 
@@ -220,9 +221,9 @@ def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]
 class _Ones(nn.Module):
     """The part that is one everywhere: an offset that no bias has absorbed."""
 
-    def whole(self, x: Tensor, name: str) -> Tensor:
-        return operator("Cast", [torch.ones_like(x)], at=name, result=name, to=1)
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
+        return operator("Cast", [torch.ones_like(x)], at=name, result=result, to=1)
 
-    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], *, signed: bool) -> list[Digit]:
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
-        return [Digit(name, operator("Cast", [torch.ones_like(x)], at=name, result=name, dtype=dtype, to=code), (1, 1))]
+        return [Digit(name, operator("Cast", [torch.ones_like(x)], at=name, result=name, dtype=dtype, to=code))]

@@ -113,7 +113,7 @@ class Product(nn.Module):
             lefts = left.bytes(signed=False)
             rights = None if right is None else right.bytes(signed=self.signed)
         else:
-            lefts, rights = self._cut(left.floats(), 0), None if right is None else self._cut(right.floats(), 1)
+            lefts, rights = left.floats(), None if right is None else right.floats()
         sums = self._dequantized(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
         names = tuple(f"{site.name}.accumulators.{index}" for index in range(len(sums)))
         self.traced = Traced(
@@ -145,13 +145,15 @@ class Product(nn.Module):
         """The stored weight as the right side of the product."""
         return [
             [
-                Digit(f"{self.site.name}.weight_{place}", self.get_buffer(f"weight_{place}"), (0, 0), factor)
+                Digit(f"{self.site.name}.weight_{place}", self.get_buffer(f"weight_{place}"), factor)
                 for place, factor in enumerate(_factors(self.bases[1]))
             ]
         ]
 
     def _sums(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
         """The accumulators of each pair of parts: int32 of bytes, else whole numbers in float32 or int32."""
+        if not self.bytes:
+            lefts, rights = self._cut(lefts, 0), None if rights is None else self._cut(rights, 1)
         found = []
         for index, (left, right) in enumerate(
             (left, right) for left in lefts for right in (self._weights() if rights is None else rights)
@@ -258,7 +260,7 @@ class Product(nn.Module):
             high = operator("Floor", [high], at=at)
             low = operator("Mul", [high, whole.value.new_tensor(float(base))], at=at)
             low = operator("Sub", [whole.value, low], at=at)
-            found.append([Digit("", high, (0, 0), base), Digit("", low, (0, 0), 1)])
+            found.append([Digit("", high, base), Digit("", low)])
         return found
 
 
