@@ -6,7 +6,22 @@ from typing import Annotated
 import torch
 import typer
 
-from adalog.cli import bench, cost, demo, detect, doctor, evaluate, figures, inspect, methods, quantize, tables, vectors
+from adalog.cli import (
+    bench,
+    certify,
+    cost,
+    demo,
+    detect,
+    doctor,
+    evaluate,
+    export,
+    figures,
+    inspect,
+    methods,
+    quantize,
+    tables,
+    vectors,
+)
 from adalog.cli.console import Commands, Session, run
 
 # In the order in which `adalog --help` lists them.
@@ -15,6 +30,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize.command,
     "evaluate": evaluate.command,
     "detect": detect.command,
+    "export": export.command,
+    "certify": certify.command,
     "inspect": inspect.command,
     "methods": methods.command,
     "tables": tables.command,

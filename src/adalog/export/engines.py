@@ -1,6 +1,8 @@
 """The engines that run an exported file, with their default options, and in float32."""
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from adalog.errors import ArtifactError, one_line
@@ -47,3 +49,16 @@ def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
         return found
 
     return run
+
+
+def to_openvino(content: bytes) -> tuple[bytes, bytes]:
+    """A file's .xml and .bin for OpenVINO. Raises ArtifactError for a file that it refuses."""
+    openvino = package("openvino")
+    try:
+        model = openvino.Core().read_model(content)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.xml"
+            openvino.serialize(model, str(path))
+            return path.read_bytes(), path.with_suffix(".bin").read_bytes()
+    except Exception as cause:  # the engine raises classes of its own
+        raise ArtifactError(f"OpenVINO does not convert the file: {one_line(cause)}") from cause

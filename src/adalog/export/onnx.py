@@ -23,7 +23,9 @@ from adalog.quantized import QuantizedProgram
 
 OPSET = 21  # the first with integers of four bits
 _IR = 10  # the version of the file's format that belongs to it
-KEY, PREPROCESSING = "adalog", "preprocessing"  # of the metadata
+_SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of sizes that are free
+KEY = "adalog"  # of the metadata, beside what the artifact notes of its images and classes
+NOTED = ("preprocessing", "classes")
 
 
 def to_onnx(quantized: QuantizedProgram, form: Form, source: str) -> bytes:
@@ -34,8 +36,6 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str) -> bytes:
     """
     onnx = package("onnx")
     package("onnxscript")
-    if not quantized.example:
-        raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
     replay = Replay(quantized, form).eval()
     model = _translated(replay, quantized)
     _rename(model, replay)
@@ -50,8 +50,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str) -> bytes:
         "made_by": {name: package(name).__version__ for name in ("torch", "onnx", "onnxscript")},
     }
     notes = {KEY: json.dumps(about)}
-    if "preprocessing" in quantized.provenance:
-        notes[PREPROCESSING] = json.dumps(quantized.provenance["preprocessing"])
+    notes |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, notes)
     onnx.checker.check_model(model, full_check=True)
@@ -153,6 +152,15 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
+    sizes: dict[str, str] = {}
+    for value, letters in zip(graph.input, quantized.shapes().values(), strict=True):
+        for dim, letter in zip(value.type.tensor_type.shape.dim, letters, strict=True):
+            if isinstance(letter, str):
+                sizes.setdefault(dim.dim_param, _SIZES.get(letter, letter))
+    for value in (*graph.input, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = sizes.get(dim.dim_param, dim.dim_param)
 
 
 # --- what PyTorch does not write -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import operator as python
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from adalog.runtime import compiled
 from adalog.runtime.reference import IntegerSite, plan
 
 Form = Literal["mixed", "integer"]
+FORMS = get_args(Form)
 
 # Arithmetic on sizes, which are symbols while a model is exported.
 _SIZES: dict[str, Callable[..., Any]] = {
