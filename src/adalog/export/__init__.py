@@ -29,7 +29,7 @@ def export(
         raise ValueError(f"form = {form!r} is none of {', '.join(FORMS)}")
     if not quantized.example:
         raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
-    content = to_onnx(quantized, form, source)
+    content = to_onnx(quantized, form, source, selects="openvino" in engines)
     noise = noise_like(quantized, _IMAGES)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]
 

@@ -28,18 +28,18 @@ KEY = "adalog"  # of the metadata, beside what the artifact notes of its images 
 NOTED = ("preprocessing", "classes")
 
 
-def to_onnx(quantized: QuantizedProgram, form: Form, source: str) -> bytes:
+def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bool = False) -> bytes:
     """The ONNX file of a quantized program; the same program gives the same bytes with the same packages.
 
-    source: the SHA-256 of the artifact. Raises ArtifactError for a program that has no form in ONNX, and AdalogError
-    where the packages are missing.
+    source: the SHA-256 of the artifact. selects: write logarithmic codes as OpenVINO is quickest at, not ONNX Runtime.
+    Raises ArtifactError for a program that has no form in ONNX, and AdalogError where the packages are missing.
     """
     onnx = package("onnx")
     package("onnxscript")
     replay = Replay(quantized, form).eval()
     model = _translated(replay, quantized)
     _rename(model, replay)
-    _expand_steps(model)
+    _expand_steps(model, selects=selects)
     _store(model, replay.stored())
     _name_ends(model, quantized)
     model.ir_version, model.producer_name, model.producer_version = _IR, "adalog", version.__version__
@@ -166,39 +166,92 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
 # --- what PyTorch does not write -------------------------------------------------------------------------------------
 
 
-def _expand_steps(model: Any) -> None:
-    """Write every `STEPS` as comparisons: level = last + sum over thresholds of (value > threshold) step."""
-    from onnx import TensorProto, helper, numpy_helper
+class _Writer:
+    """Nodes and tensors that are added to a graph in the place of one node.
 
-    domain, _, name = STEPS.partition("::")
+    at: what the names of all of them begin with.
+    """
+
+    def __init__(self, at: str):
+        self.at, self.nodes, self.tensors = at, [], {}  # type: str, list[Any], dict[str, Any]
+
+    def tensor(self, name: str, value: Any) -> str:
+        self.tensors[f"{self.at}.{name}"] = np.asarray(value)
+        return f"{self.at}.{name}"
+
+    def node(self, op: str, reads: Sequence[str], result: str = "", **attributes: Any) -> str:
+        from onnx import helper
+
+        number = len(self.nodes)
+        result = result or f"{self.at}.step_{number}"
+        self.nodes.append(helper.make_node(op, reads, [result], f"{self.at}/{op}_{number}", **attributes))
+        return result
+
+
+def _expand_steps(model: Any, *, selects: bool) -> None:
+    """Write every `STEPS` and `BYTE_STEPS` as operators of ONNX.
+
+    selects: write bytes as a chain of Where, which OpenVINO turns into one kernel; ONNX Runtime is nine times as slow
+    at it as at the sums of bytes that are written otherwise.
+    """
+    from onnx import numpy_helper
+
+    domain = STEPS.partition("::")[0]
     given = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
-    nodes, added = [], {}
+    nodes: list[Any] = []
+    tensors: dict[str, Any] = {}
     for node in model.graph.node:
-        if node.domain != domain or node.op_type != name:
+        if node.domain != domain:
             nodes.append(node)
             continue
         value, thresholds, levels = (given.get(each, each) for each in node.input)
-        (result,), at = node.output, node.name.rpartition("/")[0]
-        added[f"{at}.level"] = levels[-1]
-        total = f"{at}.level"
-        for k in reversed(range(len(thresholds))):
-            added |= {f"{at}.threshold_{k}": thresholds[k], f"{at}.step_{k}": levels[k] - levels[k + 1]}
-            above, number, step = (f"{at}.{kind}_{k}" for kind in ("above", "number", "height"))
-            nodes.append(helper.make_node("Greater", [value, f"{at}.threshold_{k}"], [above], f"{at}/Greater_{k}"))
-            nodes.append(helper.make_node("Cast", [above], [number], f"{at}/Cast_{k}", to=TensorProto.FLOAT))
-            nodes.append(helper.make_node("Mul", [number, f"{at}.step_{k}"], [step], f"{at}/Mul_{k}"))
-            if k == len(thresholds) - 1 and not levels[-1]:
-                total = step
-                continue
-            sums = result if not k else f"{at}.sum_{k}"
-            nodes.append(helper.make_node("Add", [step, total], [sums], f"{at}/Add_{k}"))
-            total = sums
+        writer = _Writer(node.name.rpartition("/")[0])
+        write = _steps if node.op_type == STEPS.partition("::")[2] else _selects if selects else _byte_steps
+        write(writer, value, thresholds, levels, node.output[0])
+        nodes += writer.nodes
+        tensors |= writer.tensors
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(each), key) for key, each in added.items())
+    model.graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
     for opset in [each for each in model.opset_import if each.domain == domain]:
         model.opset_import.remove(opset)
     _drop_unread(model)
+
+
+def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+    """level = last + sum over thresholds of (value > threshold) height, in floats."""
+    total = writer.tensor("level", levels[-1])
+    for k in reversed(range(len(thresholds))):
+        above = writer.node("Greater", [value, writer.tensor(f"threshold_{k}", thresholds[k])])
+        number = writer.node("Cast", [above], to=1)
+        height = writer.node("Mul", [number, writer.tensor(f"height_{k}", levels[k] - levels[k + 1])])
+        total = writer.node("Add", [height, total], "" if k else result)
+
+
+def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+    """The same in bytes: a value above a threshold t is more than half of 2 t, so that it rounds to 1 or more.
+
+    With a zero point of 254, the byte then is 255, and 254 otherwise. ONNX Runtime adds such bytes several at a time.
+    """
+    one, zero = writer.tensor("one", np.float32(1)), writer.tensor("zero", np.uint8(0))
+    edge = writer.tensor("edge", np.uint8(254))
+    total = writer.tensor("level", levels[-1])
+    for k in reversed(range(len(thresholds))):
+        above = writer.node("QuantizeLinear", [value, writer.tensor(f"threshold_{k}", 2 * thresholds[k]), edge])
+        height = writer.tensor(f"height_{k}", levels[k] - levels[k + 1])
+        total = writer.node("Add", [writer.node("DequantizeLinear", [above, height, edge]), total])
+        total = writer.node("QuantizeLinear", [total, one, zero], "" if k else result)
+        if k:
+            total = writer.node("DequantizeLinear", [total, one, zero])
+
+
+def _selects(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
+    """The same as a chain of choices between bytes."""
+    total = writer.tensor("level", np.uint8(levels[-1]))
+    for k in reversed(range(len(thresholds))):
+        above = writer.node("Greater", [value, writer.tensor(f"threshold_{k}", thresholds[k])])
+        level = writer.tensor(f"level_{k}", np.uint8(levels[k]))
+        total = writer.node("Where", [above, level, total], "" if k else result)
 
 
 def _store(model: Any, stored: Mapping[str, Stored]) -> None:
@@ -222,13 +275,15 @@ def _store(model: Any, stored: Mapping[str, Stored]) -> None:
                 else helper.make_tensor(key, kind, value.shape, pack_nibbles(value), raw=True)
             )
         last = f"{name}.codes"
-        steps = [("Cast", [last], {"to": target})]
+        steps: list[tuple[str, list[str], dict[str, int]]] = [("Cast", [last], {"to": target})]
         if weight.zero_point is not None:
-            steps.append(("Sub", ["", f"{name}.zero_point"], {}))
+            steps = [("Cast", [last], {"to": TensorProto.FLOAT}), ("Sub", ["", f"{name}.zero_point"], {}), *steps]
+            if target == TensorProto.FLOAT:
+                steps.pop()
         for index, (op, reads, attributes) in enumerate(steps):
             reads = [last, *reads[1:]]
-            last = name if index == len(steps) - 1 else f"{name}.{op}"
-            nodes.append(helper.make_node(op, reads, [last], f"{name}/{op}", **attributes))
+            last = name if index == len(steps) - 1 else f"{name}.{op}_{index}"
+            nodes.append(helper.make_node(op, reads, [last], f"{name}/{op}_{index}", **attributes))
     rest = list(graph.node)
     del graph.node[:], graph.initializer[:]
     graph.node.extend([*nodes, *rest])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog.errors import ArtifactError
-from adalog.export.operators import STEPS, operator
+from adalog.export.operators import BYTE_STEPS, STEPS, operator
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, symmetric_zero_point
 from adalog.runtime.integer.encode import value_thresholds
 
@@ -155,8 +155,11 @@ class _Logarithm(nn.Module):
             self.cells, self.first, ends, entries = _cells(self.thresholds, self.levels)
             self.ends, self.entries = nn.Buffer(ends), nn.Buffer(entries)
 
+    def _lifted(self, x: Tensor, name: str) -> Tensor:
+        return operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
+
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
-        value = operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
+        value = self._lifted(x, name)
         if self.compared:
             return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=result)
         positive = operator("Max", [value, _number(x, 2.0 ** (self.first / self.cells - 1))], at=name)
@@ -180,6 +183,12 @@ class _Logarithm(nn.Module):
             moved = operator("Sub", [whole, _number(x, shift)], at=name) if shift else whole
             return operator("Cast", [moved], at=name, result=result, dtype=dtype, to=code)
 
+        if most <= 255 and self.compared and not signed:
+            value = self._lifted(x, name)
+            value = operator(
+                BYTE_STEPS, [value, self.thresholds, self.levels], at=name, result=name, dtype=torch.uint8, shape=x.shape
+            )
+            return [Digit(name, value)]
         whole = self.whole(x, name, f"{name}.whole")
         if most <= 255:
             return [Digit(name, cast(whole, name), zero_point=-shift)]

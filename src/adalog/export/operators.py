@@ -11,6 +11,7 @@ NODE, RESULT = "adalog.node", "adalog.result"
 # An operator that is no operator of ONNX: the level of each value, given thresholds (descending) and the levels above
 # them, with that below them all. `onnx` writes it as comparisons; it would take PyTorch seconds to export those.
 STEPS = "adalog::Steps"
+BYTE_STEPS = "adalog::ByteSteps"  # the same, where levels are bytes
 
 
 def operator(

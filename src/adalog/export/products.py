@@ -23,12 +23,10 @@ class Stored:
     """A weight's bytes as the file holds them: value = (code - zero_point), cast to the type of the value.
 
     codes: whole numbers in int64, from -8 to 7 where four bits are enough. zero_point: to broadcast; None for zero.
-    scale: what the difference is multiplied by; None for one.
     """
 
     codes: Tensor
     zero_point: Tensor | None = None
-    scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,19 @@ class Product(nn.Module):
             if not self.bases[1]:
                 self.stored["weight_0"] = Stored(codes, zero if bool(zero.any()) else None)
             return
-        if not self.signed:
-            codes, zero = codes + 128, zero + 128
+        whole = codes - zero
+        if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
+            # OpenVINO multiplies bytes only by weights without zero points.
+            self.stored["weight_0"] = Stored(codes.t(), zero.t() if bool(zero.any()) else None)
+            codes, zero, self.signed = whole, torch.zeros_like(zero), True
+        else:
+            if not self.signed:
+                codes, zero = codes + 128, zero + 128
+            self.stored["weight_0"] = Stored(codes.t())
         dtype = torch.int8 if self.signed else torch.uint8
         self.weight_0 = nn.Buffer(codes.t().contiguous().to(dtype))
         self.zero_point = nn.Buffer(zero.flatten().to(dtype))
-        self.stored["weight_0"] = Stored(codes.t())
+        self.has_zero_point = bool(zero.any())
         if self.mixed:
             self.unit = nn.Buffer(site.right.units()[0].flatten().expand(len(codes)).float().contiguous())
 
@@ -183,7 +188,9 @@ class Product(nn.Module):
         shape = matmul_shape(x, y)
         if not self.bytes:
             return operator("MatMul", [x, y], at=at, result=result, shape=shape)
-        zeros = [x.new_tensor(left.zero_point), self._zero_point(right)]
+        zeros = [x.new_tensor(left.zero_point)]
+        if site.weight is None or self.has_zero_point:
+            zeros.append(self._zero_point(right))
         return operator("MatMulInteger", [x, y, *zeros], at=at, result=result, dtype=torch.int32, shape=shape)
 
     def _zero_point(self, right: Digit) -> Tensor:
@@ -244,8 +251,9 @@ class Product(nn.Module):
             scale = torch.full((len(self.zero_point),) if stored else (), factor, device=digit.value.device)
         zero = self.zero_point if stored else digit.value.new_tensor(digit.zero_point)
         attributes = {"axis": 1} if stored else {}
+        zeros = [zero] if not stored or self.has_zero_point else []
         return operator(
-            "DequantizeLinear", [digit.value, scale, zero], at=self.site.name, dtype=torch.float32, **attributes
+            "DequantizeLinear", [digit.value, scale, *zeros], at=self.site.name, dtype=torch.float32, **attributes
         )
 
     def _cut(self, parts: list[list[Digit]], side: int) -> list[list[Digit]]:
