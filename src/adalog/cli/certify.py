@@ -27,9 +27,7 @@ def command(
     data: Annotated[Path | None, typer.Option(help="Folder of images. Without it, the bundled ones.")] = None,
     images: Annotated[int | None, typer.Option(min=1, help="Number of images; without it, all of them.")] = None,
     engine: Annotated[str, typer.Option(help=f"One of {', '.join(export.ENGINES)}.")] = "onnxruntime",
-    executor: Annotated[
-        str, typer.Option(help=f"What runs the artifact: one of {', '.join(EXECUTORS)}.")
-    ] = "torch",
+    executor: Annotated[str, typer.Option(help=f"What runs the artifact: one of {', '.join(EXECUTORS)}.")] = "torch",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the page to this file as well.")] = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -63,14 +61,14 @@ def command(
                 watch(done)
 
         digest = hashlib.sha256(content).hexdigest()
-        certificate = export.certify(
-            quantized.quantized, digest, other, counted(), engine=engine, executor=executor
-        )
+        certificate = export.certify(quantized.quantized, digest, other, counted(), engine=engine, executor=executor)
     page = f"{certificate.text()}\nprocessor: {processor()}"
     if out is not None:
         files.write_whole(out, f"{page}\n".encode())
     if json_out != "-":
         say(page)
-    emit_json({"artifact": str(file), "export": str(exported), **certificate.json(), "processor": processor()}, json_out)
+    emit_json(
+        {"artifact": str(file), "export": str(exported), **certificate.json(), "processor": processor()}, json_out
+    )
     if not certificate.passed:
         raise typer.Exit(FAILED)

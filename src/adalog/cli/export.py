@@ -37,9 +37,10 @@ def command(
     check_outputs(out, weights, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
+    chosen: export.Form = "mixed" if form == "mixed" else "integer"
     engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]
     with waiting(f"export {file}"), naming_file(file, "cannot be exported"):
-        exported, certificates = export.export(quantized, hashlib.sha256(content).hexdigest(), form, engines)
+        exported, certificates = export.export(quantized, hashlib.sha256(content).hexdigest(), chosen, engines)
         written = {out: exported}
         if weights is not None and all(each.passed for each in certificates):
             description, numbers = export.to_openvino(exported)

@@ -1,4 +1,4 @@
-"""Quantized programs in the files of other engines, and certificates that these compute what was judged (docs/export.md)."""
+"""Quantized programs as files for other engines, and certificates that these compute what was judged."""
 
 from collections.abc import Sequence
 

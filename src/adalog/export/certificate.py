@@ -4,13 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adalog import version
 from adalog.errors import ArtifactError, one_line
 from adalog.export.engines import Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
@@ -79,7 +78,9 @@ class Certificate:
 
     def text(self) -> str:
         """The certificate on one page."""
-        operands, off, differ = (sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ"))
+        operands, off, differ = (
+            sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ")
+        )
         lines = [
             f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine}, beside {self.executor}",
             *(f"failure: {each}" for each in self.failures),
@@ -172,13 +173,8 @@ def changed_tensors(model: Any, replay: Replay) -> list[str]:
 
 
 def _versions(engine: str) -> dict[str, str]:
-    found = {}
-    for name in ("adalog", "torch", "onnx", engine):
-        try:
-            found[name] = version_of(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    found = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
+    return {"adalog": version.__version__, **found}
 
 
 def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
@@ -284,7 +280,13 @@ def _site(
     ready = [[part.double() if exactly else part for part in whole] for whole in wholes]
     sums = Product(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
     equal = all(
-        _same(site, each, torch.as_tensor(inner[name]), None if traced.scales is None else traced.scales[index], ready[0][0])
+        _same(
+            site,
+            each,
+            torch.as_tensor(inner[name]),
+            None if traced.scales is None else traced.scales[index],
+            ready[0][0],
+        )
         for index, (name, each) in enumerate(zip(traced.results, sums, strict=True))
     )
     return SiteReport(site.name, equal, operands, off, differ)
@@ -349,7 +351,9 @@ def _judge(found: Certificate, answers: Sequence[tuple[Tensor, Tensor]]) -> None
         found.failures.append(f"the outputs have a median relative error of {found.error['median']:.2g}")
     unequal = [site.site for site in found.sites if not site.equal]
     if unequal or not found.sites:
-        found.failures.append(f"accumulators are not those of the codes: {unequal[0] if unequal else 'there is no site'}")
+        found.failures.append(
+            f"accumulators are not those of the codes: {unequal[0] if unequal else 'there is no site'}"
+        )
     off = [site for site in found.sites if site.off > max(1, CODES_OFF * site.operands)]
     if off:
         found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are not those of their values")

@@ -19,7 +19,9 @@ def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
         raise ValueError(f"engine = {engine!r} is none of {', '.join(ENGINES)}")
     module = package(engine)
     try:
-        return _onnxruntime(module, content, threads) if engine == "onnxruntime" else _openvino(module, content, threads)
+        return (
+            _onnxruntime(module, content, threads) if engine == "onnxruntime" else _openvino(module, content, threads)
+        )
     except Exception as cause:  # engines raise classes of their own
         raise ArtifactError(f"{engine} does not open the file: {one_line(cause)}") from cause
 
@@ -42,7 +44,7 @@ def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         results = request.infer(dict(inputs))
-        found = {}
+        found: dict[str, Any] = {}
         for output in model.outputs:
             value = results[output].copy()  # the next answer is written to the same memory
             found |= dict.fromkeys(output.get_names(), value)

@@ -275,15 +275,15 @@ def _store(model: Any, stored: Mapping[str, Stored]) -> None:
                 else helper.make_tensor(key, kind, value.shape, pack_nibbles(value), raw=True)
             )
         last = f"{name}.codes"
-        steps: list[tuple[str, list[str], dict[str, int]]] = [("Cast", [last], {"to": target})]
+        steps: list[tuple[str, list[str], dict[str, Any]]] = [("Cast", [last], {"to": target})]
         if weight.zero_point is not None:
             steps = [("Cast", [last], {"to": TensorProto.FLOAT}), ("Sub", ["", f"{name}.zero_point"], {}), *steps]
             if target == TensorProto.FLOAT:
                 steps.pop()
         for index, (op, reads, attributes) in enumerate(steps):
-            reads = [last, *reads[1:]]
+            given = [last, *reads[1:]]
             last = name if index == len(steps) - 1 else f"{name}.{op}_{index}"
-            nodes.append(helper.make_node(op, reads, [last], f"{name}/{op}_{index}", **attributes))
+            nodes.append(helper.make_node(op, given, [last], f"{name}/{op}_{index}", **attributes))
     rest = list(graph.node)
     del graph.node[:], graph.initializer[:]
     graph.node.extend([*nodes, *rest])

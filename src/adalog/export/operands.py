@@ -59,7 +59,7 @@ class Encoder(nn.Module):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         else:
             raise ArtifactError(f"{name} has a quantizer of the kind {quantizer.kind}, which has no form in ONNX")
-        self.parts = nn.ModuleList(parts)
+        self.parts, self.each = nn.ModuleList(parts), parts
 
     def forward(self, x: Tensor) -> "Operand":
         return Operand(self, x)
@@ -82,8 +82,11 @@ class Operand:
         kind = "signed" if signed else "bytes"
         if kind not in self._made:
             self._made[kind] = [
-                [replace(digit, at=name, operand=self.encoder.name) for digit in part.bytes(self.value, name, limits, signed)]
-                for name, part, limits in zip(self._names(kind), self.encoder.parts, self.encoder.limits, strict=True)
+                [
+                    replace(digit, at=name, operand=self.encoder.name)
+                    for digit in part.bytes(self.value, name, limits, signed)
+                ]
+                for name, part, limits in zip(self._names(kind), self.encoder.each, self.encoder.limits, strict=True)
             ]
         return self._made[kind]
 
@@ -92,7 +95,7 @@ class Operand:
         if "floats" not in self._made:
             self._made["floats"] = [
                 [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
-                for name, part in zip(self._names("floats"), self.encoder.parts, strict=True)
+                for name, part in zip(self._names("floats"), self.encoder.each, strict=True)
             ]
         return self._made["floats"]
 
@@ -127,7 +130,7 @@ class _Rounded(nn.Module):
         zero_point = -least - ((most - least + 1) // 2 if signed else 0)
         dtype = torch.int8 if signed else torch.uint8
         if self.single:
-            clamped, scale = operator("Clip", [x, self.least, self.most], at=name), self.scale
+            clamped, scale = operator("Clip", [x, self.least, self.most], at=name), self.get_buffer("scale")
         else:
             clamped = self._clamped(operator("Div", [x, self.scale], at=name), name)
             scale = torch.ones((), device=x.device)
@@ -186,7 +189,12 @@ class _Logarithm(nn.Module):
         if most <= 255 and self.compared and not signed:
             value = self._lifted(x, name)
             value = operator(
-                BYTE_STEPS, [value, self.thresholds, self.levels], at=name, result=name, dtype=torch.uint8, shape=x.shape
+                BYTE_STEPS,
+                [value, self.thresholds, self.levels],
+                at=name,
+                result=name,
+                dtype=torch.uint8,
+                shape=x.shape,
             )
             return [Digit(name, value)]
         whole = self.whole(x, name, f"{name}.whole")

@@ -47,5 +47,3 @@ def matmul_shape(left: Tensor, right: Tensor) -> Sequence[int]:
     """The shape of a product of matrices, whose leading dimensions broadcast."""
     lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     return [*lead, left.shape[-2], right.shape[-1]]
-
-

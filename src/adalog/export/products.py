@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -245,12 +246,12 @@ class Product(nn.Module):
         """What bytes stand for. unit: of their part; None where the product is multiplied by it afterwards."""
         stored = self.site.weight is not None and digit.name.startswith(f"{self.site.name}.weight_")
         if stored and unit is not None:
-            scale = self.unit
+            scale = self.get_buffer("unit")
         else:
             factor = digit.factor * (1.0 if unit is None else float(unit))
             scale = torch.full((len(self.zero_point),) if stored else (), factor, device=digit.value.device)
         zero = self.zero_point if stored else digit.value.new_tensor(digit.zero_point)
-        attributes = {"axis": 1} if stored else {}
+        attributes: dict[str, Any] = {"axis": 1} if stored else {}
         zeros = [zero] if not stored or self.has_zero_point else []
         return operator(
             "DequantizeLinear", [digit.value, scale, *zeros], at=self.site.name, dtype=torch.float32, **attributes
