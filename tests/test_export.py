@@ -1,7 +1,9 @@
 """Exports beside the exact integers, in the engines themselves, and certificates that notice what was changed."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+ROOT = Path(__file__).parent.parent
 FAST = Config(images=4, search=Search(rounds=1, steps=0))
 
 
@@ -265,3 +268,20 @@ def test_a_file_that_fails_is_not_written(tmp_path, monkeypatch, capsys, quantiz
     assert code == 1
     assert "fails its certificate" in error
     assert not file.exists()
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path, monkeypatch, capsys, quantized, images):
+    """docs/export.md, with the files that its commands make."""
+    pytest.importorskip("openvino")
+    monkeypatch.chdir(tmp_path)
+    quantized.save("vit.safetensors")
+    say(monkeypatch, capsys, "export", "vit.safetensors", "-o", "vit.onnx")
+    say(monkeypatch, capsys, "export", "vit.safetensors", "--to", "openvino", "-o", "vit.xml")
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    names = {"images": images}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)), names)
+    wanted = quantized.compile("reference")(images)
+    for got in (names["logits"], names["answer"]):
+        assert got.shape == wanted.shape
+        assert torch.equal(torch.as_tensor(got).argmax(1), wanted.argmax(1))

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "quantized": CHOICES | {"graph", "ledger"},
     "artifact": CHOICES | {"graph", "ledger", "quantized"},
     "runtime": CHOICES | {"graph", "ledger", "quantized"},
-    "export": CHOICES | {"graph", "ledger", "quantized"},
+    "export": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime"},
     "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},
     "inputs": CHOICES | {"graph"},
