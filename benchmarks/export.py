@@ -6,10 +6,10 @@
 A row has the certificate of one form in one engine: the images compared, whether every accumulator is equal, and which
 images' largest output changes. "time_over_fp32" is the CPU time of the export over that of the float model in the same
 engine, at batch 1 on one thread, taken in turn; OpenVINO computes in float32. "bytes" is the size of the ONNX file.
-"exports" has the CPU seconds of each export, and the most memory that the process has held [bytes]. A timm model has random
-weights and its images are noise. Of the first file, 20 initialisers are changed, one at a time, and each time it must
-fail its certificate. Prints one JSON object and saves it as benchmarks/results/export-MODEL.json, or as F. `--work DIR`
-keeps our artifacts as long as the sources of the package are the same.
+"exports" has the CPU seconds of each export, and the most memory that the process has held [bytes]. A timm model has
+random weights and its images are noise. Of the first file, 20 initialisers are changed, one at a time, and each time it
+must fail its certificate. Prints one JSON object and saves it as benchmarks/results/export-MODEL.json, or as F. `--work
+DIR` keeps our artifacts as long as the sources of the package are the same.
 """
 
 from benchmarks.publish import RESULTS, publish
