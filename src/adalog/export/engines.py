@@ -29,7 +29,7 @@ def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
 def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors: warnings would go to the terminal
+    options.log_severity_level = 4  # what fails is raised; less would go to the terminal
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))

@@ -239,7 +239,8 @@ class _Ones(nn.Module):
     """The part that is one everywhere: an offset that no bias has absorbed."""
 
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
-        return operator("Cast", [torch.ones_like(x)], at=name, result=result, to=1)
+        ones = torch.ones_like(x, dtype=torch.int8)  # PyTorch would leave out a cast of floats to floats
+        return operator("Cast", [ones], at=name, result=result, dtype=torch.float32, to=1)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
         dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
