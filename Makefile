@@ -58,7 +58,7 @@ $(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/s
 
 $(TEST)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/search/fused.cpp constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,coco,test,dev]"
+	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,coco,openvino,test,dev]"
 	@touch $@
 
 clean:

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "quantized": CHOICES | {"graph", "ledger"},
     "artifact": CHOICES | {"graph", "ledger", "quantized"},
     "runtime": CHOICES | {"graph", "ledger", "quantized"},
-    "export": CHOICES | {"graph", "ledger", "quantized"},
+    "export": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime"},
     "hub": CHOICES | {"graph", "ledger", "quantized", "artifact"},
     "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},

@@ -8,11 +8,13 @@ import typer
 
 from adalog.cli import (
     bench,
+    certify,
     cost,
     demo,
     detect,
     doctor,
     evaluate,
+    export,
     figures,
     inspect,
     methods,
@@ -33,6 +35,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pareto": pareto.command,
     "evaluate": evaluate.command,
     "detect": detect.command,
+    "export": export.command,
+    "certify": certify.command,
     "inspect": inspect.command,
     "report": report.command,
     "methods": methods.command,

@@ -129,9 +129,9 @@ def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int 
 
 
 @contextmanager
-def naming_file(file: Path) -> Iterator[None]:
-    """Let errors inside the block say which file does not run in integers."""
+def naming_file(file: Path, what: str = "does not run in integers") -> Iterator[None]:
+    """Let errors inside the block say which file they are about. what: what does not work with it."""
     try:
         yield
     except AdalogError as cause:
-        raise type(cause)(f"{file} does not run in integers: {cause}") from cause
+        raise type(cause)(f"{file} {what}: {cause}") from cause

@@ -104,7 +104,7 @@ class Compiled(nn.Module):
             makers = native.encoder_key, native.encoder, functools.partial(native.product, context=self._context)
         elif self.executor == "torch":
             makers = integer.Encoder.key, integer.Encoder, integer.product
-        self._apart = _compiled(self.quantized.program, planned, *makers)
+        self._apart = compiled(self.quantized.program, planned, *makers)
         self._fused = integer.fuse(*self._apart) if self.executor == "torch" else self._apart
         on_cpu = all(value.device.type == "cpu" for value in self.quantized.program.tensors.values())
         self._regions = regions.fuse(*self._apart) if self._wanted and self.executor == "torch" and on_cpu else None
@@ -207,7 +207,7 @@ class Compiled(nn.Module):
         return self
 
 
-def _compiled(
+def compiled(
     program: Program,
     planned: Sequence[IntegerSite],
     key: Callable[[IntegerSite], str],

@@ -242,17 +242,24 @@ class Product:
 
     def accumulate(self, left: Tensor, right: Tensor | None = None) -> list[Tensor]:
         """The exact sums, int64, one tensor per pair of parts, in the shape against which its scale broadcasts."""
+        lefts = [part.cpu() for part in self.site.left.integers(left)]
+        rights = None if right is None else [part.cpu() for part in self.site.right.integers(right)]
+        return [sums.to(left.device) for sums in self.sums(lefts, rights)]
+
+    def sums(self, lefts: Sequence[Tensor], rights: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The sums of the products of these integers, of each part on the CPU, in their type.
+
+        They are exact in int64; in float64 as well where no bound of the site reaches 2**53.
+        """
         site = self.site
-        lefts = [part.cpu() for part in site.left.integers(left)]
         if site.geometry is not None:
             lefts = [site.rows(part) for part in lefts]
         if self._weight is None:
-            assert right is not None
-            site.check_terms(left.shape[-1])
-            rights = [part.cpu() for part in site.right.integers(right)]
+            assert rights is not None
+            site.check_terms(lefts[0].shape[-1])
         else:
-            rights = [self._weight]
-        return [torch.matmul(x, y).to(left.device) for x in lefts for y in rights]
+            rights = [self._weight.to(lefts[0].dtype)]
+        return [torch.matmul(x, y) for x in lefts for y in rights]
 
     def __call__(self, left: Tensor, right: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return finish(self.site, self.accumulate(left, right), bias, left.shape)

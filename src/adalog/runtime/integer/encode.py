@@ -198,16 +198,7 @@ class _LogDigits:
 
 def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
     """None where bins do not tell the thresholds apart."""
-    quotients = log_thresholds(
-        quantizer.q,
-        quantizer.r,
-        quantizer.bits,
-        beyond=quantizer.beyond,
-        rounding=quantizer.rounding,
-        table=quantizer.table,
-        headroom=quantizer.headroom,
-    )
-    thresholds = _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
+    thresholds = value_thresholds(quantizer)
     bins = Bins(thresholds, torch.float32)
     if not bins.fit or bool(((thresholds > 0) & (thresholds < _LEAST_THRESHOLD)).any()):
         return None
@@ -222,6 +213,24 @@ def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
     tables = [digit.to(device) for digit in digits.split(values)]
     ends = bins.ends[numbers].view(torch.int32).to(device)
     return _LogDigits(quantizer.offset, thresholds, bins, first, ends, tables)
+
+
+def value_thresholds(quantizer: LogQuantizer) -> Tensor:
+    """The values x + offset at which one code gives way to the next: float32, descending, on the CPU.
+
+    A value takes code k where it is at most thresholds[k - 1] and above thresholds[k], which is exact: the quotient of
+    the value by the scale lies on the same side of the quantizer's own threshold.
+    """
+    quotients = log_thresholds(
+        quantizer.q,
+        quantizer.r,
+        quantizer.bits,
+        beyond=quantizer.beyond,
+        rounding=quantizer.rounding,
+        table=quantizer.table,
+        headroom=quantizer.headroom,
+    )
+    return _largest_values(quotients.float(), quantizer.scale.cpu().reshape(()))
 
 
 def _largest_values(quotients: Tensor, scale: Tensor) -> Tensor:

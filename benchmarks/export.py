@@ -1,0 +1,133 @@
+"""Exports beside their artifacts and beside the float model, in the engines that people use.
+
+    python benchmarks/export.py --model demo --bits w6a6 w4a4 w3a3 [--images 2000] [--executor reference] [--json F]
+    python benchmarks/export.py --model timm:deit_small_patch16_224 --bits w4a4 | --model realbench:DIR --bits w8a8 w6a6
+
+A row has the certificate of one form in one engine: the images compared, whether every accumulator is equal, and which
+images' largest output changes. "time_over_fp32" is the CPU time of the export over that of the float model in the same
+engine, at batch 1 on one thread, taken in turn; OpenVINO computes in float32. "bytes" is the size of the ONNX file.
+"exports" has the CPU seconds of each export, and the most memory that the process has held [bytes]. A timm model has
+random weights and its images are noise. Of the first file, 20 initialisers are changed, one at a time, and each time it
+must fail its certificate. Prints one JSON object and saves it as benchmarks/results/export-MODEL.json, or as F. `--work
+DIR` keeps our artifacts as long as the sources of the package are the same.
+"""
+
+from benchmarks.publish import RESULTS, publish
+from benchmarks.runtime import Case, Files, load_case, quantized
+
+import argparse
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adalog import export, load
+from adalog.export.certificate import read
+from adalog.export.engines import ENGINES, open_engine
+from adalog.inputs import demo
+from adalog.quantized import QuantizedProgram
+from adalog.study.bench import in_turn
+from adalog.study.doctor import machine, version_of
+from adalog.version import source_hash
+
+DAMAGED = 20
+
+
+def compared(
+    case: Case, bits: Sequence[str], images: torch.Tensor, executor: str, seconds: float, work: Path
+) -> dict[str, Any]:
+    """The rows, what each export took, and how many damaged files were caught."""
+    rows: list[dict[str, Any]] = []
+    exports: list[dict[str, Any]] = []
+    damaged: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Files(case.model, case.calibration, Path(folder)).onnx().read_bytes()
+        for width in bits:
+            path = work / f"{width}-{source_hash()}.safetensors"
+            quantized(case, width, path)
+            program = load(path).quantized
+            for form in export.FORMS:
+                for engine in ENGINES:
+                    start = time.process_time()
+                    content = export.to_onnx(program, form, "", selects=engine == "openvino")
+                    spent = time.process_time() - start
+                    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                    exports.append({"bits": width, "form": form, "cpu_seconds": spent, "most_bytes_held": memory})
+                    found = export.certify(
+                        program, "", content, ((some,) for some in images.split(20)), engine=engine, executor=executor
+                    )
+                    row = {"bits": width, "form": form, "engine": engine, "images": found.images}
+                    row |= {"passed": found.passed, "accumulators_equal": found.accumulators_equal}
+                    row |= {"argmax_changed": found.argmax_changed, "changed": found.changed, "error": found.error}
+                    row |= {"time_over_fp32": ratio(plain, content, engine, case, seconds), "bytes": len(content)}
+                    rows.append(row)
+                    damaged = damaged or caught(program, content, images[:1])
+    return {"rows": rows, "exports": exports, **damaged}
+
+
+def ratio(plain: bytes, content: bytes, engine: str, case: Case, seconds: float) -> float:
+    """The CPU time of a file over that of the float model."""
+    given = {"images": case.timed[:1].numpy()}
+    runs = {name: partial(open_engine(engine, each), given) for name, each in (("plain", plain), ("ours", content))}
+    times = in_turn(runs, seconds)
+    return times["ours"].cpu / times["plain"].cpu
+
+
+def caught(program: QuantizedProgram, content: bytes, images: torch.Tensor) -> dict[str, int]:
+    """How many of the files in which one number is another fail their certificate."""
+    import onnx
+
+    model, _ = read(content)
+    places = range(0, len(model.graph.initializer), max(1, len(model.graph.initializer) // DAMAGED))
+    found = {"damaged_caught": 0, "damaged_tried": 0}
+    for place in list(places)[:DAMAGED]:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        tensor = copy.graph.initializer[place]
+        if tensor.data_type == onnx.TensorProto.INT4:
+            tensor.raw_data = bytes([tensor.raw_data[0] ^ 1]) + tensor.raw_data[1:]
+        else:
+            values = onnx.numpy_helper.to_array(tensor).copy()
+            values.reshape(-1)[:1] += 1
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        certificate = export.certify(program, "", copy.SerializeToString(), [(images,)])
+        found["damaged_tried"] += 1
+        found["damaged_caught"] += not certificate.passed
+    return found
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="a model as `adalog quantize` takes it, or realbench:DIR")
+    parser.add_argument("--bits", nargs="+", default=["w6a6", "w4a4", "w3a3"])
+    parser.add_argument("--images", type=int, default=2000, help="of the bundled ones; other models take eight")
+    parser.add_argument("--executor", default="torch", help="what runs the artifact")
+    parser.add_argument("--seconds", type=float, default=5, help="seconds to spend on each time; five runs at least")
+    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/export-MODEL.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(1)
+    case = load_case(asked.model, pretrained=False)
+    images = demo.test_images()[0][: asked.images] if asked.model == "demo" else case.timed
+    model = "realbench" if asked.model.startswith("realbench:") else asked.model
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        result = compared(case, asked.bits, images, asked.executor, asked.seconds, asked.work or Path(folder))
+    result["rows"] = [{"model": model, **row} for row in result["rows"]]
+    versions = {
+        name: found for name in ("onnx", "onnxruntime", "onnxscript", "openvino") if (found := version_of(name))
+    }
+    told = {"executor": asked.executor, "threads": 1, **result, "machine": {**machine(), **versions}}
+    name = model.rpartition(":")[2].replace(os.sep, "-")
+    publish(told, asked.json or RESULTS / f"export-{name}.json")
+
+
+if __name__ == "__main__":
+    main()

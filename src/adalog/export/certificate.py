@@ -1,0 +1,359 @@
+"""Certificates: an artifact and its export side by side, number by number, site by site, and answer by answer."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog import version
+from adalog.errors import ArtifactError, one_line
+from adalog.export.engines import Run, open_engine
+from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
+from adalog.export.operands import Digit
+from adalog.export.replay import FORMS, Form, Replay
+from adalog.graph.program import leaves_of
+from adalog.quantized import QuantizedProgram
+from adalog.runtime import Compiled
+from adalog.runtime.reference import IntegerSite, Product
+
+FORMAT = 1
+SITE_IMAGES = 8  # of which every site is compared; all others are compared by the model's outputs alone
+ROUNDING = 1e-5  # how far the float product of a site may be off, of its largest value
+CODES_OFF = 1e-4  # the share of codes that an engine may round another way at the very edge of two codes
+CHANGED = 0.01  # the share of images whose largest output may change through the rounding of floats between sites
+ERROR = 0.2  # the median relative error of the outputs that this may cause
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One site, on the values that the engine computed itself.
+
+    equal: whether its accumulators are those of its codes. operands: how many codes of operands it has. off: how many
+    of them are not those of their values. differ: how many are not those of the executor, whose values may differ.
+    """
+
+    site: str
+    equal: bool
+    operands: int
+    off: int
+    differ: int
+
+
+@dataclass
+class Certificate:
+    """What was found. failures: why the certificate fails; none where it does not.
+
+    argmax_changed: how many images have another largest output, with their numbers in `changed`; None where outputs are
+    not (images, classes). error: the median and the largest relative error of an image's outputs.
+    """
+
+    form: str
+    engine: str
+    executor: str
+    digests: Mapping[str, str]
+    versions: Mapping[str, str]
+    images: int = 0
+    sites: list[SiteReport] = field(default_factory=list)
+    argmax_changed: int | None = None
+    changed: list[int] = field(default_factory=list)
+    error: Mapping[str, float] | None = None
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    @property
+    def accumulators_equal(self) -> bool:
+        return bool(self.sites) and all(site.equal for site in self.sites)
+
+    def json(self) -> dict[str, Any]:
+        """The certificate as JSON."""
+        told = asdict(self)
+        return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **told}
+
+    def text(self) -> str:
+        """The certificate on one page."""
+        operands, off, differ = (
+            sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ")
+        )
+        lines = [
+            f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine}, beside {self.executor}",
+            *(f"failure: {each}" for each in self.failures),
+            f"images: {self.images:,}; sites: {len(self.sites)}, on the first {min(self.images, SITE_IMAGES)} images",
+            f"accumulators: {'all equal' if self.accumulators_equal else 'NOT equal'}",
+            f"codes: {operands:,}; not those of their values: {off:,}; not those of the executor: {differ:,}",
+        ]
+        if self.error is not None:
+            median, largest = self.error["median"], self.error["largest"]
+            lines.append(f"relative error of the outputs: median {median:.2g}, largest {largest:.2g}")
+        if self.argmax_changed is not None:
+            shown = f" ({', '.join(map(str, self.changed[:20]))})" if self.changed else ""
+            lines.append(f"images whose largest output changes: {self.argmax_changed:,}{shown}")
+        lines += [f"SHA-256 of the {name}: {digest}" for name, digest in self.digests.items()]
+        lines.append("; ".join(f"{name} {version}" for name, version in self.versions.items()))
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def certify(
+    quantized: QuantizedProgram,
+    source: str,
+    content: bytes,
+    batches: Iterable[Sequence[Tensor]],
+    *,
+    engine: str = "onnxruntime",
+    executor: str = "torch",
+) -> Certificate:
+    """Compare an exported file with its artifact.
+
+    source: the SHA-256 of the artifact. content: the file. batches: the inputs of some images each.
+    Raises ArtifactError for a file that `to_onnx` did not write, ValueError for no images, and AdalogError where a
+    package is missing.
+    """
+    package(engine)
+    model, about = read(content)
+    form: Form = about["form"]
+    found = Certificate(
+        form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
+    )
+    if about["artifact"] != source:
+        found.failures.append("the file was made of another artifact")
+    if about["graph"] != graph_digest(model):
+        found.failures.append("the file was changed after it was written")
+    replay = _replayed(quantized, form)
+    odd = changed_tensors(model, replay)
+    if odd:
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        found.failures.append(f"numbers of the file are not those of the artifact: {odd[0]}{more}")
+    try:
+        _compare(found, quantized, replay, model, content, batches)
+    except ArtifactError as cause:
+        found.failures.append(str(cause))
+    return found
+
+
+def read(content: bytes) -> tuple[Any, dict[str, Any]]:
+    """A file's model, and what its metadata say of it. Raises ArtifactError for a file that `to_onnx` did not write."""
+    onnx = package("onnx")
+    try:
+        model = onnx.load_model_from_string(content)
+        notes = {entry.key: entry.value for entry in model.metadata_props}
+        about = json.loads(notes[KEY])
+        sane = about["form"] in FORMS and all(isinstance(about[key], str) for key in ("artifact", "graph"))
+    except Exception as cause:  # readers of strange bytes raise anything
+        raise ArtifactError(f"the file is no ONNX model that adalog exported: {one_line(cause)}") from cause
+    outside = any(each.data_location == onnx.TensorProto.EXTERNAL for each in model.graph.initializer)
+    if not sane or outside:
+        raise ArtifactError("the file is no ONNX model that adalog exported: its form or its tensors are strange")
+    return model, about
+
+
+def changed_tensors(model: Any, replay: Replay) -> list[str]:
+    """The names of the file's tensors that are not those of the artifact, in the file's order."""
+    from onnx import numpy_helper
+
+    wanted = {tensor_name(name): as_array(value) for name, value in replay.named_buffers()}
+    for name, weight in replay.stored().items():
+        wanted |= stored_tensors(tensor_name(name), weight)
+    odd = []
+    for initializer in model.graph.initializer:
+        expected = wanted.get(initializer.name)
+        if expected is None:
+            continue
+        got = numpy_helper.to_array(initializer)
+        same = got.shape == expected.shape and bool((got.astype(expected.dtype) == expected).all())
+        if not same:
+            odd.append(initializer.name)
+    return odd
+
+
+def _versions(engine: str) -> dict[str, str]:
+    found = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
+    return {"adalog": version.__version__, **found}
+
+
+def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
+    """The replayed program, after a run that tells the names of its values."""
+    replay = Replay(quantized, form).eval()
+    replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
+    return replay
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    found: Certificate,
+    quantized: QuantizedProgram,
+    replay: Replay,
+    model: Any,
+    content: bytes,
+    batches: Iterable[Sequence[Tensor]],
+) -> None:
+    compiled = Compiled(quantized, found.executor)
+    plain, names = open_engine(found.engine, content), [each.name for each in model.graph.input]
+    watched, values = _watched(model, replay)
+    inside = open_engine(found.engine, watched)
+    answers: list[tuple[Tensor, Tensor]] = []
+    seen = 0
+    for batch in batches:
+        given = inputs_of(batch, names)
+        got = _run(plain, given, found.engine)
+        wanted = leaves_of(compiled(*batch))
+        answers += _answers(wanted, [got.get(each.name) for each in model.graph.output])
+        if seen < SITE_IMAGES:
+            few = tuple(value[: SITE_IMAGES - seen] for value in batch)
+            given = inputs_of(few, names)
+            inner = {**given, **_run(inside, given, found.engine)}
+            codes = compiled.codes(*few)
+            found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
+        seen += len(batch[0])
+    if not seen:
+        raise ValueError("there are no images to compare with: give at least one")
+    found.images = seen
+    _judge(found, answers)
+
+
+def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    try:
+        return run(inputs)
+    except Exception as cause:  # engines raise classes of their own
+        raise ArtifactError(f"{engine} does not run the file: {one_line(cause)}") from cause
+
+
+def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
+    """The file with outputs for what every site reads and makes; the name of each encoded value, by the operand's.
+
+    Raises ArtifactError for a file that lacks one of these.
+    """
+    from onnx import ModelProto, ValueInfoProto
+
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    made = {name: node for node in copy.graph.node for name in node.output}
+    wanted: dict[str, None] = {}
+    values: dict[str, str] = {}
+    firsts: dict[str, str] = {}
+    for node in copy.graph.node:
+        firsts.setdefault(node.name.rpartition("/")[0], node.input[0] if node.input else "")
+    for product in replay.products.values():
+        traced = product.traced
+        assert traced is not None
+        digits = [digit for part in (*traced.left, *(traced.right or ())) for digit in part]
+        for at in (digit.at for digit in digits):
+            values[at] = firsts.get(at, "")
+        wanted |= dict.fromkeys([*traced.results, *(digit.name for digit in digits)])
+    missing = [name for name in wanted if name not in made]
+    if missing:
+        raise ArtifactError(f"the file has no value {missing[0]}, which the artifact computes")
+    ends = {each.name for each in (*copy.graph.output, *copy.graph.input)}
+    wanted |= {name: None for name in values.values() if name in made}
+    copy.graph.output.extend(ValueInfoProto(name=name) for name in wanted if name not in ends)
+    return copy.SerializeToString(), values
+
+
+def _site(
+    replay: Replay, site: IntegerSite, inner: Mapping[str, Any], values: Mapping[str, str], codes: Mapping[str, Tensor]
+) -> SiteReport:
+    """What a site of the export did with the values that it read."""
+    traced = replay.products[site.name].traced
+    assert traced is not None
+    sides = [(site.left, traced.left), *([] if traced.right is None else [(site.right, traced.right)])]
+    operands = off = differ = 0
+    wholes: list[list[Tensor]] = []
+    for quantizer, parts in sides:
+        whole = [_whole(part, inner) for part in parts]
+        wholes.append(whole)
+        name = parts[0][0].operand
+        beside = quantizer.integers(codes[name])
+        value = inner.get(values.get(parts[0][0].at, ""))
+        exact = None if value is None else quantizer.integers(quantizer.quantize(torch.as_tensor(value)))
+        operands += whole[0].numel()
+        differ += _unequal(whole, beside)
+        off += whole[0].numel() if exact is None else _unequal(whole, exact)
+    exactly = max(site.bounds) < 2**53
+    ready = [[part.double() if exactly else part for part in whole] for whole in wholes]
+    sums = Product(site).sums(ready[0], ready[1] if len(ready) > 1 else None)
+    equal = all(
+        _same(
+            site,
+            each,
+            torch.as_tensor(inner[name]),
+            None if traced.scales is None else traced.scales[index],
+            ready[0][0],
+        )
+        for index, (name, each) in enumerate(zip(traced.results, sums, strict=True))
+    )
+    return SiteReport(site.name, equal, operands, off, differ)
+
+
+def _whole(part: Sequence[Digit], inner: Mapping[str, Any]) -> Tensor:
+    """The integers of a part that was written as digits."""
+    each = [digit.factor * (torch.as_tensor(inner[digit.name]).long() - digit.zero_point) for digit in part]
+    return torch.stack(each).sum(0)
+
+
+def _unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
+    """At how many places any part differs."""
+    if some[0].shape != others[0].shape:
+        return some[0].numel()
+    different = [one != other for one, other in zip(some, others, strict=True)]
+    return int(torch.stack(different).any(0).sum())
+
+
+def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, left: Tensor) -> bool:
+    """Whether a site's results are its exact sums, or these times the scale but for rounding."""
+    wanted = sums if site.geometry is None else site.image(sums, left.shape)
+    if got.shape != wanted.shape:
+        return False
+    if scale is None:
+        return bool((got.double() == wanted.double()).all())
+    real = wanted.double() * scale.double()
+    largest = float(real.abs().max()) if real.numel() else 0.0
+    return bool(((got.double() - real).abs() <= ROUNDING * largest).all())
+
+
+def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]:
+    if not before:
+        return now
+    return [
+        SiteReport(a.site, a.equal and b.equal, a.operands + b.operands, a.off + b.off, a.differ + b.differ)
+        for a, b in zip(before, now, strict=True)
+    ]
+
+
+def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Both outputs of each batch, the floats of every image in one row; first of all the first output alone."""
+    both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
+    for one, other in both:
+        if one.shape != other.shape:
+            raise ArtifactError(f"the file puts out {tuple(other.shape)}, the artifact {tuple(one.shape)}")
+    return [(one, other) for one, other in both if one.is_floating_point()][:1]
+
+
+def _judge(found: Certificate, answers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write what the outputs tell, and the failures that follow."""
+    wanted = torch.cat([one.double() for one, _ in answers])
+    got = torch.cat([other.double() for _, other in answers])
+    errors = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1).clamp(min=1e-30)
+    found.error = {"median": float(errors.median()), "largest": float(errors.max())}
+    if wanted.ndim == 2 and wanted.shape[1] > 1:
+        found.changed = torch.nonzero(wanted.argmax(1) != got.argmax(1)).flatten().tolist()
+        found.argmax_changed = len(found.changed)
+        if found.argmax_changed > max(1, CHANGED * found.images):
+            found.failures.append(f"the largest output of {found.argmax_changed} images changes")
+    if not found.error["median"] <= ERROR:
+        found.failures.append(f"the outputs have a median relative error of {found.error['median']:.2g}")
+    unequal = [site.site for site in found.sites if not site.equal]
+    if unequal or not found.sites:
+        found.failures.append(
+            f"accumulators are not those of the codes: {unequal[0] if unequal else 'there is no site'}"
+        )
+    off = [site for site in found.sites if site.off > max(1, CODES_OFF * site.operands)]
+    if off:
+        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are not those of their values")

@@ -1,0 +1,66 @@
+"""The engines that run an exported file, with their default options, and in float32."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from adalog.errors import ArtifactError, one_line
+from adalog.export.onnx import package
+
+Engine = Literal["onnxruntime", "openvino"]
+ENGINES = get_args(Engine)
+Run = Callable[[Mapping[str, Any]], dict[str, Any]]  # from inputs by name to outputs by name, as arrays
+
+
+def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
+    """What runs a file. Raises ArtifactError for a file that the engine refuses, and ValueError for another engine."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine = {engine!r} is none of {', '.join(ENGINES)}")
+    module = package(engine)
+    try:
+        return (
+            _onnxruntime(module, content, threads) if engine == "onnxruntime" else _openvino(module, content, threads)
+        )
+    except Exception as cause:  # engines raise classes of their own
+        raise ArtifactError(f"{engine} does not open the file: {one_line(cause)}") from cause
+
+
+def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # what fails is raised; less would go to the terminal
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
+    core = openvino.Core()
+    # Processors with bfloat16 would otherwise compute in it, and round every accumulator to 8 bits.
+    options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    model = core.compile_model(core.read_model(content), "CPU", options)
+    request = model.create_infer_request()
+
+    def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        results = request.infer(dict(inputs))
+        found: dict[str, Any] = {}
+        for output in model.outputs:
+            value = results[output].copy()  # the next answer is written to the same memory
+            found |= dict.fromkeys(output.get_names(), value)
+        return found
+
+    return run
+
+
+def to_openvino(content: bytes) -> tuple[bytes, bytes]:
+    """A file's .xml and .bin for OpenVINO. Raises ArtifactError for a file that it refuses."""
+    openvino = package("openvino")
+    try:
+        model = openvino.Core().read_model(content)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.xml"
+            openvino.serialize(model, str(path))
+            return path.read_bytes(), path.with_suffix(".bin").read_bytes()
+    except Exception as cause:  # the engine raises classes of its own
+        raise ArtifactError(f"OpenVINO does not convert the file: {one_line(cause)}") from cause

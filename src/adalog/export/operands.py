@@ -1,0 +1,247 @@
+"""From values to the whole numbers that a product takes, as operators of ONNX.
+
+An operand is a sum of parts (`adalog.runtime.reference`). The integers of a part are written as bytes with a zero
+point, cut in two where they are wider than a byte, or as whole numbers in float32.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import ArtifactError
+from adalog.export.operators import BYTE_STEPS, STEPS, operator
+from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, symmetric_zero_point
+from adalog.runtime.integer.encode import value_thresholds
+
+COMPARED_BITS = 4  # up to which logarithmic codes are found by comparing with every threshold
+_FINEST = 2**14  # cells per octave at which the search for cells that keep thresholds apart ends
+_FUZZ = 0.02  # of a cell: how far an engine's logarithm may be off
+
+
+@dataclass(frozen=True)
+class Digit:
+    """Whole numbers as an engine multiplies them: a part's integers are the sum of factor (value - zero_point).
+
+    name: that of the value in the file. at: what the names of the nodes that make it begin with, so that the first of
+    them reads what was encoded. operand: the encoder's name.
+    """
+
+    name: str
+    value: Tensor
+    factor: int = 1
+    zero_point: int = 0
+    at: str = ""
+    operand: str = ""
+
+
+class Encoder(nn.Module):
+    """Turns values into an `Operand`, whose integers are those of the codes that `Quantizer.quantize` gives.
+
+    Raises ArtifactError for a quantizer that has no form in ONNX.
+    """
+
+    def __init__(self, quantizer: Quantizer, name: str):
+        super().__init__()
+        self.name, self.limits = name, quantizer.limits()
+        parts: list[_Rounded | _Logarithm | _Ones]
+        if isinstance(quantizer, UniformQuantizer):
+            low = -quantizer.zero_point
+            parts = [_Rounded(quantizer.scale, low, low + (2**quantizer.bits - 1))]
+        elif isinstance(quantizer, TwinUniformQuantizer):
+            half, zero = symmetric_zero_point(quantizer.bits), torch.zeros_like(quantizer.scale)
+            parts = [
+                _Rounded(quantizer.scale, zero, zero + (half - 1)),
+                _Rounded(quantizer.negative_scale, zero - half, zero),
+            ]
+        elif isinstance(quantizer, LogQuantizer):
+            parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
+        else:
+            raise ArtifactError(f"{name} has a quantizer of the kind {quantizer.kind}, which has no form in ONNX")
+        self.parts, self.each = nn.ModuleList(parts), parts
+
+    def forward(self, x: Tensor) -> "Operand":
+        return Operand(self, x)
+
+
+def fits_bytes(quantizer: Quantizer) -> bool:
+    """Whether every integer is one byte less a zero point, or two bytes."""
+    return all(most - least <= 255 or (least == 0 and most < 2**16) for least, most in quantizer.limits())
+
+
+class Operand:
+    """What an encoder makes of a value: it is written when a product first asks for it."""
+
+    def __init__(self, encoder: Encoder, value: Tensor):
+        self.encoder, self.value = encoder, value
+        self._made: dict[str, list[list[Digit]]] = {}
+
+    def bytes(self, *, signed: bool) -> list[list[Digit]]:
+        """The digits of each part, as bytes."""
+        kind = "signed" if signed else "bytes"
+        if kind not in self._made:
+            self._made[kind] = [
+                [
+                    replace(digit, at=name, operand=self.encoder.name)
+                    for digit in part.bytes(self.value, name, limits, signed)
+                ]
+                for name, part, limits in zip(self._names(kind), self.encoder.each, self.encoder.limits, strict=True)
+            ]
+        return self._made[kind]
+
+    def floats(self) -> list[list[Digit]]:
+        """Each part as whole numbers in float32."""
+        if "floats" not in self._made:
+            self._made["floats"] = [
+                [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
+                for name, part in zip(self._names("floats"), self.encoder.each, strict=True)
+            ]
+        return self._made["floats"]
+
+    def _names(self, kind: str) -> list[str]:
+        return [f"{self.encoder.name}.{kind}.{index}" for index in range(len(self.encoder.limits))]
+
+
+class _Rounded(nn.Module):
+    """clamp(round(x / scale), low, high), the integers of a uniform quantizer or of half of a twin one."""
+
+    def __init__(self, scale: Tensor, low: Tensor, high: Tensor):
+        super().__init__()
+        self.single = scale.numel() == 1
+        if self.single:
+            scale, low, high = (value.flatten()[0] for value in (scale, low, high))
+            self.least, self.most = nn.Buffer(low * scale), nn.Buffer(high * scale)
+        self.scale, self.low, self.high = (nn.Buffer(value.clone()) for value in (scale, low, high))
+
+    def _clamped(self, x: Tensor, at: str, result: str = "") -> Tensor:
+        # With scales per head, OpenVINO 2026.4 takes the first head's for all where a Clip and a QuantizeLinear follow.
+        if self.single:
+            return operator("Clip", [x, self.low, self.high], at=at, result=result)
+        return operator("Min", [operator("Max", [x, self.low], at=at), self.high], at=at, result=result)
+
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
+        ratio = operator("Div", [x, self.scale], at=name)
+        return self._clamped(operator("Round", [ratio], at=name), name, result)
+
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
+        """A value beyond the range is clamped before it is rounded, to the same code: engines then see one operator."""
+        least, most = limits
+        zero_point = -least - ((most - least + 1) // 2 if signed else 0)
+        dtype = torch.int8 if signed else torch.uint8
+        if self.single:
+            clamped, scale = operator("Clip", [x, self.least, self.most], at=name), self.get_buffer("scale")
+        else:
+            clamped = self._clamped(operator("Div", [x, self.scale], at=name), name)
+            scale = torch.ones((), device=x.device)
+        zero = torch.tensor(zero_point, dtype=dtype, device=x.device)
+        value = operator("QuantizeLinear", [clamped, scale, zero], at=name, result=name, dtype=dtype)
+        return [Digit(name, value, factor=1, zero_point=zero_point)]
+
+
+class _Logarithm(nn.Module):
+    """The entry of a logarithmic quantizer's table that belongs to each value.
+
+    Up to `COMPARED_BITS` bits, a value is compared with every threshold. Above, its logarithm tells the cell that it
+    lies in. There is one threshold at most in or near a cell, and the value is compared with that.
+    """
+
+    def __init__(self, quantizer: LogQuantizer):
+        super().__init__()
+        self.offset = quantizer.offset
+        table, thresholds = quantizer.table_integers().float().cpu(), value_thresholds(quantizer)
+        steps = [k for k in range(len(thresholds)) if table[k] != table[k + 1]]
+        self.thresholds = nn.Buffer(thresholds[steps])
+        self.levels = nn.Buffer(table[[*steps, -1]])
+        self.compared = quantizer.bits <= COMPARED_BITS
+        if not self.compared:
+            self.cells, self.first, ends, entries = _cells(self.thresholds, self.levels)
+            self.ends, self.entries = nn.Buffer(ends), nn.Buffer(entries)
+
+    def _lifted(self, x: Tensor, name: str) -> Tensor:
+        return operator("Add", [x, _number(x, self.offset)], at=name) if self.offset else x
+
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
+        value = self._lifted(x, name)
+        if self.compared:
+            return operator(STEPS, [value, self.thresholds, self.levels], at=name, result=result)
+        positive = operator("Max", [value, _number(x, 2.0 ** (self.first / self.cells - 1))], at=name)
+        octaves = operator("Mul", [operator("Log", [positive], at=name), _number(x, self.cells / math.log(2))], at=name)
+        cell = operator("Floor", [operator("Add", [octaves, _number(x, -self.first)], at=name)], at=name)
+        cell = operator("Clip", [cell, _number(x, 0), _number(x, len(self.ends) - 1)], at=name)
+        index = operator("Cast", [cell], at=name, dtype=torch.int32, to=6)
+        end = operator("Gather", [self.ends, index], at=name, shape=x.shape)
+        above = operator("Greater", [value, end], at=name, dtype=torch.bool)
+        above = operator("Cast", [above], at=name, dtype=torch.int32, to=6)
+        index = operator("Add", [operator("Add", [index, index], at=name), above], at=name)
+        return operator("Gather", [self.entries, index], at=name, result=result, shape=x.shape)
+
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
+        """Entries above 255 become two digits of base 256."""
+        most = limits[1]
+        shift = 128 if signed else 0
+        dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
+
+        def cast(whole: Tensor, result: str) -> Tensor:
+            moved = operator("Sub", [whole, _number(x, shift)], at=name) if shift else whole
+            return operator("Cast", [moved], at=name, result=result, dtype=dtype, to=code)
+
+        if most <= 255 and self.compared and not signed:
+            value = self._lifted(x, name)
+            value = operator(
+                BYTE_STEPS,
+                [value, self.thresholds, self.levels],
+                at=name,
+                result=name,
+                dtype=torch.uint8,
+                shape=x.shape,
+            )
+            return [Digit(name, value)]
+        whole = self.whole(x, name, f"{name}.whole")
+        if most <= 255:
+            return [Digit(name, cast(whole, name), zero_point=-shift)]
+        high = operator("Floor", [operator("Mul", [whole, _number(x, 1 / 256)], at=name)], at=name)
+        low = operator("Sub", [whole, operator("Mul", [high, _number(x, 256)], at=name)], at=name)
+        return [
+            Digit(f"{name}.high", cast(high, f"{name}.high"), factor=256, zero_point=-shift),
+            Digit(f"{name}.low", cast(low, f"{name}.low"), zero_point=-shift),
+        ]
+
+
+def _number(x: Tensor, constant: float) -> Tensor:
+    return torch.tensor(constant, dtype=torch.float32, device=x.device)
+
+
+def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]:
+    """Cells of equal width in the logarithm that keep these descending thresholds apart.
+
+    table: the entry above each threshold, and the one below them all. Returns how many cells an octave has, the number
+    of the first, the threshold of each cell, and two entries per cell: for values at most the threshold, and above it.
+    """
+    octaves = thresholds.double().log2()
+    cells = 1
+    while cells < _FINEST and bool((octaves[:-1] - octaves[1:] <= (1 + 2 * _FUZZ) / cells).any()):
+        cells *= 2
+    places = octaves * cells
+    first, last = math.floor(float(places[-1])) - 1, math.floor(float(places[0])) + 1
+    numbers = torch.arange(first, last + 1, dtype=torch.float64)
+    # How many thresholds lie surely above a cell, and how many are not surely below it; at most one is in between.
+    above = (places[None] >= numbers[:, None] + (1 + _FUZZ)).sum(1)
+    near = (places[None] > numbers[:, None] - _FUZZ).sum(1)
+    if bool((near - above > 1).any()):
+        raise ArtifactError(f"the thresholds of {len(table)} levels lie too close together to be looked up")
+    ends = torch.cat([thresholds, thresholds.new_full((1,), math.inf)])[torch.where(near > above, above, -1)]
+    entries = torch.stack([table[near], table[above]], dim=1).flatten()
+    return cells, first, ends, entries
+
+
+class _Ones(nn.Module):
+    """The part that is one everywhere: an offset that no bias has absorbed."""
+
+    def whole(self, x: Tensor, name: str, result: str) -> Tensor:
+        ones = torch.ones_like(x, dtype=torch.int8)  # PyTorch would leave out a cast of floats to floats
+        return operator("Cast", [ones], at=name, result=result, dtype=torch.float32, to=1)
+
+    def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
+        dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
+        return [Digit(name, operator("Cast", [torch.ones_like(x)], at=name, result=name, dtype=dtype, to=code))]

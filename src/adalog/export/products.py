@@ -1,0 +1,305 @@
+"""Products of whole numbers, as operators of ONNX."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import ArtifactError
+from adalog.export.operands import Digit, Operand, fits_bytes
+from adalog.export.operators import matmul_shape, operator
+from adalog.quantizers import UniformQuantizer
+from adalog.runtime.reference import INT32, IntegerSite
+
+_EXACT = 2**24  # below which float32 holds every whole number
+_PAIRS = 2**15  # engines without VNNI add two products of an unsigned and a signed byte in 16 bits
+_BASES = ((0, 0), (256, 0), (0, 16), (256, 16), (16, 16))  # how floats are cut into digits: left, right; 0: not at all
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight's bytes as the file holds them: value = (code - zero_point), cast to the type of the value.
+
+    codes: whole numbers in int64, from -8 to 7 where four bits are enough. zero_point: to broadcast; None for zero.
+    """
+
+    codes: Tensor
+    zero_point: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a site's product multiplied, and the names of its results in the file: one per pair of parts.
+
+    scale: the value of one unit of each result; None where the results are the accumulators themselves.
+    """
+
+    left: tuple[tuple[Digit, ...], ...]
+    right: tuple[tuple[Digit, ...], ...] | None
+    results: tuple[str, ...]
+    scales: tuple[Tensor, ...] | None
+
+
+class Product(nn.Module):
+    """The product of a site. mixed: matrices of bytes are written as quantized floats, else as integers."""
+
+    def __init__(self, site: IntegerSite, *, mixed: bool):
+        super().__init__()
+        self.site, self.mixed = site, mixed
+        spans = [most - least for least, most in site.right.limits()]
+        fits = fits_bytes(site.left) and (fits_bytes(site.right) if site.weight is None else max(spans) <= 255)
+        self.bytes = site.geometry is None and fits and site.terms * 255 * 255 < INT32
+        self.signed, self.bases = False, (0, 0)
+        if self.bytes:
+            self.signed = 2 * max(map(_raw, site.left.limits())) * max(span // 2 + 1 for span in spans) < _PAIRS
+        else:
+            self.bases = _bases(site)
+        self.scales = nn.ParameterList()
+        for index, scale in enumerate(self._scales()):
+            self.register_buffer(f"scale_{index}", scale)
+        self.stored: dict[str, Stored] = {}
+        if site.weight is not None:
+            self._store(site)
+        self.traced: Traced | None = None
+
+    # --- what the file stores ---
+
+    def _scales(self) -> list[Tensor]:
+        """The scale of each pair of parts, in the shape of the product's results."""
+        site = self.site
+        if site.geometry is None:
+            return [scale.clone() for scale in site.scales]
+        assert site.weight is not None
+        shape = site.groups, 1, len(site.weight) // site.groups
+        return [scale.expand(shape).reshape(-1, 1, 1).contiguous() for scale in site.scales]
+
+    def _store(self, site: IntegerSite) -> None:
+        """Keep the weight as codes less half of their range, which four bits hold where the codes have four."""
+        assert site.weight is not None
+        if isinstance(site.right, UniformQuantizer):
+            half = 2 ** (site.right.bits - 1)
+            codes, zero = site.weight.long() - half, site.right.zero_point.long() - half
+            zero = zero.reshape(-1, *[1] * (site.weight.ndim - 1)).expand(len(codes), *[1] * (codes.ndim - 1))
+        else:
+            codes = site.right.integer(site.weight)
+            zero = torch.zeros(len(codes), *[1] * (codes.ndim - 1), dtype=torch.int64)
+        if not self.bytes:
+            if site.geometry is None:
+                codes, zero = codes.t(), zero.t()
+            whole = (codes - zero).float().contiguous()
+            for place, factor in enumerate(_factors(self.bases[1])):
+                self.register_buffer(f"weight_{place}", _digit(whole, factor, self.bases[1]))
+            if not self.bases[1]:
+                self.stored["weight_0"] = Stored(codes, zero if bool(zero.any()) else None)
+            return
+        whole = codes - zero
+        if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
+            # OpenVINO multiplies bytes only by weights without zero points.
+            self.stored["weight_0"] = Stored(codes.t(), zero.t() if bool(zero.any()) else None)
+            codes, zero, self.signed = whole, torch.zeros_like(zero), True
+        else:
+            if not self.signed:
+                codes, zero = codes + 128, zero + 128
+            self.stored["weight_0"] = Stored(codes.t())
+        dtype = torch.int8 if self.signed else torch.uint8
+        self.weight_0 = nn.Buffer(codes.t().contiguous().to(dtype))
+        self.zero_point = nn.Buffer(zero.flatten().to(dtype))
+        self.has_zero_point = bool(zero.any())
+        if self.mixed:
+            self.unit = nn.Buffer(site.right.units()[0].flatten().expand(len(codes)).float().contiguous())
+
+    # --- the product ---
+
+    def forward(self, left: Operand, right: Operand | None = None, bias: Tensor | None = None) -> Tensor:
+        site = self.site
+        if self.bytes:
+            lefts = left.bytes(signed=False)
+            rights = None if right is None else right.bytes(signed=self.signed)
+        else:
+            lefts, rights = left.floats(), None if right is None else right.floats()
+        sums = self._dequantized(lefts, rights) if self.bytes and self.mixed else self._sums(lefts, rights)
+        names = tuple(f"{site.name}.accumulators.{index}" for index in range(len(sums)))
+        self.traced = Traced(
+            tuple(map(tuple, lefts)), None if rights is None else tuple(map(tuple, rights)), names, self._unit_of(names)
+        )
+        total = None
+        for index, each in enumerate(sums):
+            part = each
+            if not self._scaled_already:
+                part = each.to(torch.float32) * self.get_buffer(f"scale_{index}")
+            total = part if total is None else total + part
+        assert total is not None
+        if bias is None:
+            return total
+        return total + (bias if site.geometry is None else bias[:, None, None])
+
+    @property
+    def _scaled_already(self) -> bool:
+        """Whether the units of both operands are part of the quantized floats."""
+        units = [*self.site.left.units(), *([] if self.site.weight is not None else self.site.right.units())]
+        return self.bytes and self.mixed and all(unit.numel() == 1 for unit in units)
+
+    def _unit_of(self, names: Sequence[str]) -> tuple[Tensor, ...] | None:
+        if not self._scaled_already:
+            return None
+        return tuple(self.get_buffer(f"scale_{index}") for index in range(len(names)))
+
+    def _weights(self) -> list[list[Digit]]:
+        """The stored weight as the right side of the product."""
+        return [
+            [
+                Digit(f"{self.site.name}.weight_{place}", self.get_buffer(f"weight_{place}"), factor)
+                for place, factor in enumerate(_factors(self.bases[1]))
+            ]
+        ]
+
+    def _sums(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
+        """The accumulators of each pair of parts: int32 of bytes, else whole numbers in float32 or int32."""
+        if not self.bytes:
+            lefts, rights = self._cut(lefts, 0), None if rights is None else self._cut(rights, 1)
+        found = []
+        for index, (left, right) in enumerate(
+            (left, right) for left in lefts for right in (self._weights() if rights is None else rights)
+        ):
+            name = f"{self.site.name}.accumulators.{index}"
+            pairs = [(one, other) for one in left for other in right]
+            if len(pairs) == 1:
+                ((one, other),) = pairs
+                found.append(self._multiply(one, other, name))
+                continue
+            total: Tensor | None = None
+            for number, (one, other) in enumerate(pairs):
+                each = self._multiply(one, other, "").to(torch.int64 if self.site.bits > 32 else torch.int32)
+                factor = one.factor * other.factor
+                each = each if factor == 1 else operator("Mul", [each, each.new_tensor(factor)], at=self.site.name)
+                last = name if number == len(pairs) - 1 else ""
+                total = each if total is None else operator("Add", [total, each], at=self.site.name, result=last)
+            assert total is not None
+            found.append(total)
+        return found
+
+    def _multiply(self, left: Digit, right: Digit, result: str) -> Tensor:
+        site, at = self.site, self.site.name
+        x, y = left.value, right.value
+        if site.geometry is not None:
+            return self._convolve(x, y, result)
+        shape = matmul_shape(x, y)
+        if not self.bytes:
+            return operator("MatMul", [x, y], at=at, result=result, shape=shape)
+        zeros = [x.new_tensor(left.zero_point)]
+        if site.weight is None or self.has_zero_point:
+            zeros.append(self._zero_point(right))
+        return operator("MatMulInteger", [x, y, *zeros], at=at, result=result, dtype=torch.int32, shape=shape)
+
+    def _zero_point(self, right: Digit) -> Tensor:
+        return right.value.new_tensor(right.zero_point) if self.site.weight is None else self.zero_point
+
+    def _convolve(self, x: Tensor, weight: Tensor, result: str) -> Tensor:
+        site = self.site
+        assert site.geometry is not None
+        assert site.weight is not None
+        stride, padding, dilation, groups = site.geometry
+        sums = operator(
+            "Conv",
+            [x, weight],
+            at=site.name,
+            result=result if self.mixed else "",
+            shape=[x.shape[0], len(site.weight), *site.sizes(x.shape)],
+            strides=list(stride),
+            pads=[*padding, *padding],
+            dilations=list(dilation),
+            group=groups,
+            kernel_shape=list(site.weight.shape[2:]),
+        )
+        if self.mixed:
+            return sums
+        # An engine would otherwise multiply the weights by the scales, and the sums were no whole numbers.
+        return operator("Cast", [sums], at=site.name, result=result, dtype=torch.int32, to=6)
+
+    def _dequantized(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
+        """The products of each pair of parts, of floats that engines know as quantized."""
+        site, inside = self.site, self._scaled_already
+        found = []
+        pairs = [(i, j) for i in range(len(lefts)) for j in range(1 if rights is None else len(rights))]
+        for index, (i, j) in enumerate(pairs):
+            total: Tensor | None = None
+            digits = [(x, y) for x in lefts[i] for y in (self._weights()[0] if rights is None else rights[j])]
+            for number, (x, y) in enumerate(digits):
+                left = self._float(x, site.left.units()[i] if inside else None)
+                right = self._float(y, site.right.units()[j] if inside else None)
+                last = f"{site.name}.accumulators.{index}"
+                result = last if len(digits) == 1 else ""
+                each = operator("MatMul", [left, right], at=site.name, result=result, shape=matmul_shape(left, right))
+                if total is None:
+                    total = each
+                else:
+                    result = last if number == len(digits) - 1 else ""
+                    total = operator("Add", [total, each], at=site.name, result=result)
+            assert total is not None
+            found.append(total)
+        return found
+
+    def _float(self, digit: Digit, unit: Tensor | None) -> Tensor:
+        """What bytes stand for. unit: of their part; None where the product is multiplied by it afterwards."""
+        stored = self.site.weight is not None and digit.name.startswith(f"{self.site.name}.weight_")
+        if stored and unit is not None:
+            scale = self.get_buffer("unit")
+        else:
+            factor = digit.factor * (1.0 if unit is None else float(unit))
+            scale = torch.full((len(self.zero_point),) if stored else (), factor, device=digit.value.device)
+        zero = self.zero_point if stored else digit.value.new_tensor(digit.zero_point)
+        attributes: dict[str, Any] = {"axis": 1} if stored else {}
+        zeros = [zero] if not stored or self.has_zero_point else []
+        return operator(
+            "DequantizeLinear", [digit.value, scale, *zeros], at=self.site.name, dtype=torch.float32, **attributes
+        )
+
+    def _cut(self, parts: list[list[Digit]], side: int) -> list[list[Digit]]:
+        """Whole numbers in float32 as digits of the base of this side."""
+        base = self.bases[side]
+        if not base:
+            return parts
+        found = []
+        for (whole,) in parts:
+            at = self.site.name
+            high = operator("Mul", [whole.value, whole.value.new_tensor(1 / base)], at=at)
+            high = operator("Floor", [high], at=at)
+            low = operator("Mul", [high, whole.value.new_tensor(float(base))], at=at)
+            low = operator("Sub", [whole.value, low], at=at)
+            found.append([Digit("", high, base), Digit("", low)])
+        return found
+
+
+def _raw(limits: tuple[int, int]) -> int:
+    """The largest byte of an operand with these limits."""
+    return min(255, limits[1] - limits[0])
+
+
+def _factors(base: int) -> tuple[int, ...]:
+    return (base, 1) if base else (1,)
+
+
+def _digit(whole: Tensor, factor: int, base: int) -> Tensor:
+    """The digit of whole numbers in float32 that counts by this factor."""
+    if not base:
+        return whole
+    high = (whole / base).floor()
+    return high if factor == base else whole - high * base
+
+
+def _bases(site: IntegerSite) -> tuple[int, int]:
+    """How both sides are cut into digits so that float32 holds every sum. Raises ArtifactError where none fits."""
+    sides = [max(max(-least, most) for least, most in operand.limits()) for operand in (site.left, site.right)]
+    for bases in _BASES:
+        largest = [
+            max(base - 1, math.ceil(most / base)) if base else most for base, most in zip(bases, sides, strict=True)
+        ]
+        if site.terms * math.prod(largest) < _EXACT:
+            return bases
+    raise ArtifactError(
+        f"site {site.name} sums {site.terms:,} products up to {math.prod(sides):,}, more than floats hold: it has no "
+        "form in ONNX; fewer bits would have one"
+    )

@@ -1,0 +1,96 @@
+"""A module that replays a quantized program with operators of ONNX in place of its encoders and products."""
+
+import operator as python
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from adalog.errors import ArtifactError
+from adalog.export.operands import Encoder
+from adalog.export.products import Product, Stored
+from adalog.graph.operations import FAKE_QUANTIZE
+from adalog.graph.program import leaves_of
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import Quantizer
+from adalog.runtime import compiled
+from adalog.runtime.reference import IntegerSite, plan
+
+Form = Literal["mixed", "integer"]
+FORMS = get_args(Form)
+
+# Arithmetic on sizes, which are symbols while a model is exported.
+_SIZES: dict[str, Callable[..., Any]] = {
+    "sym.add": python.add,
+    "sym.sub": python.sub,
+    "sym.mul": python.mul,
+    "sym.floordiv": python.floordiv,
+    "sym.mod": python.mod,
+    "sym.neg": python.neg,
+    "sym.min": torch.sym_min,
+    "sym.max": torch.sym_max,
+}
+
+
+class Replay(nn.Module):
+    """The program of a quantized model, whose outputs are a tuple of tensors.
+
+    sites: the sites that run in integers. Raises ArtifactError for a program that has no form in ONNX.
+    """
+
+    def __init__(self, quantized: QuantizedProgram, form: Form):
+        super().__init__()
+        program = quantized.program
+        floats = [value for value in program.tensors.values() if value.is_floating_point()]
+        odd = [value.dtype for value in floats if value.dtype != torch.float32]
+        if odd:
+            raise ArtifactError(f"the model is in {odd[0]}: convert it to float32, the type that is exported")
+        self.sites = plan(program, quantized.example)
+        self.steps = nn.ModuleDict()
+
+        def encoder(quantizer: Quantizer, site: IntegerSite) -> Encoder:
+            return Encoder(quantizer, next(name for name, each in program.quantizers.items() if each is quantizer))
+
+        def product(site: IntegerSite) -> Product:
+            return Product(site, mixed=form == "mixed")
+
+        self.program, steps = compiled(program, self.sites, lambda site: "whole", encoder, product)
+        self._called: dict[str, Callable[..., Any]] = {}
+        for name, step in steps.items():
+            self.steps[_path(step.name if isinstance(step, Encoder) else step.site.name)] = step
+            self._called[name] = step
+        for node in self.program.nodes:
+            if node.op in _SIZES:
+                self._called[node.name] = _SIZES[node.op]
+            elif node.op == FAKE_QUANTIZE:
+                raise ArtifactError(f"{node.args[1]} is read by a float operation: it has no form in ONNX")
+        self._stored = {name: f"tensors.{_path(name)}" for name in self.program.tensors}
+        self.tensors = nn.Module()
+        for name, value in self.program.tensors.items():
+            self.tensors.register_buffer(_path(name), value)
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The product of each site, by the site's name."""
+        return {step.site.name: step for step in self.steps.values() if isinstance(step, Product)}
+
+    def stored(self) -> dict[str, Stored]:
+        """The weights that are stored in narrow types, by the name of the buffer that holds their value."""
+        return {
+            f"steps.{path}.{name}": each
+            for path, step in self.steps.items()
+            if isinstance(step, Product)
+            for name, each in step.stored.items()
+        }
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
+        found = replace(self.program, tensors=tensors).run(inputs, None, self._called)
+        return tuple(leaves_of(found))
+
+
+def _path(name: str) -> str:
+    """A name that a module may have for a part of it."""
+    return name.replace(".", "/")

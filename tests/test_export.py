@@ -1,0 +1,287 @@
+"""Exports beside the exact integers, in the engines themselves, and certificates that notice what was changed."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adalog import Calibration, Config, Search, export
+from adalog.export import onnx as written
+from adalog.export.certificate import certify, changed_tensors, graph_digest, read
+from adalog.export.operands import _cells
+from adalog.export.replay import Replay
+from adalog.quantizers import LogQuantizer
+from adalog.runtime.integer.encode import value_thresholds
+from commands import call, say
+from toys import Toy
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+ROOT = Path(__file__).parent.parent
+FAST = Config(images=4, search=Search(rounds=1, steps=0))
+
+
+def attention(self, x):
+    tokens = F.gelu(self.embed(x)).flatten(2).transpose(1, 2)
+    q, k, v = self.qkv(self.norm(tokens)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).transpose(1, 2).flatten(2)
+    return self.head(F.gelu(self.fc(mixed)).mean(1))
+
+
+def convolutions(self, x):
+    x = F.relu(self.padded(x))
+    x = F.gelu(self.depthwise(x))
+    x = F.gelu(self.grouped(x))
+    return self.head(x.mean((2, 3)))
+
+
+def toy(kind):
+    if kind == "attention":
+        mask = torch.zeros(16, 16).masked_fill(torch.ones(16, 16).triu(9).bool(), -4.0)
+        parts = {"embed": nn.Conv2d(3, 16, 8, 8), "norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48)}
+        return Toy(attention, **parts, fc=nn.Linear(16, 24), head=nn.Linear(24, 5), mask=nn.Buffer(mask))
+    padded, depthwise = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8)
+    grouped = nn.Conv2d(8, 12, 3, 2, 2, dilation=2, groups=2)
+    return Toy(convolutions, padded=padded, depthwise=depthwise, grouped=grouped, head=nn.Linear(12, 5))
+
+
+@pytest.fixture(scope="module")
+def quantize(images):
+    made = {}
+
+    def make(kind, bits, **choices):
+        key = kind, bits, *sorted(choices.items())
+        if key not in made:
+            config = replace(FAST, weight_bits=bits, activation_bits=bits, softmax_bits=bits, **choices)
+            made[key] = Calibration(toy(kind).eval(), images).quantize(config).quantized
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def one(quantize):
+    """A quantized program, the digest that stands for its artifact, and its file."""
+    quantized = quantize("attention", 4)
+    return quantized, "digest", written.to_onnx(quantized, "integer", "digest")
+
+
+def assert_certified(quantized, form, images, engine="onnxruntime"):
+    content = written.to_onnx(quantized, form, "digest")
+    found = certify(quantized, "digest", content, [(images,)], engine=engine, executor="reference")
+    assert found.passed, found.failures
+    assert found.accumulators_equal
+    assert len(found.sites) == len(Replay(quantized, form).sites) > 0
+    assert sum(site.off for site in found.sites) <= sum(site.operands for site in found.sites) * 1e-4
+    assert found.images == len(images)
+    return content
+
+
+def test_both_forms_are_certified(one, images):
+    quantized, _, content = one
+    found = certify(quantized, "digest", content, [(images[:1],), (images,)], executor="reference")
+    assert found.passed, found.failures
+    assert found.accumulators_equal
+    assert found.images == 5
+    assert "PASSED: integer form in onnxruntime" in found.text()
+    assert json.loads(json.dumps(found.json()))["passed"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", export.FORMS)
+@pytest.mark.parametrize("bits", [3, 6, 8])
+@pytest.mark.parametrize("kind", ["attention", "convolutions"])
+def test_widths(quantize, images, kind, bits, form):
+    assert_certified(quantize(kind, bits), form, images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", export.FORMS)
+@pytest.mark.parametrize("choices", [{"post_gelu": "twin"}, {"tables": "u16"}, {"tables": "u8"}])
+@pytest.mark.parametrize("kind", ["attention", "convolutions"])
+def test_quantizers(quantize, images, kind, choices, form):
+    assert_certified(quantize(kind, 4, **choices), form, images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", export.FORMS)
+def test_searched_models_of_every_kind_of_quantizer(quantized, twin, images, form):
+    for model in (quantized, twin):
+        assert_certified(model.quantized, form, images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", export.FORMS)
+def test_openvino(quantize, images, form):
+    pytest.importorskip("openvino")
+    quantized = quantize("attention", 4)
+    assert_certified(quantized, form, images, "openvino")
+    content = written.to_onnx(quantized, form, "digest", selects=True)
+    assert certify(quantized, "digest", content, [(images,)], engine="openvino").passed
+    description, numbers = export.to_openvino(content)
+    assert description.startswith(b"<?xml")
+    assert len(numbers) > 0
+
+
+def test_a_file_is_the_same_each_time_and_says_what_it_is(one):
+    quantized, source, content = one
+    assert written.to_onnx(quantized, "integer", source) == content
+    model, about = read(content)
+    onnx.checker.check_model(model, full_check=True)
+    assert (about["form"], about["artifact"], about["graph"]) == ("integer", source, graph_digest(model))
+    assert [each.version for each in model.opset_import if not each.domain] == [written.OPSET]
+    assert model.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
+    assert not any(node.metadata_props or node.doc_string for node in model.graph.node)
+
+
+def test_weights_of_four_bits_are_stored_in_four_bits(one):
+    model, _ = read(one[2])
+    codes = [each for each in model.graph.initializer if each.name.endswith(".codes")]
+    assert len(codes) == 4
+    for each in codes:
+        assert each.data_type == onnx.TensorProto.INT4
+        assert len(each.raw_data) == -(-torch.Size(each.dims).numel() // 2)
+
+
+def damaged(model, index):
+    """A copy in which the first number of one initialiser is another."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    tensor = copy.graph.initializer[index]
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    if tensor.data_type == onnx.TensorProto.INT4:
+        raw = bytearray(tensor.raw_data)
+        raw[0] ^= 1
+        tensor.raw_data = bytes(raw)
+    else:
+        values.reshape(-1)[0] = values.reshape(-1)[0] + 1
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    return copy
+
+
+def test_every_changed_number_is_noticed(one):
+    """By the digest, and without it, for all that the artifact stores, by its name."""
+    quantized, _, content = one
+    model, about = read(content)
+    replay = Replay(quantized, "integer")
+    assert not changed_tensors(model, replay)
+    named = 0
+    for index, tensor in enumerate(model.graph.initializer):
+        copy = damaged(model, index)
+        assert graph_digest(copy) != about["graph"], tensor.name
+        named += changed_tensors(copy, replay) == [tensor.name]
+    assert named >= 20
+    copy = damaged(model, 0)
+    found = certify(quantized, "digest", copy.SerializeToString(), [(torch.zeros(1, 3, 32, 32),)])
+    assert found.failures[0] == "the file was changed after it was written"
+
+
+def test_another_artifact_and_a_changed_node_are_noticed(one, images):
+    quantized, _, content = one
+    found = certify(quantized, "another", content, [(images,)])
+    assert found.failures == ["the file was made of another artifact"]
+    model, about = read(content)
+    for node in model.graph.node:
+        if node.op_type == "Softmax":
+            node.op_type = "LogSoftmax"
+    about["graph"] = graph_digest(model)  # as one would who wants to hide it
+    onnx.helper.set_model_props(model, {"adalog": json.dumps(about)})
+    found = certify(quantized, "digest", model.SerializeToString(), [(images,)])
+    assert not found.passed
+
+
+def test_cells_tell_every_threshold_apart():
+    for bits, q, width in ((5, 17, 8), (6, 9, 16), (8, 5, 16), (8, 40, 16)):
+        headroom = 16 - bits - 1 if width == 16 else 8 - bits - 1
+        quantizer = LogQuantizer(torch.tensor(0.37), q, 37, bits, width=width, headroom=headroom)
+        table, thresholds = quantizer.table_integers().float(), value_thresholds(quantizer)
+        steps = [k for k in range(len(thresholds)) if table[k] != table[k + 1]]
+        cells, first, ends, entries = _cells(thresholds[steps], table[[*steps, -1]])
+        edges = thresholds[steps]
+        values = torch.cat([edges, torch.nextafter(edges, torch.tensor(9.0)), torch.rand(2000) ** 8])
+        number = ((values.double().log2() * cells).floor() - first).clamp(0, len(ends) - 1).long()
+        for near in (-0.01, 0.01):  # of a cell, by which an engine's logarithm may be off
+            moved = ((values.double().log2() * cells + near).floor() - first).clamp(0, len(ends) - 1).long()
+            got = entries[2 * moved + (values > ends[moved])]
+            assert torch.equal(got, table[quantizer.quantize(values).long()])
+        assert int(number.max()) < len(ends)
+
+
+def test_bad_input_is_refused_in_a_line(tmp_path, monkeypatch, capsys, quantized, split, one):
+    model, other = tmp_path / "model.safetensors", tmp_path / "split.safetensors"
+    quantized.save(model)
+    split.save(other)
+    code, error = call(monkeypatch, capsys, "export", other, "-o", tmp_path / "a.onnx")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "split uniform codes" in error
+    code, error = call(monkeypatch, capsys, "export", model, "-o", tmp_path)
+    assert (code, "cannot be written" in error) == (2, True)
+    code, error = call(monkeypatch, capsys, "export", model, "--form", "fast")
+    assert (code, "is none of mixed, integer" in error) == (2, True)
+    code, error = call(monkeypatch, capsys, "export", model, "--to", "openvino", "-o", tmp_path / "a.onnx")
+    assert (code, "NAME.xml" in error) == (2, True)
+    code, error = call(monkeypatch, capsys, "certify", model, model)
+    assert (code, "is no ONNX model that adalog exported" in error) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "split.safetensors"]
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, quantized):
+    model = tmp_path / "model.safetensors"
+    quantized.save(model)
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    code, error = call(monkeypatch, capsys, "export", model, "-o", tmp_path / "a.onnx")
+    assert code == 2
+    assert "onnx is not installed: pip install 'adalog[onnx]'" in error
+
+
+@pytest.mark.slow
+def test_the_commands(tmp_path, monkeypatch, capsys, quantized):
+    model, file, page = tmp_path / "model.safetensors", tmp_path / "model.onnx", tmp_path / "page.txt"
+    quantized.save(model)
+    told = json.loads(say(monkeypatch, capsys, "export", model, "-o", file, "--json", "-"))
+    assert told["files"] == {str(file): file.stat().st_size}
+    assert all(each["passed"] for each in told["certificates"])
+    arguments = "certify", model, file, "--images", "24", "-o", page, "--json"
+    told = json.loads(say(monkeypatch, capsys, *arguments, "-"))
+    assert (told["passed"], told["images"], told["accumulators_equal"]) == (True, 24, True)
+    assert page.read_text().startswith("PASSED")
+    changed, _ = read(file.read_bytes())
+    file.write_bytes(damaged(changed, 0).SerializeToString())
+    code, _ = call(monkeypatch, capsys, *arguments, tmp_path / "told.json")
+    assert code == 1
+    assert json.loads((tmp_path / "told.json").read_text())["passed"] is False
+
+
+@pytest.mark.slow
+def test_a_file_that_fails_is_not_written(tmp_path, monkeypatch, capsys, quantized):
+    model, file = tmp_path / "model.safetensors", tmp_path / "model.onnx"
+    quantized.save(model)
+    monkeypatch.setattr(export.certificate, "graph_digest", lambda model: "other")
+    code, error = call(monkeypatch, capsys, "export", model, "-o", file)
+    assert code == 1
+    assert "fails its certificate" in error
+    assert not file.exists()
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path, monkeypatch, capsys, quantized, images):
+    """docs/export.md, with the files that its commands make."""
+    pytest.importorskip("openvino")
+    monkeypatch.chdir(tmp_path)
+    quantized.save("vit.safetensors")
+    say(monkeypatch, capsys, "export", "vit.safetensors", "-o", "vit.onnx")
+    say(monkeypatch, capsys, "export", "vit.safetensors", "--to", "openvino", "-o", "vit.xml")
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    names = {"images": images}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)), names)
+    wanted = quantized.compile("reference")(images)
+    for got in (names["logits"], names["answer"]):
+        assert got.shape == wanted.shape
+        assert torch.equal(torch.as_tensor(got).argmax(1), wanted.argmax(1))
