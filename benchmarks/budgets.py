@@ -142,7 +142,10 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         found, _ = chosen_by(0)
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
         units = {site.site: unit for unit in found.units for site in unit.sites}
-        by_width = {width: dict(_named(calibration.assign(at(width)))) for width in given.widths}
+        by_width = {
+            width: dict(_named(calibration.assign(at(width), partial=place(f"search-{width}-0"))))
+            for width in given.widths
+        }
         judged = judged[: given.judged]
         expected = predict(case.model, judged)
         draws, pairs = random.Random(0), []
