@@ -167,7 +167,7 @@ CASES = [
     (quantize(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
     (quantize(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
     (quantize(SMALL, "--method", "magic"), "method = 'magic' is none of uniform, log2, log-sqrt2, adalog"),
-    (quantize(SMALL, "--keep", "head"), "--keep 'head' is not of the form GLOB=BITS"),
+    (quantize(SMALL, "--keep", "head"), "--pin 'head' is not of the form GLOB=BITS"),
     (
         quantize(SMALL, "--keep", "head=9"),
         "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from adalog import DataError, artifact, load
+from adalog import Config, DataError, artifact, load
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
 from adalog.study.budget import Budget, Totals, choose, quantize_within
@@ -129,7 +129,7 @@ def test_a_budget_that_nothing_meets_says_what_could_be():
     found = problem(5)
     least = int(every_choice(found)[:, 1].min())
     with pytest.raises(
-        DataError, match=f"no widths meet the budget; alone, each limit can come down to {least:,} bytes"
+        DataError, match=f"no widths were found that meet the budget; each limit alone can come to {least:,} bytes"
     ):
         choose(found, Budget(least - 1))
     assert choose(found, Budget(least)).totals.bytes == least
@@ -199,12 +199,18 @@ def test_pinned_sites_count_but_are_not_chosen(calibration, fast):
 
 
 def test_rows_of_another_model_are_refused(calibration, fast):
-    with pytest.raises(DataError, match="the sensitivity is of another model, which has site0: measure this one"):
+    with pytest.raises(DataError, match=r"is of another model, in which patch_embed.conv1 is otherwise: measure this"):
         quantize_within(calibration, fast, problem(0), Budget(10**6))
 
 
+def test_rows_of_a_wider_model_are_refused(calibration, fast, found):
+    units = [dataclasses.replace(unit, sites=(dataclasses.replace(unit.sites[0], weights=7),)) for unit in found.units]
+    with pytest.raises(DataError, match="is of another model"):
+        quantize_within(calibration, fast, dataclasses.replace(found, units=tuple(units)), Budget(10**6))
+
+
 def test_a_budget_below_everything(calibration, fast, found):
-    with pytest.raises(DataError, match="no widths meet the budget; alone, each limit can come down to"):
+    with pytest.raises(DataError, match="no widths were found that meet the budget; each limit alone can come to"):
         quantize_within(calibration, fast, found, Budget(1000))
 
 
@@ -308,12 +314,48 @@ def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):
     left.unlink()
 
 
-def test_the_plan_is_stable(calibration, fast, found, monkeypatch):
-    """What lies beside the codes is counted on a first model, with which the plan is then made."""
-    plans = []
-    chosen = module.choose
-    monkeypatch.setattr(module, "choose", lambda *given: plans.append(chosen(*given)) or plans[-1])
-    size = len(artifact.serialise(calibration.quantize(fast).quantized))
-    quantize_within(calibration, fast, found, Budget(size + 100))
-    assert 2 <= len(plans) <= 4
-    assert plans[-1].widths == plans[-2].widths
+def test_every_budget_between_the_ends_has_a_model(calibration, fast, found):
+    """The pins of a plan are in the file as well, so that a plan changes what lies beside its codes."""
+    low, high = (
+        len(artifact.serialise(calibration.quantize(dataclasses.replace(fast, weight_bits=bits)).quantized))
+        for bits in (2, 8)
+    )
+    for size in range(low + 2500, high, (high - low) // 12):
+        chosen = quantize_within(calibration, fast, found, Budget(size))
+        assert size * 0.93 < chosen.bytes <= size
+
+
+def test_pins_stay_whatever_the_rows_say(calibration, fast, found):
+    config = dataclasses.replace(fast, pinned=(("blocks.0.*", "w8a8"),))
+    size = len(artifact.serialise(calibration.quantize(config).quantized))
+    bops = cost(calibration.quantize(config).program, [(3, 32, 32)]).bops
+    chosen = quantize_within(calibration, config, found, Budget(size, bops))
+    bits = {row.site: (row.left.split(" ")[0], row.right.split(" ")[0]) for row in chosen.model.ledger}
+    assert {bits[name] for name in bits if name.startswith("blocks.0.")} == {("8-bit", "8-bit")}
+    assert not [name for name in chosen.plan.widths if name.startswith("blocks.0.")]
+    with pytest.raises(DataError, match="all sites are pinned, so there is nothing to choose"):
+        quantize_within(calibration, dataclasses.replace(fast, pinned=(("*", 8),)), found, Budget(size))
+
+
+def test_what_the_choices_keep_float_stays_float(calibration, fast, found):
+    config = dataclasses.replace(fast, softmax_bits=FLOAT_BITS, input_bits=FLOAT_BITS)
+    bops = cost(calibration.quantize(config).program, [(3, 32, 32)]).bops
+    chosen = quantize_within(calibration, config, found, Budget(bops=bops))
+    rows = {row.site: row for row in chosen.model.ledger}
+    assert rows["patch_embed.conv1"].left == rows["blocks.0.attn.av"].left == rows["blocks.1.attn.av"].left == "float"
+    assert chosen.bops <= bops
+
+
+def test_what_stages_add_counts(calibration, fast, found, monkeypatch):
+    """A stage that makes the file larger gets a plan that leaves room for it."""
+    made = module._Maker.made
+
+    def larger(self, plan, config):
+        chosen = made(self, plan, dataclasses.replace(config, stages=()))
+        return dataclasses.replace(chosen, bytes=chosen.bytes + 900 * bool(config.stages))
+
+    monkeypatch.setattr(module._Maker, "made", larger)
+    config = dataclasses.replace(fast, stages=Config.preset("w4a4", "adalog+").stages)
+    size = len(artifact.serialise(calibration.quantize(fast).quantized)) + 300
+    chosen = quantize_within(calibration, config, found, Budget(size))
+    assert size - 2500 < chosen.bytes <= size

@@ -73,7 +73,7 @@ def test_without_preprocessing_none_is_written(quantized, tmp_path):
     bare = adalog.QuantizedModel(dataclasses.replace(quantized.quantized, provenance={"seed": 0, "images": 4}))
     bare.save_pretrained(tmp_path / "bare")
     assert not (tmp_path / "bare" / "preprocessor_config.json").exists()
-    assert "id2label" not in json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert len(json.loads((tmp_path / "bare" / "config.json").read_text())["id2label"]) == 10
 
 
 def test_a_shorter_side_is_resized_as_such():
@@ -161,6 +161,27 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, noted):
             call()
 
 
+def test_classes_without_names_have_numbers(noted, tmp_path):
+    noted.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["id2label"]["9"] == "LABEL_9"
+    for names in ("cat", CLASSES[:3], [*CLASSES[:9], CLASSES[0]], [*CLASSES[:9], 9]):
+        with pytest.raises(ValueError, match="classes"):
+            noted.save_pretrained(tmp_path, classes=names)
+
+
+def test_places_that_cannot_be_written(noted, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        with pytest.raises(AdalogError, match="cannot be written"):
+            noted.save_pretrained(tmp_path / place)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~nobodyhere/x"])
+def test_names_that_no_file_has(name):
+    with pytest.raises(AdalogError):
+        adalog.load(name)
+
+
 def test_what_is_no_model_of_the_hub(tmp_path, folder):
     with pytest.raises(
         ArtifactError, match=r"has no model.adalog.safetensors: give a folder that save_pretrained wrote"
@@ -168,6 +189,8 @@ def test_what_is_no_model_of_the_hub(tmp_path, folder):
         adalog.load(tmp_path)
     with pytest.raises(ValueError, match="revision = 'v1' is of a repository of the Hub"):
         adalog.load(folder / hub.FILE, revision="v1")
+    with pytest.raises(ValueError, match="is a folder: leave it out"):
+        adalog.load(folder, revision="v1")
 
 
 @pytest.mark.slow

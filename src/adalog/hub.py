@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from adalog import artifact
 from adalog.errors import AdalogError, ArtifactError, one_line
-from adalog.files import write_whole
+from adalog.files import write_error, write_whole
+from adalog.graph.program import leaves_of
 from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
 
@@ -35,7 +38,7 @@ def save(
     the card. What transformers needs to prepare images is written where the artifact says how they are prepared. Raises
     DataError where the folder cannot be written.
     """
-    names = [str(name) for name in classes]
+    names = _class_names(quantized, classes)
     config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
     if names:
         config |= {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
@@ -43,11 +46,31 @@ def save(
     files = {"config.json": _json(config)}
     if isinstance(preprocessing, Mapping):
         files["preprocessor_config.json"] = _json(_processor(preprocessing))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise write_error(folder, cause) from cause
     size = artifact.write(quantized, folder / FILE)
     files["README.md"] = card(quantized, size, figures or {})
     for name, text in files.items():
         write_whole(folder / name, text.encode())
+    if "preprocessor_config.json" not in files:
+        (folder / "preprocessor_config.json").unlink(missing_ok=True)  # of a model that was here before
+
+
+def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:
+    """A name for each column of the logits, LABEL_0 and so on where none are given; none for a model without logits."""
+    inputs = [torch.empty((1, *value.shape[1:]), dtype=value.dtype, device="meta") for value in quantized.example]
+    output = leaves_of(quantized.program.run_without_data(inputs))[0] if inputs else None
+    count = output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0
+    names = [f"LABEL_{index}" for index in range(count)] if not len(classes) else list(classes)
+    if isinstance(classes, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"classes = {classes!r} is no list of names")
+    if len(names) != count or len(set(names)) != count:
+        raise ValueError(
+            f"{len(names)} names of classes, {len(set(names))} different, are not one each for {count} logits"
+        )
+    return names
 
 
 def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str]) -> str:
@@ -57,6 +80,8 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str]) -> 
         f"- {len(quantized.ledger)} multiplications, {floats} of which stay float",
         f"- bits: {quantized.config.bits}",
     ]
+    if quantized.config.pinned:
+        told[-1] += ", and other bits for some sites, as the table below has them"
     told += [f"- the artifact `{FILE}` takes {size:,} bytes"]
     images = quantized.provenance.get("images")
     if isinstance(images, int):
@@ -115,8 +140,12 @@ def locate(path: str, revision: str | None = None) -> Path:
     there yet; revision: a branch, tag or commit of it. Raises ArtifactError.
     """
     name = path.removeprefix(PREFIX)
-    if Path(name).expanduser().is_dir():
-        folder = Path(name).expanduser()
+    folder = _folder(name)
+    if folder is not None:
+        if revision not in (None, "main"):
+            raise ValueError(
+                f"revision = {revision!r} is of a repository of the Hub, {folder} is a folder: leave it out"
+            )
         if not (folder / FILE).is_file():
             raise ArtifactError(f"{folder} has no {FILE}: give a folder that save_pretrained wrote")
         return folder / FILE
@@ -132,6 +161,15 @@ def locate(path: str, revision: str | None = None) -> Path:
         raise ArtifactError(
             f"{path} cannot be loaded: {one_line(cause)}; give a repository of the Hub that holds {FILE}, or a folder"
         ) from cause
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of this name; None where there is none."""
+    try:
+        folder = Path(name).expanduser()
+        return folder if folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # a name too long, or of a user that is not there
+        return None
 
 
 def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private: bool = False) -> str:

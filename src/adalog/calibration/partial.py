@@ -51,7 +51,7 @@ class Lines:
             content = path.read_bytes() if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
-        except (OSError, ValueError) as cause:
+        except (OSError, ValueError, RecursionError) as cause:
             raise DataError(f"{path} is no file of finished {kind} ({cause}): remove it, or name another") from cause
         cut_in_header = json.dumps(header).encode().startswith(content)
         if lines[:1] != [header] and not cut_in_header:
@@ -74,7 +74,15 @@ class Lines:
         """Turn what goes wrong while lines are read into the error that the file is damaged."""
         try:
             yield
-        except (ArtifactError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as cause:
+        except (
+            ArtifactError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as cause:
             raise DataError(f"{self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
 
     def _append(self, line: Any) -> None:

@@ -62,7 +62,8 @@ def subject(
     drawn, judging = (
         (each.load(loaded.prepared, jobs=jobs) if isinstance(each, ImageSet) else each).to(device) for each in given
     )
-    whole = sample_images(drawn, config.images_wanted, seed)
+    # Images of a folder are put in the order in which `adalog quantize` draws them from those that it has read.
+    whole = sample_images(drawn, config.images_wanted, seed) if isinstance(given[0], ImageSet) else drawn
     assert isinstance(whole, Tensor)
     sizes: Sizes = "free" if free_sizes else "fixed"
     images = whole[: config.images]
@@ -80,6 +81,14 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
     if budget is None and limit is None and max_kl is None:
         return None
     return Budget(None if budget is None else read_size(budget, "--budget"), limit, max_kl)
+
+
+def leftovers(partial: Path) -> list[Path]:
+    """The files in which a run keeps what it has finished: `partial`, and those whose names begin with it and a dot."""
+    if not partial.parent.is_dir():
+        return []
+    names = (path for path in partial.parent.iterdir() if f"{path.name}.".startswith(f"{partial.name}."))
+    return sorted(path for path in names if path.is_file())
 
 
 def measured(
@@ -118,11 +127,13 @@ def quantize(
 ) -> tuple[QuantizedModel, dict[str, Any]]:
     """The model of that name within a budget, and its plan as JSON. known: a file of what its operands cost."""
     found = None if known is None else sensitivity.read(known)
+    if found is not None and budget.loss is not None:
+        _check_kl(found)
     about = subject(
         spec,
         data,
         config,
-        judged,
+        judged if found is None else 0,
         no_pretrained=no_pretrained,
         checkpoint=checkpoint,
         seed=seed,
@@ -138,6 +149,8 @@ def quantize(
             alone = partial.with_name(f"{partial.name}.alone")
             widths = sorted({*sensitivity.WIDTHS, *given})
             found = measured(about, config, widths, progress, jobs=jobs, memory=memory, partial=alone)
+            if budget.loss is not None:
+                _check_kl(found)
         watch = site_progress(progress, progress.add_task("calibrate", total=1), config.bits)
         chosen = quantize_within(
             about.calibration,
@@ -153,6 +166,11 @@ def quantize(
     widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}
     plan = {"bytes": chosen.bytes, "bops": chosen.bops, "foretold": chosen.plan.totals.loss, "widths": widths_of}
     return chosen.model.cpu(), plan
+
+
+def _check_kl(found: Sensitivity) -> None:
+    if found.measure != "kl":
+        raise DataError("--max-kl is of a classifier, and the model has no logits: give --budget or --target-bops")
 
 
 def told_of(chosen: Chosen, found: Sensitivity) -> str:

@@ -42,9 +42,9 @@ def find_device(name: str) -> torch.device:
 def read_pinned(text: str) -> tuple[str, int | str]:
     """The pattern and the bits of an option GLOB=BITS."""
     pattern, _, bits = text.rpartition("=")
-    if not pattern or not bits.isascii() or not bits.isalnum():
+    if not pattern or not bits.isascii() or not bits.isalnum() or len(bits) > 20:
         raise ValueError(
-            f"--keep {text!r} is not of the form GLOB=BITS, as in 'head=8', 'blocks.0.*=w4a8' or '*.qk=32' for float"
+            f"--pin {text!r} is not of the form GLOB=BITS, as in 'head=8', 'blocks.0.*=w4a8' or '*.qk=32' for float"
         )
     return pattern, int(bits) if bits.isdecimal() else bits
 

@@ -54,7 +54,8 @@ def command(
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a run that was stopped, from what OUT.partial holds.")
+        bool,
+        typer.Option("--resume", help="Go on with the sensitivity that a run which was stopped left in OUT.partial."),
     ] = False,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
@@ -71,7 +72,7 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
-    if not resume and (left := sorted(out.parent.glob(f"{partial.name}*"))):
+    if not resume and (left := budgets.leftovers(partial)):
         raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(
@@ -105,7 +106,7 @@ def command(
         )
         drawn = pareto_figure(points, found.measure, model)
         files.write_whole(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
-    for file in out.parent.glob(f"{partial.name}*"):
+    for file in budgets.leftovers(partial):
         file.unlink()
     if json_out != "-":
         say(table_of(points, found.measure), str(out))

@@ -117,7 +117,7 @@ def command(
         raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
-    if not resume and (left := sorted(out.parent.glob(f"{partial.name}*"))):
+    if not resume and (left := budgets.leftovers(partial)):
         raise DataError(f"{left[0]} holds the searches of an earlier run: go on with --resume, or remove it")
     place, jobs = find_device(device), thread_count(threads)
     if is_detector:
@@ -151,7 +151,7 @@ def command(
         told |= {"budget": plan}
     seconds = time.perf_counter() - start
     size = quantized.save(out)
-    for file in out.parent.glob(f"{partial.name}*"):
+    for file in budgets.leftovers(partial):
         file.unlink()
     if json_out != "-":
         say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")

@@ -56,7 +56,7 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
-    left = sorted(out.parent.glob(f"{partial.name}*"))
+    left = budgets.leftovers(partial)
     if left and not resume:
         raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
     jobs = thread_count(threads)
@@ -76,7 +76,7 @@ def command(
     with progress_bar() as progress, quiet():
         found = budgets.measured(about, config, tried, progress, jobs=jobs, memory=limit, partial=partial)
     write(found, out)
-    for file in out.parent.glob(f"{partial.name}*"):
+    for file in budgets.leftovers(partial):
         file.unlink()
     if json_out != "-":
         say(table_of(found), f"{out}: {len(found.rows)} rows, judged by {found.images} images")

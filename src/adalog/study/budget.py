@@ -5,6 +5,7 @@ within the limits: greedy steps of the least cost per relief, followed by exchan
 """
 
 import glob
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel
 from adalog.study.cost import FLOAT_BITS, cost
-from adalog.study.sensitivity import Sensitivity, Unit
+from adalog.study.sensitivity import Sensitivity, Unit, units_of
 
 _TRIES = 8  # how often a plan is made again, once what its file has beside the codes is known
 _HEADER_PER_SITE = 700  # bytes, about
@@ -63,13 +64,16 @@ class Plan:
     widths: Mapping[str, Mapping[OperandKind, int]]
     totals: Totals
 
-    def pinned(self, config: Config) -> tuple[tuple[str, str], ...]:
-        """The widths as pins, for the units whose widths are not those of the choices anyway."""
+    def pinned(self, units: Sequence[Unit], config: Config) -> tuple[tuple[str, str], ...]:
+        """The widths as pins that name every operand, for units whose widths are not those of the choices anyway."""
         pins = []
-        for name, bits in self.widths.items():
-            if any(width != getattr(config, f"{kind}_bits") for kind, width in bits.items()):
-                text = "".join(f"{kind[0]}{bits[kind]}" for kind in get_args(OperandKind) if kind in bits)
-                pins.append((glob.escape(name), text))
+        for unit in units:
+            own = {
+                kind: int(getattr(config, f"{kind}_bits")) for kind in get_args(OperandKind) if kind in unit.operands
+            }
+            bits = {**own, **self.widths[unit.name]}
+            if bits != own:
+                pins.append((glob.escape(unit.name), "".join(f"{kind[0]}{width}" for kind, width in bits.items())))
         return tuple(pins)
 
 
@@ -96,52 +100,125 @@ def quantize_within(
 ) -> Chosen:
     """The model with the least loss within a budget, calibrated as a whole under these choices with its widths.
 
-    The file and its BOPs are counted as they are, and the plan is made again with less where one is above the budget.
-    Without a limit of operations or loss, narrower activations would save nothing: they keep the widths of the choices.
-    notes: what the provenance says besides the budget. Raises DataError for a budget that no widths meet, and says what
-    could be met.
+    Sites that the choices pin, and operands that they leave float, stay as they are. The file and its BOPs are counted
+    as they are, and the plan is made again with less to spend where one is above the budget. Without a limit of
+    operations or loss, narrower activations would save nothing: they keep the widths of the choices. notes: what the
+    provenance says besides the budget. partial: searches of each plan are kept in a file beside it. Raises DataError
+    for a budget that no widths meet, and for the sensitivity of another model.
     """
-    names = {name for unit in found.units for name in (site.site for site in unit.sites)}
-    unknown = sorted(names - {site.name for site in calibration.sites})
-    if unknown:
-        raise DataError(f"the sensitivity is of another model, which has {unknown[0]}: measure this one")
+    found = _free(calibration, config, found)
     fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
-    shapes = [value.shape[1:] for value in calibration.images]
-    beside = Totals(_bytes_beside(calibration, found), 0.0, 0.0)
-    before: Plan | None = None
+    maker = _Maker(calibration, config, found, budget, notes or {}, jobs, partial, progress)
+    extra = Totals(0.0, 0.0, 0.0)  # what stages add
     for _ in range(_TRIES):
-        plan = choose(found, budget, fixed, beside)
-        last = before is not None and plan.widths == before.widths  # so what lies beside the units is known
-        choices = replace(config, pinned=(*config.pinned, *plan.pinned(config)))
-        choices = choices if last else replace(choices, stages=())
-        model = calibration.quantize(choices, progress, jobs=jobs, partial=partial if last else None)
-        told = {
-            "limits": asdict(budget),
-            "foretold": plan.totals.loss,
-            "measure": found.measure,
-            "judged": found.images,
-        }
-        model.note(**(notes or {}), budget=told)
-        size, bops = len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops
-        within = size <= (budget.bytes or math.inf) and bops <= (budget.bops or math.inf)
-        if last and within:
-            return Chosen(model, plan, size, bops)
-        beside = Totals(size - plan.totals.bytes, bops - plan.totals.bops, 0.0)
-        before = None if last else plan
-    raise DataError("the file stays above the budget: allow a little more")
+        chosen = _without_stages(maker, budget, fixed, extra)
+        if not config.stages:
+            return chosen
+        staged = maker.made(chosen.plan, config)
+        if _within(staged, budget):
+            return staged
+        more = Totals(staged.bytes - chosen.bytes, staged.bops - chosen.bops, 0.0)
+        extra = Totals(max(extra.bytes, more.bytes), max(extra.bops, more.bops), 0.0)
+    raise DataError(
+        "no widths were found whose file is within the budget once its stages are done: allow a little more"
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the models of plans, and counts them."""
+
+    calibration: Calibration
+    config: Config
+    found: Sensitivity
+    budget: Budget
+    notes: Mapping[str, Any]
+    jobs: int
+    partial: Path | None
+    progress: Progress | None
+
+    def made(self, plan: Plan, config: Config) -> Chosen:
+        """The model of a plan under these choices, with or without their stages."""
+        pins = plan.pinned(self.found.units, config)
+        name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
+        partial = None if self.partial is None else self.partial.with_name(f"{self.partial.name}.{name}")
+        choices = replace(config, pinned=(*config.pinned, *pins))
+        model = self.calibration.quantize(choices, self.progress, jobs=self.jobs, partial=partial)
+        told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
+        model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
+        shapes = [value.shape[1:] for value in self.calibration.images]
+        return Chosen(model, plan, len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops)
+
+
+def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
+    """The model with the least foretold loss within a budget, whose stages would add as much as `extra`."""
+    plain, beside, best = replace(maker.config, stages=()), None, None
+    for _ in range(_TRIES):
+        told = beside or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
+        total = Totals(told.bytes + extra.bytes, told.bops + extra.bops, 0.0)
+        try:
+            plan = choose(maker.found, budget, fixed, total)
+        except DataError:
+            if beside is not None:
+                break
+            plan = _narrowest(maker.found, fixed)  # what lies beside the units is not known before a model is made
+        chosen = maker.made(plan, plain)
+        room = Budget(
+            None if budget.bytes is None else max(1, int(budget.bytes - extra.bytes)),
+            None if budget.bops is None else max(1.0, budget.bops - extra.bops),
+            budget.loss,
+        )
+        fits = _within(chosen, room) and plan.totals.loss <= (budget.loss or math.inf)
+        if fits and (best is None or plan.totals.loss < best.plan.totals.loss):
+            best = chosen
+        if fits and beside is not None:
+            break
+        seen = Totals(chosen.bytes - plan.totals.bytes, chosen.bops - plan.totals.bops, 0.0)
+        known = beside or seen
+        beside = Totals(max(known.bytes, seen.bytes), max(known.bops, seen.bops), 0.0)
+    if best is None:
+        assert beside is not None
+        choose(maker.found, budget, fixed, Totals(beside.bytes + extra.bytes, beside.bops + extra.bops, 0.0))
+        raise DataError("no widths were found whose file is within the budget: allow a little more")
+    return best
+
+
+def _within(chosen: Chosen, budget: Budget) -> bool:
+    return chosen.bytes <= (budget.bytes or math.inf) and chosen.bops <= (budget.bops or math.inf)
+
+
+def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensitivity:
+    """What there is to choose under these choices: units without pins, and operands that are quantized."""
+    shapes = [value.shape[1:] for value in calibration.images]
+    units, known = units_of(calibration, config, shapes), {unit.name: unit for unit in found.units}
+    if not units:
+        raise DataError("all sites are pinned, so there is nothing to choose: leave out the budget, or some pins")
+    odd = [name for name, unit in units.items() if known.get(name) != unit]
+    if odd:
+        raise DataError(f"the sensitivity is of another model, in which {odd[0]} is otherwise: measure this one")
+    rows = (row for row in found.rows if row.unit in units)
+    kept = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
+    return replace(found, units=tuple(units.values()), rows=kept)
 
 
 def _activations(config: Config) -> dict[OperandKind, int]:
     return {"activation": config.activation_bits, "softmax": config.softmax_bits, "input": config.input_bits}
 
 
-def _bytes_beside(calibration: Calibration, found: Sensitivity) -> float:
-    """About how many bytes a file has beside the codes of the units: other tensors, scales, and the program itself."""
+def _bytes_beside(calibration: Calibration) -> float:
+    """About how many bytes a file has beside the codes of weights: other tensors, scales, and the program itself."""
     tensors = calibration.program.tensors
     weights = {site.right for site in calibration.sites}
     others = sum(value.nbytes for name, value in tensors.items() if name not in weights)
     scales = sum(5 * len(tensors[name]) for name in weights if name in tensors)
     return others + scales + _HEADER_PER_SITE * len(calibration.sites)
+
+
+def _narrowest(found: Sensitivity, fixed: Mapping[OperandKind, int]) -> Plan:
+    """The widths with the fewest bytes, and among these the fewest BOPs."""
+    options = [_options(found, unit, fixed) for unit in found.units]
+    picked = [min(mine, key=lambda each: (each.totals.bytes, each.totals.bops)) for mine in options]
+    return _plan(found, picked)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -177,11 +254,15 @@ def choose(
             for (text, low, limit), other in zip(told, (beside.loss, beside.bytes, beside.bops), strict=True)
             if limit < math.inf
         ]
-        raise DataError(f"no widths meet the budget; alone, each limit can come down to {', '.join(names)}")
-    picked = [mine[index] for mine, index in zip(options, chosen, strict=True)]
+        raise DataError(f"no widths were found that meet the budget; each limit alone can come to {', '.join(names)}")
+    return _plan(found, [mine[index] for mine, index in zip(options, chosen, strict=True)])
+
+
+def _plan(found: Sensitivity, picked: Sequence["_Option"]) -> Plan:
     loss, size, bops = (sum(getattr(each.totals, name) for each in picked) for name in ("loss", "bytes", "bops"))
-    widths = {unit.name: each.bits for unit, each in zip(found.units, picked, strict=True)}
-    return Plan(widths, Totals(size, bops, loss))
+    return Plan(
+        {unit.name: each.bits for unit, each in zip(found.units, picked, strict=True)}, Totals(size, bops, loss)
+    )
 
 
 @dataclass(frozen=True)
@@ -223,14 +304,19 @@ class _Table:
         """The option of each unit, of the least sum of costs weighted by `aims` within the limits; None if none is.
 
         aims, limits: (3,). From the least sum without limits, the step that costs least per relief is taken until the
-        limits are met: relief is the share of each excess that a step takes away. Then options are exchanged, alone and
-        in pairs, as long as that helps.
+        limits are met: relief is the share of each excess that a step takes away. Where that leads nowhere, the start
+        is what takes the least of all limits. Then options are exchanged, alone and in pairs, as long as that helps.
         """
+        found = self._descended(aims, aims, limits)
+        return self._descended(1 / np.maximum(limits, _TINY), aims, limits) if found is None else found
+
+    def _descended(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
+        """As `solved`, from the least sum of costs weighted by `start`."""
         unit = np.concatenate([np.full(len(each), index) for index, each in enumerate(self.costs)])
         costs = np.concatenate(self.costs)
         first = np.cumsum([0, *map(len, self.costs)])[:-1]
         worth = costs @ aims
-        chosen = first + np.array([np.lexsort((each.sum(axis=1), each @ aims))[0] for each in self.costs])
+        chosen = first + np.array([np.lexsort((each.sum(axis=1), each @ start))[0] for each in self.costs])
 
         def deltas() -> tuple[np.ndarray, np.ndarray]:
             return worth - worth[chosen][unit], costs - costs[chosen][unit]

@@ -11,6 +11,7 @@ from torch import Tensor
 from adalog import artifact
 from adalog.calibration.calibration import Calibration
 from adalog.config import Config
+from adalog.errors import DataError
 from adalog.model import QuantizedModel, quickest
 from adalog.study.budget import Budget, quantize_within
 from adalog.study.cost import cost
@@ -62,8 +63,12 @@ def curve(
     """Models of one width for all, and models within `count` budgets between the narrowest and the widest of these.
 
     model: the full-precision one. judged: images that judge without labels. labelled: images with their labels.
-    progress(done, total, name): counts models.
+    A budget that no widths meet has no point. progress(done, total, name): counts models. Raises DataError for the
+    sensitivity of one width alone.
     """
+    widths = sorted({row.bits for row in found.rows})
+    if len(widths) < 2:
+        raise DataError(f"the sensitivity has rows of {widths[0]} bits alone: a curve takes two widths or more")
     expected, shapes = predict(model, judged, jobs=jobs), [value.shape[1:] for value in calibration.images]
 
     def point(quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
@@ -74,8 +79,7 @@ def curve(
         told = None if labelled is None else score(predict(runs, labelled[0], jobs=at_once), labelled[1]).top1
         return Point(chosen, width, size, bops, error / power, agreement, None if told is None else told.value)
 
-    def points() -> Iterator[Point]:
-        widths = sorted({row.bits for row in found.rows})
+    def points() -> Iterator[Point | None]:
         for width in widths:
             choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
             quantized = calibration.quantize(choices, jobs=jobs)
@@ -88,18 +92,20 @@ def curve(
             width = low.width + share * (high.width - low.width)
             part = (width**2 - low.width**2) / (high.width**2 - low.width**2)  # BOPs grow with both operands' widths
             limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
-            within = quantize_within(
-                calibration, config, found, Budget(int(limits[0]) + 1024, limits[1] + 1), notes=notes, jobs=jobs
-            )
-            yield point(within.model, True, float(width), within.bytes, within.bops)
+            budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
+            try:
+                within = quantize_within(calibration, config, found, budget, notes=notes, jobs=jobs)
+            except DataError:  # close to the narrowest width the file's own header may not leave room for a choice
+                yield None
+            else:
+                yield point(within.model, True, float(width), within.bytes, within.bops)
 
     ends: list[Point] = []
     result: list[Point] = []
-    total = len({row.bits for row in found.rows}) + count
-    for each in points():
-        result.append(each)
+    for done, each in enumerate(points(), 1):
+        result += [] if each is None else [each]
         if progress is not None:
-            progress(len(result), total, f"{each.width:.1f} bits")
+            progress(done, len(widths) + count, f"{result[-1].width:.1f} bits")
     return result
 
 

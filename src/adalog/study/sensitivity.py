@@ -36,6 +36,7 @@ from adalog.study.evaluate import divergence
 WIDTHS = (2, 3, 4, 6, 8)  # bits at which operands are tried unless others are named
 JUDGED = 128  # images that judge unless another number is named
 _BATCH = 32  # images that run together
+_MOST = 2**53  # no count is as large
 Measure = Literal["kl", "relative squared error"]
 Progress = Callable[[int, int, str], None]
 
@@ -126,18 +127,26 @@ def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
     units = {unit.name: unit for unit in found.units if unit.sites}
     sites = [site for unit in found.units for site in unit.sites]
     yield found.measure in get_args(Measure), f"the measure is none of {', '.join(get_args(Measure))}"
-    yield is_whole(found.images, 1), "the number of images is none"
+    yield is_whole(found.images, 1, _MOST), "the number of images is none"
+    yield bool(found.rows), "it has no rows"
     yield len(units) == len(found.units), "a unit has no sites, or another one's name"
     yield all(isinstance(site.site, str) for site in sites), "the name of a site is no text"
-    yield all(is_whole(site.macs, 0) and is_whole(site.weights, 0) for site in sites), "a count of a site is none"
+    yield (
+        all(is_whole(site.macs, 0, _MOST) and is_whole(site.weights, 0, _MOST) for site in sites),
+        "a count of a site is none",
+    )
     kinds = {kind for site in sites for kind in (site.left, site.right)}
     yield kinds <= set(get_args(OperandKind)), f"an operand is none of {', '.join(get_args(OperandKind))}"
     for row in found.rows:
-        good = row.unit in units and row.operand in units[row.unit].operands and is_whole(row.bits, 2, 8)
-        good = good and math.isfinite(row.loss) and len(row.widths) == len(units[row.unit].sites)
-        yield good and all(is_whole(width, 0, FLOAT_BITS) for width in row.widths), f"a row of {row.unit} is odd"
+        yield row.unit in units and _is_row_of(row, units[row.unit]), f"a row of {row.unit} is odd"
     keys = {(row.unit, row.operand, row.bits) for row in found.rows}
     yield len(keys) == len(found.rows), "an operand has two losses at one width"
+
+
+def _is_row_of(row: Row, unit: Unit) -> bool:
+    """Whether the figures of a row are such as a unit may have; noise may make a loss a little negative."""
+    good = row.operand in unit.operands and is_whole(row.bits, 2, 8) and -1e-3 <= row.loss <= _MOST
+    return good and len(row.widths) == len(unit.sites) and all(is_whole(each, 0, FLOAT_BITS) for each in row.widths)
 
 
 @torch.no_grad()
@@ -164,12 +173,10 @@ def sensitivity(
     widths = sorted(set(widths))
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
-    judge = _Judge(calibration.program, judged, measure or measure_of(calibration.program), memory)
-    groups = _groups(calibration.groups, config)
-    macs = {row.name: row.count for row in cost(calibration.program, [value.shape[1:] for value in judged]).rows}
-    units = {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
+    judge = _Judge(calibration.program, judged, measure, memory)
+    groups, units = _groups(calibration.groups, config), units_of(calibration, config, [x.shape[1:] for x in judged])
     lines = None if partial is None else Lines(partial, _fingerprint(calibration, config, judge, judged), "rows")
-    rows = {} if lines is None else {name: _row_of(lines, name) for name in lines.found}
+    rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     searches = len(calibration.groups)
     for step, width in enumerate(widths):
@@ -213,12 +220,24 @@ def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[floa
     return float(error.square().sum()), float(expected.double().square().sum())
 
 
-def measure_of(program: Program) -> Measure:
-    """What the output of a model is judged by: "kl" where a linear makes the only one, as in a classifier."""
+def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
+    """What the output of a model is judged by: "kl" where a linear makes the only one, of several classes an image.
+
+    shapes: every value of the program without data.
+    """
     makers = {node.name: node for node in program.nodes}
     outputs = set(refs_of(program.output))
     source = find_source(program, makers, next(iter(outputs))).node if len(outputs) == 1 else ""
-    return "kl" if source and makers[source].op == PRODUCTS[0] else "relative squared error"
+    shape = tuple(shapes[next(iter(outputs))].shape) if source in makers else ()
+    logits = len(shape) == 2 and shape[1] > 1 and makers[source].op == PRODUCTS[0]
+    return "kl" if logits else "relative squared error"
+
+
+def units_of(calibration: Calibration, config: Config, shapes: Sequence[Sequence[int]]) -> dict[str, Unit]:
+    """The units of a model by name, without those whose bits are pinned. shapes: of each input without its images."""
+    macs = {row.name: row.count for row in cost(calibration.program, shapes).rows}
+    groups = _groups(calibration.groups, config)
+    return {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
 
 
 def _groups(groups: Sequence[SiteGroup], config: Config) -> dict[str, list[SiteGroup]]:
@@ -271,10 +290,13 @@ def _key(name: str, kind: str, width: int) -> str:
     return f"{name} {kind} {width}"
 
 
-def _row_of(lines: Lines, name: str) -> Row:
+def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
         told = lines.found[name]
-        return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+        row = Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+        if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
+            raise ValueError(f"the row {name!r} is odd")
+        return row
 
 
 def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
@@ -284,14 +306,17 @@ def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judg
 class _Judge:
     """The float model's values on the images that judge, from which forwards of changed models start."""
 
-    def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure, memory: int):
-        self.program, self.measure, self._memory = program, measure, memory
+    def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure | None, memory: int):
+        self.program, self._memory = program, memory
         self._batches = Batches(program, judged)
         self.count = self._batches.count
         self._shapes = trace(program, judged)
+        self.measure = measure or measure_of(program, self._shapes)
         self._outputs = [name for name in dict.fromkeys(refs_of(program.output)) if _is_float(self._shapes.get(name))]
+        if not self._outputs:
+            raise DataError("no output of the model is of floats, so no loss can be measured: give a model of logits")
         shapes = [tuple(self._shapes[name].shape) for name in self._outputs]
-        if measure == "kl" and (len(shapes) != 1 or len(shapes[0]) != 2):
+        if self.measure == "kl" and (len(shapes) != 1 or len(shapes[0]) != 2):
             raise ValueError(f"the KL divergence is of logits (images, classes), the outputs are {shapes}")
         self._original = {id(node) for node in program.nodes}
 
