@@ -415,6 +415,38 @@ def detector_table() -> str:
     return "\n".join(lines)
 
 
+def budgets_table() -> str:
+    """Models of one width for all beside models whose widths are chosen at no more bytes and BOPs."""
+    lines = ["| model | bits | widths | file [MB] | GBOPs | KL [nats] | agreement | top-1 |", "|---" * 8 + "|"]
+    notes = []
+    for model, file in (("the bundled ViT", "budgets-demo"), ("TinyViT", "budgets-realbench")):
+        result = json.loads((RESULTS / f"{file}.json").read_text())
+        rows = result[file.partition("-")[2]]
+        for bits in dict.fromkeys(row["bits"] for row in rows):
+            same = [row for row in rows if row["bits"] == bits]
+            for kind, words in (("uniform", "one for all"), ("budget", "**chosen**")):
+                size, bops = (mean(row[f"{name}_{kind}"] for row in same) for name in ("bytes", "bops"))
+                loss = f"{mean(row[f'kl_{kind}'] for row in same):.4f}" if f"kl_{kind}" in same[0] else ""
+                shares = [
+                    f"{100 * mean(row[f'{name}_{kind}'] for row in same):.1f} %" for name in ("agreement", "top1")
+                ]
+                cells = [model, bits.upper(), words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares]
+                lines.append("| " + " | ".join(cells) + " |")
+        draws, spearman = len({row["seed"] for row in rows}), result["spearman"][file.partition("-")[2]]
+        notes.append(
+            f"{model[0].upper()}{model[1:]}: {'one draw' if draws == 1 else f'means of {draws} draws'} of 32 images "
+            f"that calibrate and {result['judged_by']} that choose; the foretold and the measured losses of "
+            f"{len(result['mixes'])} random mixes have Spearman's correlation {spearman:.2f}."
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            " ".join([*notes, "Figures: `benchmarks/results/budgets-demo.json` and `budgets-realbench.json`."]),
+        ]
+    )
+
+
 TABLES = (
     ("README.md", "stages table", stages_table),
     ("README.md", "real table", real_table),
@@ -433,6 +465,7 @@ TABLES = (
     ("docs/measured.md", "folds table", folds_table),
     ("docs/measured.md", "reconstruct table", reconstruct_table),
     ("docs/measured.md", "runtime table", runtime_table),
+    ("docs/measured.md", "budgets table", budgets_table),
 )
 
 

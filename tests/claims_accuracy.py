@@ -1,5 +1,8 @@
 """Claims about accuracy, on the real bench and on the bundled model."""
 
+from benchmarks.publish import RESULTS
+
+import json
 import math
 from collections.abc import Callable
 from statistics import fmean, median
@@ -409,4 +412,53 @@ def detector_order() -> str:
     return (
         f"With all parts at W4A4, `adalog` is ahead of {names} by more than the choice of scenes explains, and level "
         "with `uniform`, which has the same search."
+    )
+
+
+def budgets(model: str) -> dict[str, Any]:
+    """What was measured of chosen widths."""
+    found: dict[str, Any] = json.loads((RESULTS / f"budgets-{model}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def falls(bits: str) -> list[float]:
+    """By how many percent chosen widths lower the KL divergence of the bundled model, one figure a draw."""
+    rows = [row for row in budgets("demo")["demo"] if row["bits"] == bits]
+    for row in rows:
+        order(row["bytes_budget"] <= row["bytes_uniform"] and row["bops_budget"] <= row["bops_uniform"], row)
+    return sorted(100 * (1 - row["kl_budget"] / row["kl_uniform"]) for row in rows)
+
+
+@says(MEASURED)
+def budgets_demo() -> str:
+    four, three = falls("w4a4"), falls("w3a3")
+    order(len(four) == len(three) == 3 and four[0] > 20 and three[0] > 20, four, three)
+    return (
+        f"On three draws of the bundled model the KL divergence falls by {four[0]:.0f} to {four[-1]:.0f} % at W4A4 and "
+        f"by {three[0]:.0f} to {three[-1]:.0f} % at W3A3."
+    )
+
+
+@says(MEASURED)
+def budgets_cost() -> str:
+    result = budgets("demo")
+    seconds = result["cpu_seconds_of_rows"]
+    order(max(seconds) < 240, seconds)
+    return (
+        f"Its {result['rows']} losses of single operands, on {result['judged_by']} images each, take "
+        f"{min(seconds):.0f} to {max(seconds):.0f} CPU seconds beside the searches."
+    )
+
+
+@says(README)
+def budgets_both() -> str:
+    (row,) = (row for row in budgets("realbench")["realbench"] if row["bits"] == "w4a4")
+    order(row["bytes_budget"] <= row["bytes_uniform"] and row["bops_budget"] <= row["bops_uniform"], row)
+    before, after = 100 * row["top1_uniform"], 100 * row["top1_budget"]
+    order(after > before + 8, before, after)
+    four = falls("w4a4")
+    return (
+        f"At no more bytes and BOPs than W4A4, chosen widths lift TinyViT from {before:.1f} % to {after:.1f} % by "
+        "search alone, on one draw, and lower the KL divergence of the bundled ViT by "
+        f"{four[0]:.0f} to {four[-1]:.0f} % on three."
     )
