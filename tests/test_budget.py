@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from adalog import Config, DataError, artifact, load
+from adalog.cli.budgets import leftovers
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
 from adalog.study.budget import Budget, Totals, choose, quantize_within
@@ -302,6 +303,15 @@ def test_bad_input_is_one_line_and_code_2(place, arguments, told, monkeypatch, c
     assert told in message
     assert len(message.splitlines()) == 1
     assert sorted(place.iterdir()) == before
+
+
+def test_only_what_a_run_left_counts_as_left(tmp_path):
+    partial = tmp_path / "m[1].st.partial"
+    for name in ("m[1].st.partial", "m[1].st.partial.alone.4", "m[1].st.partial-notes", "m1.st.partial"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "m[1].st.partial.folder").mkdir()
+    assert [path.name for path in leftovers(partial)] == ["m[1].st.partial", "m[1].st.partial.alone.4"]
+    assert leftovers(tmp_path / "nowhere" / "x") == []
 
 
 def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from adalog import Config, DataError, artifact
+from adalog.cli.budgets import leftovers
 from adalog.cli.console import emit_json, image_progress, progress_bar, quiet, say, site_progress, waiting
 from adalog.detection import coco, demo, zoo
 from adalog.detection.boxes import extra_module
@@ -82,7 +83,7 @@ def quantize(
         )
     seconds = time.perf_counter() - start
     size = save(quantized, out)
-    for file in out.parent.glob(f"{partial.name}.*"):
+    for file in leftovers(partial):
         file.unlink()
     models = models_of(quantized)
     if json_out != "-":
