@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from adalog import Config, Search
 
@@ -160,8 +161,31 @@ def test_the_how_tos_that_quantize_a_model_run(name, monkeypatch, tmp_path):
     test_the_how_tos_run(name, monkeypatch, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deploy"])
+def test_deployment_runs(name, monkeypatch, tmp_path):
+    """With a small model of random weights, and a search cut short."""
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("openvino")
+    pytest.importorskip("onnxruntime")
+    make = timm.create_model
+    small = {"patch_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 10}
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: make("vit_tiny_patch16_224", **small))
+    quick = Config(weight_bits=6, activation_bits=6, images=4, search=Search(steps=1, rounds=1))
+    monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
+    monkeypatch.chdir(tmp_path)
+    for index in range(4):
+        Image.effect_noise((40, 48), 60 + index).convert("RGB").save(f"{index}.png")
+    torch.manual_seed(0)
+    names = {"paths": sorted(tmp_path.glob("*.png"))}
+    exec(python_of(ROOT / "docs" / "how-to" / f"{name}.md"), names)
+    assert names["same"] >= 0.75  # of four noisy images one may stand between two classes
+    assert names["answer"].shape == names["logits"].shape == (4, 10)
+    assert abs(names["answer"] - names["logits"]).max() < 0.2 * abs(names["logits"]).max()
+
+
 def test_every_how_to_with_python_is_run():
-    """By one of the two tests above, whose names they say."""
+    """By one of the tests above, whose names they say."""
     text = Path(__file__).read_text(encoding="utf-8")
     assert [page.stem for page in HOW_TOS if python_of(page) and f'"{page.stem}"' not in text] == []
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from adalog import hub
 from adalog.model import load, quickest
 
 
-class AdalogConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+class AdalogConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """What config.json of a saved folder says: the names of the classes."""
 
     model_type = hub.MODEL_TYPE
