@@ -305,6 +305,17 @@ def test_bad_input_is_one_line_and_code_2(place, arguments, told, monkeypatch, c
     assert sorted(place.iterdir()) == before
 
 
+def test_a_limit_of_kl_takes_a_classifier(place, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(place)
+    file = tmp_path / "features.json"
+    file.write_text(json.dumps(dataclasses.replace(problem(0), measure="relative squared error").to_json()))
+    code, told = call(monkeypatch, capsys, "quantize", *GIVEN, "--max-kl", "0.1", "--sensitivity", file)
+    assert (code, told) == (
+        2,
+        "error: --max-kl is of a classifier, and the model has no logits: give --budget or --target-bops\n",
+    )
+
+
 def test_only_what_a_run_left_counts_as_left(tmp_path):
     partial = tmp_path / "m[1].st.partial"
     for name in ("m[1].st.partial", "m[1].st.partial.alone.4", "m[1].st.partial-notes", "m1.st.partial"):
