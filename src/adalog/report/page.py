@@ -175,7 +175,7 @@ def _told(subject: Subject, sensitivity: Losses | None, rows: Sequence[dict[str,
     ]
     return {
         "name": subject.name,
-        "bits": quantized.config.bits,
+        "bits": quantized.config.bits + (", mixed" if quantized.config.pinned else ""),
         "method": _method(quantized.config),
         "bytes": len(subject.content),
         "float_bytes": subject.float_bytes,
