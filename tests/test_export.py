@@ -122,7 +122,10 @@ def test_searched_models_of_every_kind_of_quantizer(quantized, twin, images, for
 def test_openvino(quantize, images, form):
     pytest.importorskip("openvino")
     quantized = quantize("attention", 4)
-    assert_certified(quantized, form, images, "openvino")
+    content = written.to_onnx(quantized, form, "digest")  # whose thresholds OpenVINO rounds a little, as the page says
+    found = certify(quantized, "digest", content, [(images,)], engine="openvino")
+    assert found.accumulators_equal
+    assert all(site.off <= max(5, site.operands // 200) for site in found.sites)
     content = written.to_onnx(quantized, form, "digest", selects=True)
     assert certify(quantized, "digest", content, [(images,)], engine="openvino").passed
     description, numbers = export.to_openvino(content)
