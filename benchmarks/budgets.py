@@ -14,16 +14,14 @@ is finished of a row, as long as the sources of the package are the same.
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.reconstruct import load_case
+from benchmarks.reconstruct import load_case, resumably
 
 import argparse
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -32,15 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from adalog import Calibration, Config, QuantizedModel, artifact
+from adalog import Calibration, Config, QuantizedModel
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
 from adalog.model import quickest
-from adalog.study.budget import Budget, quantize_within
-from adalog.study.cost import cost
+from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.doctor import machine
 from adalog.study.evaluate import divergence, predict, score
-from adalog.study.sensitivity import Sensitivity, sensitivity
+from adalog.study.sensitivity import Sensitivity, at_width, sensitivity
 from adalog.study.tables import kept
 from adalog.version import source_hash
 
@@ -59,17 +56,7 @@ def main() -> None:
     parser.add_argument("--counts", nargs="*", type=int, default=[], help="other numbers of images that choose")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
-        print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
-        sys.exit(0)
-    torch.set_num_threads(1)
-    if given.work is not None:
-        given.work.mkdir(parents=True, exist_ok=True)
-        measure(given, given.work)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        measure(given, Path(folder))
+    resumably(parser.parse_args(), measure)
 
 
 def measure(given: argparse.Namespace, work: Path) -> None:
@@ -94,7 +81,9 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         start, searched = time.process_time(), 0.0
         for width in given.widths:  # the searches first, so that the seconds of the rows are theirs alone
             begun = time.process_time()
-            calibration.assign(at(width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}"))
+            calibration.assign(
+                at_width(Config(), width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}")
+            )
             searched += time.process_time() - begun
         rows = place(f"rows-{count}-{seed}")
         found = sensitivity(calibration, Config(), [judged[:count]], given.widths, partial=rows, progress=told("alone"))
@@ -126,8 +115,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         uniform = QuantizedModel(
             calibration.finished(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
         )
-        shapes = [value.shape[1:] for value in calibration.images]
-        size, bops = len(artifact.serialise(uniform.quantized)), cost(uniform.program, shapes).bops
+        size, bops = taken(uniform)
         chosen = quantize_within(calibration, config, found, Budget(size, bops), progress=told(f"{bits} budget"))
         row = {"bits": bits, "seed": seed, "judged": count, "bytes_uniform": size, "bytes_budget": chosen.bytes}
         row |= {"bops_uniform": bops, "bops_budget": chosen.bops, "foretold": chosen.plan.totals.loss}
@@ -143,7 +131,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
         units = {site.site: unit for unit in found.units for site in unit.sites}
         by_width = {
-            width: dict(_named(calibration.assign(at(width), partial=place(f"search-{width}-0"))))
+            width: dict(_named(calibration.assign(at_width(Config(), width), partial=place(f"search-{width}-0"))))
             for width in given.widths
         }
         judged = judged[: given.judged]
@@ -181,11 +169,6 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         "machine": machine(),
     }
     publish(result, given.json or RESULTS / f"budgets-{given.model}.json")
-
-
-def at(width: int) -> Config:
-    """`adalog` with all operands at one width."""
-    return replace(Config(), weight_bits=width, activation_bits=width, softmax_bits=width, input_bits=width)
 
 
 def told(what: str) -> Callable[[int, int, str], None]:

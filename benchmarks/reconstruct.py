@@ -107,17 +107,19 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    resumably(parser.parse_args(), measure)
+
+
+def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, Path], None]) -> None:
+    """Measure on one thread, in the folder --work if one is given; skip a real bench that is not here."""
     if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
         print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
         sys.exit(0)
     torch.set_num_threads(1)
-    if given.work is not None:
-        given.work.mkdir(parents=True, exist_ok=True)
-        measure(given, given.work)
-        return
     with tempfile.TemporaryDirectory() as folder:
-        measure(given, Path(folder))
+        work = given.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        measure(given, work)
 
 
 def measure(given: argparse.Namespace, work: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from adalog import Config, DataError, artifact, load
-from adalog.cli.budgets import leftovers
+from adalog.cli.console import check_unfinished, remove_finished
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
 from adalog.study.budget import Budget, Totals, choose, quantize_within
@@ -321,8 +321,14 @@ def test_only_what_a_run_left_counts_as_left(tmp_path):
     for name in ("m[1].st.partial", "m[1].st.partial.alone.4", "m[1].st.partial-notes", "m1.st.partial"):
         (tmp_path / name).write_text("")
     (tmp_path / "m[1].st.partial.folder").mkdir()
-    assert [path.name for path in leftovers(partial)] == ["m[1].st.partial", "m[1].st.partial.alone.4"]
-    assert leftovers(tmp_path / "nowhere" / "x") == []
+    with pytest.raises(DataError, match=r"m\[1\].st.partial holds what an earlier run has finished"):
+        check_unfinished(partial, resume=False)
+    check_unfinished(partial, resume=True)
+    remove_finished(partial)
+    left = ["m1.st.partial", "m[1].st.partial-notes", "m[1].st.partial.folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    check_unfinished(partial, resume=False)
+    check_unfinished(tmp_path / "nowhere" / "x", resume=False)
 
 
 def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):

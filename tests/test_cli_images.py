@@ -307,7 +307,7 @@ def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
     if resume:
         assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
     else:
-        told = f"error: {partial} holds the searches of an earlier run: go on with --resume, or remove it\n"
+        told = f"error: {partial} holds what an earlier run has finished: go on with --resume, or remove it\n"
         assert (code, message, given) == (2, told, {})
     assert partial.read_text() == "left"
 

@@ -76,12 +76,22 @@ def test_without_preprocessing_none_is_written(quantized, tmp_path):
     assert len(json.loads((tmp_path / "bare" / "config.json").read_text())["id2label"]) == 10
 
 
+WHOLE = dataclasses.asdict(adalog.Preprocessing((16, 16), 16))
+
+
+@pytest.mark.parametrize("told", [{"size": [16, 16]}, WHOLE | {"interpolation": "slow"}, WHOLE | {"size": 3}])
+def test_preprocessing_that_is_told_wrongly_is_one_error(quantized, tmp_path, told):
+    wrong = dataclasses.replace(quantized.quantized, provenance={"preprocessing": told})
+    with pytest.raises(ArtifactError, match="says wrongly how its images are prepared"):
+        adalog.QuantizedModel(wrong).save_pretrained(tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_a_shorter_side_is_resized_as_such():
     given = dataclasses.asdict(adalog.Preprocessing((224, 224), 256, interpolation="bicubic"))
     processor = hub._processor(given)
     assert processor["size"] == {"shortest_edge": 256}
     assert processor["resample"] == Image.Resampling.BICUBIC
-    assert {name: Image.Resampling[name.upper()].value for name in hub._RESAMPLE} == hub._RESAMPLE
 
 
 # --- the hub itself, which is a fake ---------------------------------------------------------------------------------

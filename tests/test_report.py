@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adalog import Calibration, Config, artifact
+from adalog.calibration.operands import operand_kinds
 from adalog.errors import ArtifactError, DataError
 from adalog.quantizers import FLOAT_BITS
 from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
@@ -79,15 +80,10 @@ def losses_of(quantized):
         [
             ([row.site], kind, bits, 0.0123456789 * 0.5**bits)
             for row in quantized.ledger
-            for kind in operand_kinds_of(row)
+            for kind in dict.fromkeys(operand_kinds(row.role, row.source))
             for bits in range(2, 9)
         ]
     )
-
-
-def operand_kinds_of(row):
-    left = {"softmax": "softmax", "input": "input"}.get(row.source, "activation")
-    return dict.fromkeys((left, "activation" if row.role in ("qk", "av") else "weight"))
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,6 @@ from adalog.quantized import QuantizedProgram
 FILE = "model.adalog.safetensors"
 PREFIX = "hf:"
 MODEL_TYPE, ARCHITECTURE = "adalog", "AdalogForImageClassification"
-# The numbers that image processors give to interpolations: those of Pillow.
-_RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 
 
 def save(
@@ -36,7 +34,7 @@ def save(
 
     classes: the names of the classes, in the order of the logits. figures: what was measured of the model, by name, for
     the card. What transformers needs to prepare images is written where the artifact says how they are prepared. Raises
-    DataError where the folder cannot be written.
+    DataError where the folder cannot be written, ArtifactError where it says that wrongly.
     """
     names = _class_names(quantized, classes)
     config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
@@ -45,7 +43,12 @@ def save(
     preprocessing = quantized.provenance.get("preprocessing")
     files = {"config.json": _json(config)}
     if isinstance(preprocessing, Mapping):
-        files["preprocessor_config.json"] = _json(_processor(preprocessing))
+        try:
+            files["preprocessor_config.json"] = _json(_processor(preprocessing))
+        except (AttributeError, LookupError, TypeError, ValueError) as cause:
+            raise ArtifactError(
+                f"the artifact says wrongly how its images are prepared ({one_line(cause)}): quantize the model again"
+            ) from cause
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
@@ -200,7 +203,9 @@ def _hub() -> Any:
 
 
 def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
-    """The same preprocessing as transformers' image processors write it."""
+    """The same preprocessing as transformers' image processors write it, with the numbers of Pillow's resampling."""
+    from PIL import Image
+
     (height, width), resize = preprocessing["size"], preprocessing["resize"]
     exact = None if isinstance(resize, int) else {"height": resize[0], "width": resize[1]}
     return {
@@ -208,7 +213,7 @@ def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
         "do_convert_rgb": True,
         "do_resize": True,
         "size": exact or {"shortest_edge": resize},
-        "resample": _RESAMPLE[preprocessing["interpolation"]],
+        "resample": Image.Resampling[preprocessing["interpolation"].upper()].value,
         "do_center_crop": True,
         "crop_size": {"height": height, "width": width},
         "do_rescale": True,

@@ -59,14 +59,17 @@ def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
     return moved
 
 
-def operand_kinds(site: Site) -> tuple[OperandKind, OperandKind]:
-    """What the operands of a site are, left and right: `Config` has bits for each kind."""
+def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
+    """What the operands of a site are, left and right: `Config` has bits for each kind.
+
+    role: of the site. source: the kind of its left source.
+    """
     left: OperandKind = "activation"
-    if site.left_source.kind == "softmax":
+    if source == "softmax":
         left = "softmax"
-    elif site.role == "conv" and site.left_source.kind == "input":
+    elif role == "conv" and source == "input":
         left = "input"
-    return left, "activation" if site.role in ("qk", "av") else "weight"
+    return left, "activation" if role in ("qk", "av") else "weight"
 
 
 def formats_of(site: Site, config: Config) -> list[Format]:
@@ -75,7 +78,8 @@ def formats_of(site: Site, config: Config) -> list[Format]:
     Whether a logarithmic quantizer is better than a uniform one depends on the site after SiLU and the like, and before
     a grouped convolution, where a uniform one has a scale per group.
     """
-    operand, kind = operand_kinds(site)[0], site.left_source.kind
+    kind = site.left_source.kind
+    operand = operand_kinds(site.role, kind)[0]
     bits: int = getattr(config, f"{operand}_bits")
     if operand == "softmax":
         return [Format.power_law(config.post_softmax, bits, config, 0.0)]

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from rich.progress import Progress
 from torch import Tensor
 
 from adalog import Calibration, Config, DataError, QuantizedModel
 from adalog.calibration.operands import OperandKind
 from adalog.cli.console import note, progress_bar, quiet, site_progress
-from adalog.cli.options import read_count, read_size
+from adalog.cli.options import Setup, read_count, read_size
 from adalog.cli.targets import find_judging, load_model
-from adalog.graph.capture import Sizes
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.quantize import sample_images
@@ -40,35 +38,27 @@ class Subject:
         return {"preprocessing": dataclasses.asdict(self.loaded.prepared)}
 
 
-def subject(
-    spec: str,
-    data: Path | None,
-    config: Config,
-    judged: int,
-    *,
-    no_pretrained: bool,
-    checkpoint: Path | None,
-    seed: int,
-    jobs: int,
-    memory: int,
-    device: torch.device,
-    free_sizes: bool = False,
-) -> Subject:
+def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> Subject:
     """The model of that name, calibrated on the images that `adalog quantize` would take, with others that judge."""
     if not zoo.is_model(spec):
         raise DataError(f"model {spec!r} is none of {zoo.KINDS}")
-    given = find_judging(spec, data, config.images_wanted, judged, seed)
-    loaded = load_model(spec, no_pretrained, checkpoint)
+    given = find_judging(spec, data, config.images_wanted, judged, setup.seed)
+    loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
     drawn, judging = (
-        (each.load(loaded.prepared, jobs=jobs) if isinstance(each, ImageSet) else each).to(device) for each in given
+        (each.load(loaded.prepared, jobs=setup.jobs) if isinstance(each, ImageSet) else each).to(setup.device)
+        for each in given
     )
     # Images of a folder are put in the order in which `adalog quantize` draws them from those that it has read.
-    whole = sample_images(drawn, config.images_wanted, seed) if isinstance(given[0], ImageSet) else drawn
+    whole = sample_images(drawn, config.images_wanted, setup.seed) if isinstance(given[0], ImageSet) else drawn
     assert isinstance(whole, Tensor)
-    sizes: Sizes = "free" if free_sizes else "fixed"
-    images = whole[: config.images]
-    module = loaded.module.to(device)
-    calibration = Calibration(module, images, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
+    calibration = Calibration(
+        loaded.module.to(setup.device),
+        whole[: config.images],
+        unlabelled=whole,
+        seed=setup.seed,
+        memory=setup.memory,
+        sizes="free" if setup.free_sizes else "fixed",
+    )
     return Subject(loaded, calibration, judging)
 
 
@@ -83,16 +73,8 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
     return Budget(None if budget is None else read_size(budget, "--budget"), limit, max_kl)
 
 
-def leftovers(partial: Path) -> list[Path]:
-    """The files in which a run keeps what it has finished: `partial`, and those whose names begin with it and a dot."""
-    if not partial.parent.is_dir():
-        return []
-    names = (path for path in partial.parent.iterdir() if f"{path.name}.".startswith(f"{partial.name}."))
-    return sorted(path for path in names if path.is_file())
-
-
 def measured(
-    about: Subject, config: Config, widths: Sequence[int], progress: Progress, *, jobs: int, memory: int, partial: Path
+    about: Subject, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
     """What each operand of the model costs at each width."""
     watch = site_progress(progress, progress.add_task("sensitivity", total=1), "alone:")
@@ -101,8 +83,8 @@ def measured(
         config,
         [about.judged],
         widths,
-        jobs=jobs,
-        memory=memory // 2,
+        jobs=setup.jobs,
+        memory=setup.memory // 2,
         partial=partial,
         progress=watch,
     )
@@ -115,40 +97,20 @@ def quantize(
     budget: Budget,
     judged: int,
     known: Path | None,
-    *,
-    no_pretrained: bool,
-    checkpoint: Path | None,
-    seed: int,
-    jobs: int,
-    memory: int,
-    device: torch.device,
-    free_sizes: bool,
+    setup: Setup,
     partial: Path,
 ) -> tuple[QuantizedModel, dict[str, Any]]:
     """The model of that name within a budget, and its plan as JSON. known: a file of what its operands cost."""
     found = None if known is None else sensitivity.read(known)
     if found is not None and budget.loss is not None:
         _check_kl(found)
-    about = subject(
-        spec,
-        data,
-        config,
-        judged if found is None else 0,
-        no_pretrained=no_pretrained,
-        checkpoint=checkpoint,
-        seed=seed,
-        jobs=jobs,
-        memory=memory,
-        device=device,
-        free_sizes=free_sizes,
-    )
+    about = subject(spec, data, config, judged if found is None else 0, setup)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         if found is None:
             given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
-            widths = sorted({*sensitivity.WIDTHS, *given})
-            found = measured(about, config, widths, progress, jobs=jobs, memory=memory, partial=alone)
+            found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
             if budget.loss is not None:
                 _check_kl(found)
         watch = site_progress(progress, progress.add_task("calibrate", total=1), config.bits)
@@ -158,7 +120,7 @@ def quantize(
             found,
             budget,
             notes=about.notes,
-            jobs=jobs,
+            jobs=setup.jobs,
             partial=partial,
             progress=watch,
         )

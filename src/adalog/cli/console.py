@@ -131,6 +131,27 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
             used.add(os.path.realpath(path))
 
 
+def check_unfinished(partial: Path, resume: bool) -> None:
+    """Raise DataError if an earlier run left finished parts in `partial` and this one does not go on from them."""
+    left = _leftovers(partial)
+    if left and not resume:
+        raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
+
+
+def remove_finished(partial: Path) -> None:
+    """Remove what a run kept of its finished parts, now that its result is written."""
+    for file in _leftovers(partial):
+        file.unlink()
+
+
+def _leftovers(partial: Path) -> list[Path]:
+    """The files in which a run keeps what it has finished: `partial`, and those whose names begin with it and a dot."""
+    if not partial.parent.is_dir():
+        return []
+    names = (path for path in partial.parent.iterdir() if f"{path.name}.".startswith(f"{partial.name}."))
+    return sorted(path for path in names if path.is_file())
+
+
 # --- during the long part --------------------------------------------------------------------------------------------
 
 

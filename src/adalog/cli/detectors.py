@@ -10,8 +10,17 @@ from typing import Any
 from rich.table import Table
 
 from adalog import Config, DataError, artifact
-from adalog.cli.budgets import leftovers
-from adalog.cli.console import emit_json, image_progress, progress_bar, quiet, say, site_progress, waiting
+from adalog.cli.console import (
+    emit_json,
+    image_progress,
+    progress_bar,
+    quiet,
+    remove_finished,
+    say,
+    site_progress,
+    waiting,
+)
+from adalog.cli.options import Setup
 from adalog.detection import coco, demo, zoo
 from adalog.detection.boxes import extra_module
 from adalog.detection.demo.scenes import scene
@@ -46,12 +55,7 @@ def quantize(
     out: Path,
     config: Config,
     parts: Collection[str],
-    *,
-    no_pretrained: bool,
-    checkpoint: Path | None,
-    seed: int,
-    jobs: int,
-    memory: int,
+    setup: Setup,
     partial: Path,
     json_out: str | None,
 ) -> None:
@@ -59,32 +63,33 @@ def quantize(
     count = config.images_wanted
     if data is None and spec != zoo.DEMO:
         raise DataError(f"{spec} brings no images: give --data FOLDER, with {count} or more of what it was made for")
-    detector = load_float(spec, no_pretrained, checkpoint)
+    detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("images", total=1), config.bits)
         if data is None:
-            numbers = (demo.CALIBRATING[index] for index in draw_indices(len(demo.CALIBRATING), count, seed).tolist())
+            numbers = (
+                demo.CALIBRATING[index] for index in draw_indices(len(demo.CALIBRATING), count, setup.seed).tolist()
+            )
             prepared = [batch for _, batch in demo.batches(numbers, 4)]
         else:
-            images = find_images(data).sample(count, seed)
+            images = find_images(data).sample(count, setup.seed)
             prepared = batches_of([read(path) for path in images.paths], detector.settings.resizing)
         (quantized,) = quantize_detector(
             detector,
             prepared,
             [config],
             parts=parts,
-            seed=seed,
-            jobs=jobs,
-            memory=memory,
+            seed=setup.seed,
+            jobs=setup.jobs,
+            memory=setup.memory,
             partial=partial,
             progress=watch,
         )
     seconds = time.perf_counter() - start
     size = save(quantized, out)
-    for file in leftovers(partial):
-        file.unlink()
+    remove_finished(partial)
     models = models_of(quantized)
     if json_out != "-":
         say(summary(quantized), f"{out}: {size:,} bytes, in {seconds:.1f} s")
@@ -189,7 +194,7 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
         scenes = [scene(number) for number in demo.TESTED]
         told = demo.truth(zip(demo.TESTED, scenes, strict=True))
         drawn = draw_indices(len(demo.CALIBRATING), max(each.images_wanted for _, each in configs), seed).tolist()
-        calibrating = [batch for _, batch in demo.batches((demo.CALIBRATING[index] for index in drawn), 4)]
+        calibrating = [batch for _, batch in demo.batches((demo.CALIBRATING[int(index)] for index in drawn), 4)]
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)

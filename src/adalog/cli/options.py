@@ -1,13 +1,16 @@
 """Options that several commands share, and what their texts mean."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
+from adalog import METHODS
 from adalog.cli.console import quiet
+from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
 JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
@@ -21,6 +24,41 @@ CheckpointOption = Annotated[
 NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Use random weights and download nothing.")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")]
 DeviceOption = Annotated[str, typer.Option(help="Device to compute on: cpu, cuda, cuda:1, ...")]
+MethodOption = Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")]
+ImagesOption = Annotated[int, typer.Option(min=1, help="Number of calibration images.")]
+JudgingDataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of images that calibrate and, apart from these, judge. demo has its own."),
+]
+JudgedOption = Annotated[int, typer.Option(min=1, help="Number of images that judge widths; none of them calibrates.")]
+WIDTHS = ",".join(map(str, sensitivity.WIDTHS))  # what --widths is unless it is given
+WidthsOption = Annotated[str, typer.Option(help="Bits at which each operand is tried.")]
+SensitivityOption = Annotated[
+    Path | None, typer.Option(help="What `adalog sensitivity` wrote of this model; measured if not given.")
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Continue a run that was stopped, from what OUT.partial holds.")
+]
+MemoryOption = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for observed values and their search, such as 512MB; the model and the images come on top.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which weights a command quantizes, and with what: threads (jobs), bytes of memory, a device."""
+
+    no_pretrained: bool
+    checkpoint: Path | None
+    seed: int
+    jobs: int
+    memory: int
+    device: torch.device
+    free_sizes: bool = False
 
 
 def thread_count(threads: int) -> int:

@@ -8,16 +8,35 @@ import torch
 import typer
 from rich.table import Table
 
-from adalog import METHODS, Config, DataError, files
+from adalog import Config, DataError, files
 from adalog.cli import budgets, views
-from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress
+from adalog.cli.console import (
+    check_outputs,
+    check_unfinished,
+    emit_json,
+    progress_bar,
+    quiet,
+    remove_finished,
+    say,
+    site_progress,
+)
 from adalog.cli.options import (
+    WIDTHS,
     CheckpointOption,
     DeviceOption,
+    ImagesOption,
     JsonOption,
+    JudgedOption,
+    JudgingDataOption,
+    MemoryOption,
+    MethodOption,
     NoPretrainedOption,
+    ResumeOption,
     SeedOption,
+    SensitivityOption,
+    Setup,
     ThreadsOption,
+    WidthsOption,
     find_device,
     read_size,
     read_widths,
@@ -33,38 +52,29 @@ from adalog.study.pareto import BUDGETS, Point, curve, pareto_figure
 
 def command(
     model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of images that calibrate and, apart from these, judge. demo has its own."),
-    ] = None,
+    data: JudgingDataOption = None,
     val: Annotated[
         Path | None, typer.Option(help="Labelled images for top-1: one subfolder a class, or a CSV of file,label.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write, .png or .svg.")] = Path("pareto.png"),
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "adalog",
+    method: MethodOption = "adalog",
     count: Annotated[int, typer.Option("--budgets", min=2, max=100, help="Number of budgets.")] = BUDGETS,
-    widths: Annotated[str, typer.Option(help="Bits among which to choose.")] = ",".join(map(str, study.WIDTHS)),
-    images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = 32,
-    judged: Annotated[
-        int, typer.Option(min=1, help="Number of images that judge; none of them calibrates.")
-    ] = study.JUDGED,
-    sensitivity: Annotated[
-        Path | None, typer.Option(help="What `adalog sensitivity` wrote of this model; measured if not given.")
-    ] = None,
+    widths: WidthsOption = WIDTHS,
+    images: ImagesOption = 32,
+    judged: JudgedOption = study.JUDGED,
+    sensitivity: SensitivityOption = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with the sensitivity that a run which was stopped left in OUT.partial."),
-    ] = False,
+    resume: ResumeOption = False,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for observed values and searches.")] = "2GiB",
+    memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
     """Draw what models within ten budgets keep, beside models with one width for all."""
-    limit, tried, place, jobs = read_size(memory), read_widths(widths), find_device(device), thread_count(threads)
+    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), read_size(memory), find_device(device))
+    tried = read_widths(widths)
     if len(tried) < 2:
         raise ValueError(f"--widths {widths}: a curve takes two widths or more")
     if out.suffix not in (".png", ".svg"):
@@ -72,25 +82,13 @@ def command(
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
-    if not resume and (left := budgets.leftovers(partial)):
-        raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
+    check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)
-    about = budgets.subject(
-        model,
-        data,
-        config,
-        judged,
-        no_pretrained=no_pretrained,
-        checkpoint=checkpoint,
-        seed=seed,
-        jobs=jobs,
-        memory=limit,
-        device=place,
-    )
-    labelled = _labelled(model, val, about, jobs)
+    about = budgets.subject(model, data, config, judged, setup)
+    labelled = _labelled(model, val, about, setup.jobs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        found = known or budgets.measured(about, config, tried, progress, jobs=jobs, memory=limit, partial=partial)
+        found = known or budgets.measured(about, config, tried, progress, setup, partial)
         watch = site_progress(progress, progress.add_task("models", total=1), "model of")
         points = curve(
             about.calibration,
@@ -101,13 +99,12 @@ def command(
             labelled=labelled,
             count=count,
             notes=about.notes,
-            jobs=jobs,
+            jobs=setup.jobs,
             progress=watch,
         )
         drawn = pareto_figure(points, found.measure, model)
         files.write_whole(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
-    for file in budgets.leftovers(partial):
-        file.unlink()
+    remove_finished(partial)
     if json_out != "-":
         say(table_of(points, found.measure), str(out))
     told = {"model": model, "method": method, "measure": found.measure, "images": found.images, "seed": seed}

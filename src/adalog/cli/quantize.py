@@ -5,19 +5,34 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import adalog
-from adalog import METHODS, Config, DataError, artifact
+from adalog import Config, DataError, artifact
 from adalog.cli import budgets, detectors
-from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress
+from adalog.cli.console import (
+    check_outputs,
+    check_unfinished,
+    emit_json,
+    progress_bar,
+    quiet,
+    remove_finished,
+    say,
+    site_progress,
+)
 from adalog.cli.options import (
     CheckpointOption,
     DeviceOption,
+    ImagesOption,
     JsonOption,
+    JudgedOption,
+    MemoryOption,
+    MethodOption,
     NoPretrainedOption,
+    ResumeOption,
     SeedOption,
+    SensitivityOption,
+    Setup,
     ThreadsOption,
     find_device,
     read_pinned,
@@ -41,8 +56,8 @@ def command(
     bits: Annotated[
         str, typer.Option(help="Bits of weights and activations, such as w4a4; w4a4s3 sets those after softmax.")
     ] = "w4a4",
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "adalog",
-    images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = 32,
+    method: MethodOption = "adalog",
+    images: ImagesOption = 32,
     reconstruct_images: Annotated[
         int, typer.Option(min=0, help="Number of images that stages after the search fit; 0: as the method has it.")
     ] = 0,
@@ -71,12 +86,8 @@ def command(
             help="Choose the cheapest widths whose foretold KL divergence from the float model is at most this."
         ),
     ] = None,
-    judged: Annotated[
-        int, typer.Option(min=1, help="Number of images that judge widths for a budget; none of them calibrates.")
-    ] = JUDGED,
-    sensitivity: Annotated[
-        Path | None, typer.Option(help="What `adalog sensitivity` wrote of this model; measured if not given.")
-    ] = None,
+    judged: JudgedOption = JUDGED,
+    sensitivity: SensitivityOption = None,
     free_sizes: Annotated[
         bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
     ] = False,
@@ -86,23 +97,15 @@ def command(
     ] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue a run that was stopped, from what OUT.partial holds.")
-    ] = False,
+    resume: ResumeOption = False,
     device: DeviceOption = "cpu",
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
-    memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for observed values and their search, such as 512MB; the model and the images come on top.",
-        ),
-    ] = "2GiB",
+    memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
     """Quantize a model and write the artifact."""
-    limit, limits = read_size(memory), budgets.read_budget(budget, target_bops, target_fixops, max_kl)
+    size, limits = read_size(memory), budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
     )
@@ -117,79 +120,50 @@ def command(
         raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
-    if not resume and (left := budgets.leftovers(partial)):
-        raise DataError(f"{left[0]} holds the searches of an earlier run: go on with --resume, or remove it")
-    place, jobs = find_device(device), thread_count(threads)
+    check_unfinished(partial, resume)
+    place = find_device(device)
+    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes)
     if is_detector:
         if free_sizes or place.type != "cpu":
             raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
         if limits is not None:
             raise ValueError("a detector has no budget yet: give --bits, and --parts")
-        detectors.quantize(
-            model,
-            data,
-            out,
-            config,
-            detectors.read_parts(parts or "all"),
-            no_pretrained=no_pretrained,
-            checkpoint=checkpoint,
-            seed=seed,
-            jobs=jobs,
-            memory=limit,
-            partial=partial,
-            json_out=json_out,
-        )
+        detectors.quantize(model, data, out, config, detectors.read_parts(parts or "all"), setup, partial, json_out)
         return
     start = time.perf_counter()
-    given: dict[str, Any] = {"no_pretrained": no_pretrained, "checkpoint": checkpoint, "seed": seed, "jobs": jobs}
-    given |= {"memory": limit, "device": place, "free_sizes": free_sizes, "partial": partial}
     told: dict[str, Any] = {"file": str(out), "method": method}
     if limits is None:
-        quantized = _quantized(model, data, config, **given)
+        quantized = _quantized(model, data, config, setup, partial)
     else:
-        quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, **given)
+        quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, setup, partial)
         told |= {"budget": plan}
     seconds = time.perf_counter() - start
-    size = quantized.save(out)
-    for file in budgets.leftovers(partial):
-        file.unlink()
+    written = quantized.save(out)
+    remove_finished(partial)
     if json_out != "-":
-        say(quantized.summary(), f"{out}: {size:,} bytes, in {seconds:.1f} s")
-    told |= {"bytes": size, "seconds": round(seconds, 3)}
+        say(quantized.summary(), f"{out}: {written:,} bytes, in {seconds:.1f} s")
+    told |= {"bytes": written, "seconds": round(seconds, 3)}
     emit_json(told | artifact.describe(quantized.quantized), json_out)
 
 
-def _quantized(
-    model: str,
-    data: Path | None,
-    config: Config,
-    *,
-    no_pretrained: bool,
-    checkpoint: Path | None,
-    seed: int,
-    jobs: int,
-    memory: int,
-    device: torch.device,
-    free_sizes: bool,
-    partial: Path,
-) -> adalog.QuantizedModel:
+def _quantized(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
     """The model of that name under these choices, on the CPU."""
     option = "--images" if config.images_wanted == config.images else "--reconstruct-images"
     given = find_calibration(model, data, config.images_wanted, option)
-    loaded = load_model(model, no_pretrained, checkpoint)
+    loaded = load_model(model, setup.no_pretrained, setup.checkpoint)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("capture", total=1), config.bits)
         if isinstance(given, ImageSet):
-            given = given.sample(config.images_wanted, seed).load(loaded.prepared, jobs=jobs)
+            given = given.sample(config.images_wanted, setup.seed).load(loaded.prepared, jobs=setup.jobs)
         quantized = adalog.quantize(
-            loaded.module.to(device),
-            given.to(device),
+            loaded.module.to(setup.device),
+            given.to(setup.device),
             config,
-            seed=seed,
-            jobs=jobs if device.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
-            memory=memory,
-            sizes="free" if free_sizes else "fixed",
+            seed=setup.seed,
+            jobs=setup.jobs if setup.device.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
+            memory=setup.memory,
+            sizes="free" if setup.free_sizes else "fixed",
             progress=watch,
             partial=partial,
         ).cpu()

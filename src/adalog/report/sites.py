@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.calibration.operands import operand_kinds
 from adalog.errors import ArtifactError, one_line
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node
@@ -195,7 +196,7 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -
         return Operand(kind, words, bits, quantizer, program.weights.get(name), seen.get(read_by.get(name, "")))
 
     def facts(row: LedgerRow) -> SiteFacts:
-        kinds, site = _kinds(row), found.get(row.site)
+        kinds, site = operand_kinds(row.role, row.source), found.get(row.site)
         if site is None:  # a file may say what it wants in its ledger
             return SiteFacts(row, Operand(kinds[0], row.left), Operand(kinds[1], row.right))
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
@@ -212,14 +213,6 @@ def _ledger_name(name: str) -> str:
     """The name that the ledger has for a site of the rewritten program, where a shared weight was given a copy."""
     base, copied, _ = name.partition("#")
     return base.removesuffix(".weight") if copied else name
-
-
-def _kinds(row: LedgerRow) -> tuple[str, str]:
-    """What the operands of a site are, by which `adalog sensitivity` and `Config` tell their bits apart."""
-    left = "softmax" if row.source == "softmax" else "activation"
-    if row.role == "conv" and row.source == "input":
-        left = "input"
-    return left, "activation" if row.role in ("qk", "av") else "weight"
 
 
 def _observed(quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None) -> dict[str, Seen]:

@@ -146,8 +146,13 @@ class _Maker:
         model = self.calibration.quantize(choices, self.progress, jobs=self.jobs, partial=partial)
         told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
         model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
-        shapes = [value.shape[1:] for value in self.calibration.images]
-        return Chosen(model, plan, len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops)
+        return Chosen(model, plan, *taken(model))
+
+
+def taken(model: QuantizedModel) -> tuple[int, int]:
+    """What a model takes of a budget: the bytes of its file, and the BOPs of the products of one image."""
+    shapes = [value.shape[1:] for value in model.example]
+    return len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops
 
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
@@ -162,6 +167,8 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
             if beside is not None:
                 break
             plan = _narrowest(maker.found, fixed)  # what lies beside the units is not known before a model is made
+        if best is not None and plan.widths == best.plan.widths:
+            break
         chosen = maker.made(plan, plain)
         room = Budget(
             None if budget.bytes is None else max(1, int(budget.bytes - extra.bytes)),

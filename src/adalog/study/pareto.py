@@ -8,22 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adalog import artifact
 from adalog.calibration.calibration import Calibration
+from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel, quickest
-from adalog.study.budget import Budget, quantize_within
-from adalog.study.cost import cost
+from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
 from adalog.study.evaluate import predict, score
-from adalog.study.sensitivity import Sensitivity, loss_terms
+from adalog.study.sensitivity import Sensitivity, loss_of, loss_terms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGETS = 10
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def curve(
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
         raise DataError(f"the sensitivity has rows of {widths[0]} bits alone: a curve takes two widths or more")
-    expected, shapes = predict(model, judged, jobs=jobs), [value.shape[1:] for value in calibration.images]
+    expected = predict(model, judged, jobs=jobs)
 
     def point(quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
         runs, _, at_once = quickest(quantized, jobs)
@@ -77,15 +75,14 @@ def curve(
         error, power = loss_terms(found.measure, expected, output)
         agreement = score(output, reference=expected).agreement if found.measure == "kl" else None
         told = None if labelled is None else score(predict(runs, labelled[0], jobs=at_once), labelled[1]).top1
-        return Point(chosen, width, size, bops, error / power, agreement, None if told is None else told.value)
+        return Point(chosen, width, size, bops, loss_of(error, power), agreement, None if told is None else told.value)
 
     def points() -> Iterator[Point | None]:
         for width in widths:
             choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
             quantized = calibration.quantize(choices, jobs=jobs)
             quantized.note(**(notes or {}))
-            size, bops = len(artifact.serialise(quantized.quantized)), cost(quantized.program, shapes).bops
-            yield (one := point(quantized, False, width, size, bops))
+            yield (one := point(quantized, False, width, *taken(quantized)))
             ends.append(one)
         low, high = ends[0], ends[-1]
         for share in np.linspace(0, 1, count + 1)[1:]:  # at the narrowest width there is nothing to choose

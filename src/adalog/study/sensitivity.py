@@ -6,7 +6,7 @@ float one on images that did not calibrate. On the bundled model the sum of thes
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from adalog.calibration.batches import Batches, size_in_bytes
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines
+from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.files import write_whole
@@ -38,7 +39,6 @@ JUDGED = 128  # images that judge unless another number is named
 _BATCH = 32  # images that run together
 _MOST = 2**53  # no count is as large
 Measure = Literal["kl", "relative squared error"]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,11 @@ def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[floa
     return float(error.square().sum()), float(expected.double().square().sum())
 
 
+def loss_of(error: float, power: float) -> float:
+    """The loss that the sums of both terms over all images give."""
+    return error / power if power else float(error > 0)
+
+
 def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
     """What the output of a model is judged by: "kl" where a linear makes the only one, of several classes an image.
 
@@ -252,7 +257,7 @@ def _groups(groups: Sequence[SiteGroup], config: Config) -> dict[str, list[SiteG
 def _unit(program: Program, groups: Sequence[SiteGroup], macs: Mapping[str, int]) -> Unit:
     sites = []
     for site in (site for group in groups for site in group.sites):
-        left, right = operand_kinds(site)
+        left, right = operand_kinds(site.role, site.left_source.kind)
         weights = program.tensors[site.right].numel() if right == "weight" else 0
         sites.append(UnitSite(site.name, sum(macs[call.name] for call in site.calls), weights, left, right))
     return Unit(tuple(sites))
@@ -269,7 +274,7 @@ def _alone(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: O
     """The assignments of a unit with one kind of operand quantized; empty where the choices leave it float."""
     assigned = []
     for group in groups:
-        assignment, (left, right) = found[group.name], operand_kinds(group.first)
+        assignment, (left, right) = found[group.name], _kinds(group)
         mine = assignment.left if left == kind else None, assignment.right if right == kind else None
         assigned.append((group, replace(assignment, left=mine[0], right=mine[1], bias=None)))
     return assigned if any(each.left or each.right for _, each in assigned) else []
@@ -279,11 +284,15 @@ def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: 
     """For each site of a unit, the bits by which this kind of operand is multiplied; 0 where it has none."""
     widths = []
     for group in groups:
-        left, right = operand_kinds(group.first)
+        left, right = _kinds(group)
         side = found[group.name].left if left == kind else found[group.name].right if right == kind else None
         quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
         widths += [0 if quantizer is None else quantizer.multiplied_bits] * len(group.sites)
     return tuple(widths)
+
+
+def _kinds(group: SiteGroup) -> tuple[OperandKind, OperandKind]:
+    return operand_kinds(group.first.role, group.first.left_source.kind)
 
 
 def _key(name: str, kind: str, width: int) -> str:
@@ -366,7 +375,7 @@ class _Judge:
                     more = loss_terms(self.measure, values[name], made[name])
                     error[index] += more[0]
                     power[index] += more[1]
-            found = sum(e / p if p else float(e > 0) for e, p in zip(error, power, strict=True)) / len(error)
+            found = sum(map(loss_of, error, power)) / len(error)
             if not math.isfinite(found):
                 raise DataError(f"{key} bits: the loss is {found}; look for images that give infinite outputs")
             return found
