@@ -56,6 +56,21 @@ def test_a_quantized_detector_finds_what_the_float_one_finds(file, folder):
 
 
 @pytest.mark.slow
+def test_operands_of_chosen_parts_are_judged(tmp_path):
+    told = run(
+        *("sensitivity", "demo:detector", "--method", "minmax", "--parts", "rpn,mask", "--widths", "4,8"),
+        *("--images", 2, "--judged", 2, "-o", tmp_path / "rows.json", "--threads", 1, "--json", "-"),
+    )
+    told = json.loads(told)
+    assert told == json.loads((tmp_path / "rows.json").read_text())
+    assert (told["method"], told["calibration_images"], list(told["parts"])) == ("minmax", 2, ["rpn", "mask"])
+    for part in told["parts"].values():
+        losses = {width: sum(row["loss"] for row in part["rows"] if row["bits"] == width) for width in (4, 8)}
+        assert losses[4] > 20 * losses[8] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.slow
 def test_what_is_found_is_drawn(file, folder, tmp_path):
     options = ("--out", tmp_path / "drawn.png", "--json", "-")
     told = json.loads(run("detect", file, folder / "0.png", *options))
@@ -110,6 +125,9 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
         (("quantize", "mmdet:mask-swin-t", "--data", "."), "brings no weights: give --checkpoint FILE"),
         (("quantize", "mmdet:mask-swin-t"), "mmdet:mask-swin-t brings no images: give --data FOLDER"),
         (("quantize", "demo:detector", "--parts", "tail"), "--parts 'tail' is none of backbone, neck, rpn, box, mask"),
+        (("sensitivity", "demo:detector", "--parts", "tail"), "--parts 'tail' is none of backbone, neck, rpn"),
+        (("sensitivity", "mmdet:mask-swin-t"), "mmdet:mask-swin-t brings no images: give --data FOLDER"),
+        (("sensitivity", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
         (("quantize", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
         (("quantize", "demo:detector", "--no-pretrained"), "has weights of its own: leave out"),
         (("quantize", "demo:detector", "--free-sizes"), "takes images of any size"),

@@ -10,6 +10,8 @@ import torch
 from adalog import ArtifactError, CalibrationError, Config, QuantizedModel, Search, library
 from adalog.detection import quantized as whole
 from adalog.detection.detector import Detector
+from adalog.graph.rewrite import rewritten
+from adalog.study.detectors import sensitivities
 from problems_detector import SETTINGS, make, pictures
 from stored import serialise
 
@@ -142,6 +144,28 @@ def test_chosen_parts_alone_are_quantized(tmp_path):
     for wrong in ([], ["backbone", "tail"]):
         with pytest.raises(ValueError, match="choose among backbone, neck, rpn, box, mask"):
             quantize(make(), batches(), CONFIG, parts=wrong)
+
+
+def test_each_operand_is_judged_by_its_part():
+    """Against whole runs of each part, of which one operand alone is quantized, in float64."""
+    detector, config, judging = make(), Config.preset("w4a4", "minmax"), [SETTINGS.resizing.batch(pictures(5)[3:])]
+    found = sensitivities(detector, batches(), judging, config, [4], parts=("rpn", "box"))
+    assert list(found) == ["rpn", "box"]
+    (inputs, images), (judged, _) = whole.recorded(detector, batches()), whole.recorded(detector, judging)
+    for name, part in found.items():
+        assert part.measure == "relative squared error"
+        calibration = whole.part_calibration(
+            detector.parts[name], name, inputs[name], len(images), seed=0, memory=1 << 30
+        )
+        assigned = calibration.assign(whole.config_of(name, config))
+        row = next(row for row in part.rows if row.operand == "weight")
+        (alone,) = ([(group, replace(each, left=None))] for group, each in assigned if group.name == row.unit)
+        with torch.no_grad():
+            expected = calibration.program.run(judged[name])
+            output = rewritten(calibration.program, alone).run(judged[name])
+        pairs = [[value.double() for value in each] for each in zip(expected, output, strict=True)]
+        errors = [((one - other).square().sum() / one.square().sum()).item() for one, other in pairs]
+        assert row.loss == pytest.approx(sum(errors) / len(errors), rel=1e-3)
 
 
 def test_heads_are_calibrated_where_nothing_is_found():

@@ -12,7 +12,7 @@ from adalog import Calibration, Config, DataError, Search
 from adalog.calibration.operands import operand_kinds
 from adalog.graph.rewrite import rewritten
 from adalog.study import sensitivity as module
-from adalog.study.sensitivity import Sensitivity, read, sensitivity, write
+from adalog.study.sensitivity import Sensitivity, read, sensitivity
 from toys import Attention, Toy
 
 JUDGED = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(3))
@@ -221,7 +221,7 @@ def test_attention_of_several_shapes_starts_where_it_changes():
 
 
 def test_a_file_reads_back(found, tmp_path):
-    write(found, tmp_path / "rows.json")
+    (tmp_path / "rows.json").write_text(json.dumps(found.to_json()))
     assert read(tmp_path / "rows.json") == found
     told = json.loads((tmp_path / "rows.json").read_text())
     assert told["rows"][0]["sites"] == ["patch_embed.conv1"]

@@ -83,7 +83,7 @@ def measured(
         config,
         [about.judged],
         widths,
-        jobs=setup.jobs,
+        jobs=setup.searches,
         memory=setup.memory // 2,
         partial=partial,
         progress=watch,
@@ -120,7 +120,7 @@ def quantize(
             found,
             budget,
             notes=about.notes,
-            jobs=setup.jobs,
+            jobs=setup.searches,
             partial=partial,
             progress=watch,
         )

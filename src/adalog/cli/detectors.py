@@ -1,6 +1,7 @@
 """What the commands do with a detector in place of a classifier."""
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -25,22 +26,34 @@ from adalog.detection import coco, demo, zoo
 from adalog.detection.boxes import extra_module
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detections, Detector
-from adalog.detection.images import batches_of, read
+from adalog.detection.images import Batch, batches_of, read
 from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
+from adalog.inputs import zoo as models
 from adalog.inputs.images import draw_indices, find_images
 from adalog.ledger import float_lines, ledger_table
 from adalog.model import QuantizedModel
+from adalog.study.detectors import sensitivities
+from adalog.study.sensitivity import Sensitivity
 
 SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
 
-def read_parts(text: str) -> tuple[str, ...]:
-    """The parts of an option such as backbone,rpn or all."""
-    parts = KINDS if text == "all" else tuple(text.split(","))
-    odd = [part for part in parts if part not in KINDS]
+def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
+    """The parts of a detector that an option such as backbone,rpn or all asks for; None for a model of another kind.
+
+    Raises DataError for a name of neither.
+    """
+    if not zoo.names_detector(model):
+        if not models.is_model(model):
+            raise DataError(f"model {model!r} is none of {models.KINDS}, {zoo.KINDS}")
+        if parts is not None:
+            raise ValueError(f"--parts are of a detector, {model} is none of {zoo.KINDS}")
+        return None
+    asked = KINDS if parts in (None, "all") else tuple(parts.split(","))
+    odd = [part for part in asked if part not in KINDS]
     if odd:
         raise ValueError(f"--parts {odd[0]!r} is none of {', '.join(KINDS)}, or all")
-    return parts
+    return asked
 
 
 def load_float(spec: str, no_pretrained: bool, checkpoint: Path | None) -> Detector:
@@ -61,21 +74,13 @@ def quantize(
 ) -> None:
     """Quantize the detector of that name and write its file."""
     count = config.images_wanted
-    if data is None and spec != zoo.DEMO:
-        raise DataError(f"{spec} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+    _check_data(spec, data, count)
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
         watch = site_progress(progress, progress.add_task("images", total=1), config.bits)
-        if data is None:
-            numbers = (
-                demo.CALIBRATING[index] for index in draw_indices(len(demo.CALIBRATING), count, setup.seed).tolist()
-            )
-            prepared = [batch for _, batch in demo.batches(numbers, 4)]
-        else:
-            images = find_images(data).sample(count, setup.seed)
-            prepared = batches_of([read(path) for path in images.paths], detector.settings.resizing)
+        (prepared,) = _prepared(detector, data, [count], setup.seed)
         (quantized,) = quantize_detector(
             detector,
             prepared,
@@ -96,6 +101,54 @@ def quantize(
     told = {"file": str(out), "bytes": size, "bits": config.bits, "seconds": round(seconds, 3)}
     told |= {"calibration_images": count, "quantized": list(parts)}
     emit_json(told | {"parts": {name: artifact.describe(part.quantized) for name, part in models.items()}}, json_out)
+
+
+def measured(
+    spec: str,
+    data: Path | None,
+    config: Config,
+    judged: int,
+    widths: Sequence[int],
+    parts: Collection[str],
+    setup: Setup,
+    partial: Path,
+) -> dict[str, Sensitivity]:
+    """What each operand of the parts of the detector of that name costs at each width."""
+    _check_data(spec, data, config.images + judged)
+    detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
+    with progress_bar() as progress, quiet():
+        watch = site_progress(progress, progress.add_task("images", total=1), "alone:")
+        calibrating, judging = _prepared(detector, data, [config.images, judged], setup.seed)
+        return sensitivities(
+            detector,
+            calibrating,
+            judging,
+            config,
+            widths,
+            parts=parts,
+            seed=setup.seed,
+            jobs=setup.jobs,
+            memory=setup.memory,
+            partial=partial,
+            progress=watch,
+        )
+
+
+def _check_data(spec: str, data: Path | None, count: int) -> None:
+    if data is None and spec != zoo.DEMO:
+        raise DataError(f"{spec} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+
+
+def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
+    """For each count other images in batches, drawn with the seed from the folder, or from the bundled scenes."""
+    ends = list(itertools.accumulate(counts))
+    spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    if data is None:
+        drawn = draw_indices(len(demo.CALIBRATING), ends[-1], seed).tolist()
+        numbers = [demo.CALIBRATING[index] for index in drawn]
+        return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
+    paths = find_images(data).sample(ends[-1], seed).paths
+    return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 
 
 def models_of(detector: Detector) -> dict[str, QuantizedModel]:

@@ -30,6 +30,10 @@ JudgingDataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of images that calibrate and, apart from these, judge. demo has its own."),
 ]
+PartsOption = Annotated[
+    str | None,
+    typer.Option(help="Parts of a detector to quantize, of backbone,neck,rpn,box,mask; all of them by default."),
+]
 JudgedOption = Annotated[int, typer.Option(min=1, help="Number of images that judge widths; none of them calibrates.")]
 WIDTHS = ",".join(map(str, sensitivity.WIDTHS))  # what --widths is unless it is given
 WidthsOption = Annotated[str, typer.Option(help="Bits at which each operand is tried.")]
@@ -59,6 +63,11 @@ class Setup:
     memory: int
     device: torch.device
     free_sizes: bool = False
+
+    @property
+    def searches(self) -> int:
+        """How many sites are searched at once: the memory of a GPU holds one."""
+        return self.jobs if self.device.type == "cpu" else 1
 
 
 def thread_count(threads: int) -> int:

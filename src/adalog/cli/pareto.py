@@ -99,7 +99,7 @@ def command(
             labelled=labelled,
             count=count,
             notes=about.notes,
-            jobs=setup.jobs,
+            jobs=setup.searches,
             progress=watch,
         )
         drawn = pareto_figure(points, found.measure, model)

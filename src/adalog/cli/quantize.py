@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import adalog
-from adalog import Config, DataError, artifact
+from adalog import Config, artifact
 from adalog.cli import budgets, detectors
 from adalog.cli.console import (
     check_outputs,
@@ -29,6 +29,7 @@ from adalog.cli.options import (
     MemoryOption,
     MethodOption,
     NoPretrainedOption,
+    PartsOption,
     ResumeOption,
     SeedOption,
     SensitivityOption,
@@ -91,10 +92,7 @@ def command(
     free_sizes: Annotated[
         bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
     ] = False,
-    parts: Annotated[
-        str | None,
-        typer.Option(help="Parts of a detector to quantize, of backbone,neck,rpn,box,mask; all of them by default."),
-    ] = None,
+    parts: PartsOption = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     resume: ResumeOption = False,
@@ -111,11 +109,7 @@ def command(
     )
     if reconstruct_images:
         config = config.fitting(reconstruct_images)
-    is_detector = detection.names_detector(model)
-    if not zoo.is_model(model) and not is_detector:
-        raise DataError(f"model {model!r} is none of {zoo.KINDS}, {detection.KINDS}")
-    if parts is not None and not is_detector:
-        raise ValueError(f"--parts are of a detector, {model} is none of {detection.KINDS}")
+    asked = detectors.parts_asked(model, parts)
     if sensitivity is not None and limits is None:
         raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     partial = out.with_name(f"{out.name}.partial")
@@ -123,12 +117,12 @@ def command(
     check_unfinished(partial, resume)
     place = find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes)
-    if is_detector:
+    if asked is not None:
         if free_sizes or place.type != "cpu":
             raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
         if limits is not None:
             raise ValueError("a detector has no budget yet: give --bits, and --parts")
-        detectors.quantize(model, data, out, config, detectors.read_parts(parts or "all"), setup, partial, json_out)
+        detectors.quantize(model, data, out, config, asked, setup, partial, json_out)
         return
     start = time.perf_counter()
     told: dict[str, Any] = {"file": str(out), "method": method}
@@ -161,7 +155,7 @@ def _quantized(model: str, data: Path | None, config: Config, setup: Setup, part
             given.to(setup.device),
             config,
             seed=setup.seed,
-            jobs=setup.jobs if setup.device.type == "cpu" else 1,  # the memory of a GPU holds one site at a time
+            jobs=setup.searches,
             memory=setup.memory,
             sizes="free" if setup.free_sizes else "fixed",
             progress=watch,

@@ -2,13 +2,13 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from adalog import Config
-from adalog.cli import budgets
+from adalog.cli import budgets, detectors
 from adalog.cli.console import check_outputs, check_unfinished, emit_json, progress_bar, quiet, remove_finished, say
 from adalog.cli.options import (
     WIDTHS,
@@ -21,6 +21,7 @@ from adalog.cli.options import (
     MemoryOption,
     MethodOption,
     NoPretrainedOption,
+    PartsOption,
     ResumeOption,
     SeedOption,
     Setup,
@@ -32,12 +33,13 @@ from adalog.cli.options import (
     thread_count,
 )
 from adalog.cli.targets import source_of
+from adalog.detection import zoo as detection
 from adalog.inputs import zoo
-from adalog.study.sensitivity import JUDGED, Sensitivity, write
+from adalog.study.sensitivity import JUDGED, Sensitivity
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
     data: JudgingDataOption = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="The file to write, for --sensitivity of other commands.")
@@ -46,6 +48,7 @@ def command(
     widths: WidthsOption = WIDTHS,
     images: ImagesOption = 32,
     judged: JudgedOption = JUDGED,
+    parts: PartsOption = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     resume: ResumeOption = False,
@@ -62,21 +65,30 @@ def command(
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
     check_unfinished(partial, resume)
-    about = budgets.subject(model, data, config, judged, setup)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with progress_bar() as progress, quiet():
-        found = budgets.measured(about, config, tried, progress, setup, partial)
-    write(found, out)
+    given = detectors.parts_asked(model, parts)
+    told: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
+    if given is not None:
+        by_part = detectors.measured(model, data, config, judged, tried, given, setup, partial)
+        told |= {"parts": {name: found.to_json() for name, found in by_part.items()}}
+        tables = [table_of(found, name) for name, found in by_part.items()]
+    else:
+        about = budgets.subject(model, data, config, judged, setup)
+        with progress_bar() as progress, quiet():
+            found = budgets.measured(about, config, tried, progress, setup, partial)
+        told |= found.to_json()
+        tables = [table_of(found, "the model")]
+    emit_json(told, str(out))
     remove_finished(partial)
     if json_out != "-":
-        say(table_of(found), f"{out}: {len(found.rows)} rows, judged by {found.images} images")
-    emit_json(found.to_json(), json_out)
+        say(*tables, str(out))
+    emit_json(told, json_out)
 
 
-def table_of(found: Sensitivity) -> Table:
-    """One row an operand, with its loss at each width."""
+def table_of(found: Sensitivity, name: str) -> Table:
+    """One row an operand, with its loss at each width. name: of what was measured."""
     loss = "KL divergence [nats]" if found.measure == "kl" else found.measure
-    table = Table(title=f"Each operand alone: {loss} of the output")
+    table = Table(title=f"Each operand alone: {loss} of the output of {name}, on {found.images} inputs")
     widths = sorted({row.bits for row in found.rows})
     for column in ("site", "operand"):
         table.add_column(column)

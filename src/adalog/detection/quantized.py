@@ -54,38 +54,54 @@ def quantize_detector(
     of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises CaptureError and
     CalibrationError, and ValueError for parts that there are not.
     """
-    unknown = set(parts) - set(KINDS)
-    if unknown or not parts:
-        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose among {', '.join(KINDS)}")
+    check_parts(parts)
     counts = {config.images for config in configs}
     if len(counts) != 1:
         raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with as many images")
-    inputs, images = _recorded(detector, batches)
+    inputs, images = recorded(detector, batches)
     count = min(*counts, len(images))
     found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
         kind, given = name.partition("_")[0], inputs.pop(name)
-        sizes: Sizes = "free" if kind in KINDS[:3] else "fixed"  # maps have the size of their image
         calibration, program = None, None
         if kind in parts:
-            first = take(given, range(count)) if sizes == "free" else given
-            calibration = Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
+            calibration = part_calibration(part, name, given, count, seed=seed, memory=memory)
         else:
-            program = capture(part, given, sizes)
+            program = capture(part, given, _sizes(kind))
         for number, config in enumerate(configs):
             own = config_of(name, config)
             if calibration is None:
                 assert program is not None
                 model = QuantizedModel(_float(program, own, given))
             else:
-                if sizes == "fixed" and own.images_fitted:
+                if _sizes(kind) == "fixed" and own.images_fitted:
                     own = own.fitting(len(given[0]))
                 file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
-                model = calibration.quantize(own, _within(name, progress), jobs=jobs, partial=file)
+                model = calibration.quantize(own, within(name, progress), jobs=jobs, partial=file)
             model.note(part=name, calibration=digest([images[:count]]), images=count)
             found[number][name] = model
     return [Detector(models, detector.settings) for models in found]
+
+
+def part_calibration(
+    part: nn.Module, name: str, given: tuple[Tensor, ...], count: int, *, seed: int, memory: int
+) -> Calibration:
+    """The calibration of the part of that name. given: what it is given on all images, of which `count` calibrate."""
+    sizes = _sizes(name.partition("_")[0])
+    first = take(given, range(count)) if sizes == "free" else given
+    return Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
+
+
+def _sizes(kind: str) -> Sizes:
+    return "free" if kind in KINDS[:3] else "fixed"  # maps have the size of their image
+
+
+def check_parts(parts: Collection[str]) -> None:
+    """Raise ValueError for parts that there are not."""
+    unknown = set(parts) - set(KINDS)
+    if unknown or not parts:
+        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose among {', '.join(KINDS)}")
 
 
 def config_of(part: str, config: Config) -> Config:
@@ -93,7 +109,8 @@ def config_of(part: str, config: Config) -> Config:
     return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
 
 
-def _within(name: str, progress: Progress | None) -> Progress | None:
+def within(name: str, progress: Progress | None) -> Progress | None:
+    """The callback for one part, whose name it tells."""
     if progress is None:
         return None
     return lambda done, total, site: progress(done, total, f"{name}: {site}" if site else name)
@@ -105,7 +122,7 @@ def _float(program: Program, config: Config, given: Sequence[Tensor]) -> Quantiz
     return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in given))
 
 
-def _recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
+def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
     """(what each part is given on all images, the images). Heads that no object calls are given all regions."""
     calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in detector.parts}
     counts = dict.fromkeys(detector.parts, 0)

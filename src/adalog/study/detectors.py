@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,19 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from adalog.calibration import schedule
+from adalog.calibration.calibration import MEMORY
 from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
 from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
-from adalog.detection.detector import Detections, Detector
+from adalog.detection.detector import KINDS, Detections, Detector
 from adalog.detection.images import Batch, batches_of, read
-from adalog.detection.quantized import fastest, quantize_detector
+from adalog.detection.quantized import (
+    check_parts,
+    config_of,
+    fastest,
+    part_calibration,
+    quantize_detector,
+    recorded,
+    within,
+)
 from adalog.errors import DataError
 from adalog.inputs.images import draw_indices, find_images
 from adalog.methods import labelled
 from adalog.study import paper
 from adalog.study.doctor import machine
 from adalog.study.paper import IMAGES, bits_name, plan, published
+from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
 from adalog.study.tables import Progress, kept
 
 TABLE = "C"
@@ -86,6 +97,47 @@ class DetectorBench:
             images.update((self.data / "instances.json").read_bytes())
             images.update("\n".join(path.name for path in find_images(self.data / "train").paths).encode())
         return {"model": self.name, "weights": weights.hexdigest(), "images": images.hexdigest()}
+
+
+@torch.no_grad()
+def sensitivities(
+    detector: Detector,
+    calibrating: Sequence[Batch],
+    judging: Sequence[Batch],
+    config: Config,
+    widths: Iterable[int] = WIDTHS,
+    *,
+    parts: Collection[str] = KINDS,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int = MEMORY,
+    partial: Path | None = None,
+    progress: schedule.Progress | None = None,
+) -> dict[str, Sensitivity]:
+    """What each operand of each part costs alone, by the relative squared error of the part's own outputs.
+
+    Parts are given what the float detector gives them on the images that judge. parts: the kinds that are measured. The
+    other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for parts that there are not.
+    """
+    check_parts(parts)
+    inputs, images = recorded(detector, calibrating)
+    judged, _ = recorded(detector, judging)
+    found = {}
+    for name, part in detector.parts.items():
+        if name.partition("_")[0] in parts:
+            assert isinstance(part, nn.Module)
+            found[name] = sensitivity(
+                part_calibration(part, name, inputs[name], len(images), seed=seed, memory=memory),
+                config_of(name, config),
+                judged[name],
+                widths,
+                measure="relative squared error",
+                jobs=jobs,
+                memory=memory // 2,
+                partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
+                progress=within(name, progress),
+            )
+    return found
 
 
 @torch.no_grad()

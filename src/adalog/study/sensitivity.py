@@ -22,7 +22,6 @@ from adalog.calibration.partial import Lines
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
-from adalog.files import write_whole
 from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -388,13 +387,8 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def write(found: Sensitivity, path: Path) -> None:
-    """Write all of it as JSON, whole or not at all."""
-    write_whole(path, f"{json.dumps(found.to_json(), indent=1)}\n".encode())
-
-
 def read(path: Path) -> Sensitivity:
-    """What `write` wrote. Raises DataError for a file that cannot be read or holds something else."""
+    """What a file of `adalog sensitivity` holds. Raises DataError where it cannot be read or holds something else."""
     with refusal(f"{path} cannot be read", "make it with `adalog sensitivity`"):
         content = path.read_bytes()
     with refusal(f"{path} is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
