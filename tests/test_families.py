@@ -48,32 +48,35 @@ SWIN_TINY = {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24
 # linears, convolutions, Q K^T, A V, sites after GELU, folded pairs. A pre-norm block has 4 linears (6 where queries,
 # keys and values are separate) and 2 pairs; the last norm and the classifier make one more of each. Swin has a linear
 # more for each of 3 mergings, whose norm is a pair too.
+# All are as deep as published. One of each kind is as wide; the others are narrow, since width changes no count.
+NARROW = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
 FULL = {
     "timm deit_tiny": (timm("deit_tiny_patch16_224"), (49, 1, 12, 12, 12, 25)),
-    "timm vit_small": (timm("vit_small_patch16_224"), (49, 1, 12, 12, 12, 25)),
-    "timm vit_base": (timm("vit_base_patch16_224"), (49, 1, 12, 12, 12, 25)),
+    "timm vit_base": (timm("vit_base_patch16_224", embed_dim=48, num_heads=3), (49, 1, 12, 12, 12, 25)),
     "timm swin_tiny": (timm("swin_tiny_patch4_window7_224"), (52, 1, 12, 12, 12, 27)),
-    "timm swin_small": (timm("swin_small_patch4_window7_224"), (100, 1, 24, 24, 24, 51)),
-    "timm swin_base": (timm("swin_base_patch4_window7_224"), (100, 1, 24, 24, 24, 51)),
+    "timm swin_small": (timm("swin_small_patch4_window7_224", embed_dim=24), (100, 1, 24, 24, 24, 51)),
     "torchvision vit_b_16": (torchvision("vit_b_16"), (49, 1, 12, 12, 12, 25)),
     "torchvision swin_t": (torchvision("swin_t"), (52, 1, 12, 12, 12, 27)),
-    "hf vit": (hf("ViTForImageClassification", "ViTConfig"), (73, 1, 12, 12, 12, 25)),
+    "hf vit": (hf("ViTForImageClassification", "ViTConfig", **NARROW), (73, 1, 12, 12, 12, 25)),
     # As ViT.
-    "hf deit": (hf("DeiTForImageClassification", "DeiTConfig"), (73, 1, 12, 12, 12, 25)),
+    "hf deit": (hf("DeiTForImageClassification", "DeiTConfig", **NARROW), (73, 1, 12, 12, 12, 25)),
     "hf swin": (hf("SwinForImageClassification", "SwinConfig", **SWIN_TINY), (76, 1, 12, 12, 12, 27)),
     # The classifier reads the class token beside the mean of the others, so no linear reads the last norm itself.
-    "hf dinov2": (hf("Dinov2ForImageClassification", "Dinov2Config"), (73, 1, 12, 12, 12, 24)),
+    "hf dinov2": (
+        hf("Dinov2ForImageClassification", "Dinov2Config", hidden_size=48, num_attention_heads=3),
+        (73, 1, 12, 12, 12, 24),
+    ),
     # Beside 12 x 6 linears attention pooling: the probe's projection, one for keys and values together, one after it,
     # and an MLP of 2 behind a norm, which is the 25th pair. The norm before is an output of the model, so is no pair.
-    "hf siglip": (hf("SiglipVisionModel", "SiglipVisionConfig"), (77, 1, 13, 13, 13, 25)),
+    "hf siglip": (hf("SiglipVisionModel", "SiglipVisionConfig", **NARROW), (77, 1, 13, 13, 13, 25)),
     # 12 x 6, and two heads of 3 linears. The last norm, which they read, is an output of the model.
-    "hf yolos": (hf("YolosForObjectDetection", "YolosConfig", image_size=[64, 96]), (78, 1, 12, 12, 12, 24)),
+    "hf yolos": (hf("YolosForObjectDetection", "YolosConfig", image_size=[64, 96], **NARROW), (78, 1, 12, 12, 12, 24)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FULL)
-def test_counts_at_full_size(name):
+def test_counts_at_full_depth(name):
     make, expected = FULL[name]
     torch.manual_seed(0)
     model = make().eval()
