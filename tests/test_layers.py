@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "adalog"
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
-BASE = {"errors", "library", "device", "files", "version"}
+BASE = {"errors", "library", "device", "files", "stored", "version"}
 CHOICES = {"quantizers", "choices", "config", "methods"}
 # Each part of the package, lowest first, and what it may import besides BASE. "adalog" is the package's own __init__.
 MAY_IMPORT = {
@@ -21,7 +21,9 @@ MAY_IMPORT = {
     "library": set(),
     "device": set(),
     "files": set(),
+    "stored": set(),
     "version": set(),
+    "run": set(),
     "quantizers": set(),
     "choices": {"quantizers"},
     "methods": {"quantizers", "choices"},
@@ -31,8 +33,8 @@ MAY_IMPORT = {
     "ledger": CHOICES | {"graph"},
     "quantized": CHOICES | {"graph", "ledger"},
     "artifact": CHOICES | {"graph", "ledger", "quantized"},
-    "runtime": CHOICES | {"graph", "ledger", "quantized"},
-    "export": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime"},
+    "runtime": CHOICES | {"graph", "ledger", "quantized", "run"},
+    "export": CHOICES | {"graph", "ledger", "quantized", "artifact", "run", "runtime"},
     "hub": CHOICES | {"graph", "ledger", "quantized", "artifact"},
     "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from adalog import library
 from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.run import abi
 from adalog.runtime import native, reference
-from adalog.runtime.native import abi, products
+from adalog.runtime.native import products
 from adalog.runtime.native.tables import search_tables, steps_of
 from strategies import bits, normal, seeds
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
@@ -302,7 +303,7 @@ FUZZ = """
 import ctypes, random, sys
 import torch
 from adalog import library
-from adalog.runtime.native import abi
+from adalog.run import abi
 
 random.seed(int(sys.argv[1]))
 torch.manual_seed(int(sys.argv[1]))

@@ -1,24 +1,48 @@
-"""adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers."""
+"""adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers.
 
-from adalog.calibration.calibration import Calibration
-from adalog.choices import (
-    BlockRefinement,
-    Correction,
-    Evolution,
-    RangeSearch,
-    Reconstruction,
-    ReleasedSearch,
-    ScaleSearch,
-    Search,
-)
-from adalog.config import Config
-from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
-from adalog.inputs import demo
-from adalog.inputs.images import Preprocessing
-from adalog.methods import METHODS
-from adalog.model import QuantizedModel, load
-from adalog.quantize import quantize
+The names below are imported when they are first asked for, so that `import adalog.run` never imports PyTorch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from adalog.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from adalog.calibration.calibration import Calibration
+    from adalog.choices import (
+        BlockRefinement,
+        Correction,
+        Evolution,
+        RangeSearch,
+        Reconstruction,
+        ReleasedSearch,
+        ScaleSearch,
+        Search,
+    )
+    from adalog.config import Config
+    from adalog.errors import AdalogError, ArtifactError, CalibrationError, CaptureError, DataError, ProgramError
+    from adalog.inputs import demo
+    from adalog.inputs.images import Preprocessing
+    from adalog.methods import METHODS
+    from adalog.model import QuantizedModel, load
+    from adalog.quantize import quantize
+
+# By module: the names that it has for the package.
+_NAMES = {
+    "calibration.calibration": "Calibration",
+    "choices": "BlockRefinement Correction Evolution RangeSearch Reconstruction ReleasedSearch ScaleSearch Search",
+    "config": "Config",
+    "errors": "AdalogError ArtifactError CalibrationError CaptureError DataError ProgramError",
+    "inputs": "demo",
+    "inputs.images": "Preprocessing",
+    "methods": "METHODS",
+    "model": "QuantizedModel load",
+    "quantize": "quantize",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "METHODS",
@@ -44,3 +68,26 @@ __all__ = [
     "load",
     "quantize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'adalog' has no attribute {name!r}")
+    value = getattr(import_module(f"adalog.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """A package whose name `quantize` stays the function where Python would put the module `adalog.quantize` there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

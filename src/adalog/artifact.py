@@ -27,12 +27,10 @@ from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, pack
-from adalog.quantizers.quantizer import is_whole
+from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
 FORMAT = 3
 KEY = "adalog"
-# The most bytes of JSON. Python objects take about forty times their JSON; a model of 40 blocks takes 1 % of this.
-MAX_HEADER = 2**23
 # The fields of the header, in the order of writing.
 _FIELDS: dict[str, type] = {
     "format": int,
@@ -75,7 +73,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
 
     Raises ArtifactError or ProgramError for a program that `deserialise` would refuse.
     """
-    _check(bool(quantized.example), "a model that was made without images has no inputs to tell: give it `example`")
+    check(bool(quantized.example), "a model that was made without images has no inputs to tell: give it `example`")
     quantized.check(quantized.one_image())
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
@@ -107,7 +105,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     }
     if program.rule is not None:
         header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
-    _check_text(header)
+    check_text(header)
     # One metadata key only: the order of several is not fixed, and the bytes must be.
     content = to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
     _table(content)
@@ -159,7 +157,7 @@ def read(path: str | Path) -> bytes:
         path = Path(path)
         # A pipe or a device may have no end.
         odd = path.exists() and not (path.is_file() or path.is_dir())
-        _check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
+        check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
         return path.read_bytes()
     except (OSError, ValueError, MemoryError) as cause:  # ValueError comes from a path that no file can have
         raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
@@ -188,14 +186,14 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
         if DETECTOR in metadata:
             raise ValueError("it holds a detector, for `adalog evaluate --coco` and `adalog detect`")
         text = metadata[KEY]
-        _check(set(metadata) == {KEY}, "the metadata has other keys too")
+        check(set(metadata) == {KEY}, "the metadata has other keys too")
     except Exception as cause:  # bytes that are no artifact make the parsing raise anything
         raise ArtifactError(
             f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
             "`adalog quantize`"
         ) from cause
     try:
-        header: dict[str, Any] = _parse_json(text)
+        header: dict[str, Any] = parse_json(text)
         found = header["format"]
     except Exception as cause:
         raise _damaged(name, cause) from cause
@@ -208,25 +206,10 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
 def _table(content: bytes) -> dict[str, Any]:
     """The JSON at the start of a safetensors file."""
     length = int.from_bytes(content[:8], "little")
-    _check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
-    _check(length <= MAX_HEADER, f"its JSON takes {length} bytes, more than {MAX_HEADER}")
-    table: dict[str, Any] = _parse_json(content[8 : 8 + length].decode())
+    check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
+    check(length <= MAX_JSON, f"its JSON takes {length} bytes, more than {MAX_JSON}")
+    table: dict[str, Any] = parse_json(content[8 : 8 + length].decode())
     return table
-
-
-def _parse_json(text: str) -> Any:
-    """The value of a JSON text in which no object has a key twice, and all numbers are finite."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        _check(len(values) == len(pairs), "a JSON object has a key twice")
-        return values
-
-    def finite(number: str) -> float:
-        _check(math.isfinite(float(number)), f"{number} is no number of JSON")
-        return float(number)
-
-    return json.loads(text, object_pairs_hook=once, parse_float=finite, parse_constant=finite)
 
 
 def sizes(content: bytes) -> dict[str, int]:
@@ -251,31 +234,13 @@ def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _check(holds: bool, message: str) -> None:
-    if not holds:
-        raise ArtifactError(message)
-
-
-def _check_text(value: Any) -> None:
-    """Raise ArtifactError for text with control characters, which a terminal would obey."""
-    if isinstance(value, str):
-        _check(value.isprintable(), f"the text {value!r} does not print")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_text(key)
-            _check_text(item)
-    elif isinstance(value, list):
-        for item in value:
-            _check_text(item)
-
-
 def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedProgram:
     odd = sorted(_FIELDS.keys() ^ (header.keys() - {"rule"}))
-    _check(not odd, f"the header lacks the fields, or has fields of its own: {', '.join(odd)}")
+    check(not odd, f"the header lacks the fields, or has fields of its own: {', '.join(odd)}")
     for name, kind in _FIELDS.items():
-        _check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
-    _check_text(dict(header))
-    _check(header["weights"].keys() <= header["dtypes"].keys(), "a weight is not among the tensors")
+        check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
+    check_text(dict(header))
+    check(header["weights"].keys() <= header["dtypes"].keys(), "a weight is not among the tensors")
     parts: dict[str, dict[str, Tensor]] = {name: {} for name in header["weights"]}
     floats = {f"float/{name}" for name in header["dtypes"] if name not in parts}
     odd = []
@@ -286,7 +251,7 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
         elif key not in floats:
             odd.append(key)
     odd = sorted([*odd, *(floats - stored.keys())])
-    _check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
+    check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
     weights = {name: _decode_weight(name, entry, parts[name]) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
@@ -295,16 +260,16 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     nodes = _decode_nodes(header["nodes"], [*inputs, *tensors], quantizers)
     output = _decode_arg(header["output"])
     known = {*inputs, *tensors, *(node.name for node in nodes)}
-    _check(any(True for _ in refs_of(output)), "the output holds no value")
+    check(any(True for _ in refs_of(output)), "the output holds no value")
     missing = [ref for ref in refs_of(output) if ref not in known]
-    _check(not missing, f"the output reads {missing}, which nothing makes")
+    check(not missing, f"the output reads {missing}, which nothing makes")
     rule = None if "rule" not in header else _decode_rule(header["rule"], inputs)
-    _check(rule is None or bool(free), "there is a rule for sizes, and no size is free")
+    check(rule is None or bool(free), "there is a rule for sizes, and no size is free")
     program = Program(inputs, nodes, output, tensors, quantizers, weights, free, rule)
     config = Config.from_json(json.dumps(header["config"]))
     ledger = tuple(_decode_ledger_row(*row) for row in header["ledger"])
     refusals, provenance = header["refusals"], header["provenance"]
-    _check(all(isinstance(why, str) for why in refusals.values()), "a refusal is not text")
+    check(all(isinstance(why, str) for why in refusals.values()), "a refusal is not text")
     quantized = QuantizedProgram(program, config, ledger, refusals, provenance, example)
     quantized.check(quantized.one_image())
     return quantized
@@ -312,32 +277,32 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
 
 def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
     """The name of an input, the input itself without images, and its dimensions whose sizes are free."""
-    _check(isinstance(entry, list) and len(entry) in (3, 4), "an input is no [name, type, shape] or [..., free]")
+    check(isinstance(entry, list) and len(entry) in (3, 4), "an input is no [name, type, shape] or [..., free]")
     name, dtype, shape, free = (*entry, None)[:4]
-    _check(isinstance(name, str), f"an input has the name {name!r}")
+    check(isinstance(name, str), f"an input has the name {name!r}")
     check_shape(f"input {name}", shape)
     listed = isinstance(free, list) and [(type(dim), dim) for dim in free] == [(int, 2), (int, 3)]
     good = len(entry) == 3 or (listed and len(shape) == 3)
-    _check(good, f"input {name} has the free dimensions {free!r}")
+    check(good, f"input {name} has the free dimensions {free!r}")
     return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype)), tuple(free or ())
 
 
 def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
     """The program of sizes that tells which of them the model takes."""
     good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
-    _check(good, "the rule for sizes is no [operations, output]")
-    _check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
+    check(good, "the rule for sizes is no [operations, output]")
+    check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
     nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
     odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
-    _check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
+    check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
     made = {node.name for node in nodes}
     refs = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
-    _check(refs and len(output) > 0, "the rule for sizes puts out something else than sizes")
+    check(refs and len(output) > 0, "the rule for sizes puts out something else than sizes")
     return Program(tuple(inputs), nodes, output, {})
 
 
 def _decode_dtype(name: Any) -> torch.dtype:
-    _check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
+    check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -347,16 +312,16 @@ def _decode_tensor(
     wanted = _decode_dtype(dtype)
     value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
     same = value.dtype == wanted or (value.dtype, wanted) == (torch.float16, torch.float32)
-    _check(same, f"tensor {name} is stored as {value.dtype} for {wanted}")
-    _check(not bool(value.isnan().any()), f"tensor {name} holds NaN")
+    check(same, f"tensor {name} is stored as {value.dtype} for {wanted}")
+    check(not bool(value.isnan().any()), f"tensor {name} holds NaN")
     return value.to(wanted)
 
 
 def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:
     """stored: the weight's tensors by what they hold. The kind of a weight's quantizer is written unless uniform."""
-    _check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape] or [..., kind]")
+    check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape] or [..., kind]")
     bits, shape, kind = (*entry, UniformQuantizer.kind)[:3]
-    _check(is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
+    check(is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
     check_shape(f"weight {name}", shape)
     return decode_weight(name, kind, stored, bits, shape)
 
@@ -366,25 +331,25 @@ def _decode_nodes(
 ) -> tuple[Node, ...]:
     """The operations, each of which may read only values that exist before it."""
     known = set(before)
-    _check(len(known) == len(before), "an input and a tensor have the same name")
-    _check(bool(entries), "the program has no operations")
+    check(len(known) == len(before), "an input and a tensor have the same name")
+    check(bool(entries), "the program has no operations")
     nodes = []
     for entry in entries:
-        _check(isinstance(entry, list) and len(entry) == 5, "a node is no [name, operation, arguments, ..., scope]")
+        check(isinstance(entry, list) and len(entry) == 5, "a node is no [name, operation, arguments, ..., scope]")
         name, op, args, kwargs, scope = entry
-        _check(isinstance(name, str) and isinstance(scope, str), f"a node has the name {name!r} and scope {scope!r}")
-        _check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
+        check(isinstance(name, str) and isinstance(scope, str), f"a node has the name {name!r} and scope {scope!r}")
+        check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
         good = isinstance(args, list) and isinstance(kwargs, dict)
-        _check(good, f"node {name} has no list of arguments and object of keyword arguments")
-        _check(not kwargs.keys() & set(PLACEMENT), f"node {name} says where its value lies")
+        check(good, f"node {name} has no list of arguments and object of keyword arguments")
+        check(not kwargs.keys() & set(PLACEMENT), f"node {name} says where its value lies")
         node = Node(name, op, _decode_arg(args), {key: _decode_arg(value) for key, value in kwargs.items()}, scope)
         if op == FAKE_QUANTIZE:
             good = len(node.args) == 2 and isinstance(node.args[0], Ref) and isinstance(node.args[1], str)
-            _check(good and not kwargs, f"node {name} quantizes no value")
-            _check(node.args[1] in quantizers, f"node {name} names no quantizer of the file")
+            check(good and not kwargs, f"node {name} quantizes no value")
+            check(node.args[1] in quantizers, f"node {name} names no quantizer of the file")
         missing = [ref for ref in node.refs() if ref not in known]
-        _check(not missing, f"node {name} reads {missing}, which is not there before it")
-        _check(name not in known, f"two values have the name {name}")
+        check(not missing, f"node {name} reads {missing}, which is not there before it")
+        check(name not in known, f"two values have the name {name}")
         known.add(name)
         nodes.append(node)
     return tuple(nodes)
@@ -392,9 +357,9 @@ def _decode_nodes(
 
 def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: Any) -> LedgerRow:
     words = (site, role, source, left, right)
-    _check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
+    check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
     value = _decode_arg(sqnr)
-    _check(isinstance(value, (int, float)), f"the ledger's row of {site} has the SQNR {value!r}")
+    check(isinstance(value, (int, float)), f"the ledger's row of {site} has the SQNR {value!r}")
     return LedgerRow(*words, float(value))
 
 
@@ -405,20 +370,20 @@ def _decode_arg(value: Any) -> Arg:
         return value
     ((kind, content),) = value.items()
     if kind == "ref":
-        _check(isinstance(content, str), f"a value has the name {content!r}")
+        check(isinstance(content, str), f"a value has the name {content!r}")
         return Ref(content)
     if kind == "dtype":
         return _decode_dtype(content)
     if kind == "float":
-        _check(content in ("inf", "-inf", "nan"), f"a number is {content!r}")
+        check(content in ("inf", "-inf", "nan"), f"a number is {content!r}")
         return float(content)
-    _check(kind in ("list", "dict", "output"), f"an argument is of the unknown kind {kind!r}")
-    _check(isinstance(content, list), f"the items of a {kind} are no list")
+    check(kind in ("list", "dict", "output"), f"an argument is of the unknown kind {kind!r}")
+    check(isinstance(content, list), f"the items of a {kind} are no list")
     if kind == "list":
         return [_decode_arg(item) for item in content]
     pairs = {key: _decode_arg(item) for key, item in content}
     good = len(pairs) == len(content) and all(isinstance(key, str) for key in pairs)
-    _check(good, f"the keys of a {kind} are not different texts")
+    check(good, f"the keys of a {kind} are not different texts")
     return Output(pairs) if kind == "output" else pairs
 
 

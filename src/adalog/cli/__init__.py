@@ -23,6 +23,7 @@ from adalog.cli import (
     report,
     sensitivity,
     tables,
+    tape,
     vectors,
 )
 from adalog.cli.console import Commands, Session, run
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "figures": figures.command,
     "doctor": doctor.command,
     "bench": bench.command,
+    "tape": tape.command,
     "vectors": vectors.command,
     "cost": cost.command,
 }

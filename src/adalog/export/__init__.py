@@ -1,18 +1,28 @@
-"""Quantized programs as files for other engines, and certificates that these compute what was judged."""
+"""Quantized programs as files for other engines, certificates that these compute what was judged, and tapes."""
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.export.certificate import Certificate, certify
 from adalog.export.engines import ENGINES, Engine, to_openvino
+from adalog.export.noise import noise_like
 from adalog.export.onnx import to_onnx
 from adalog.export.replay import FORMS, Form
+from adalog.export.tape import to_tape
 from adalog.quantized import QuantizedProgram
 
-__all__ = ["ENGINES", "FORMS", "Certificate", "Engine", "Form", "certify", "export", "to_onnx", "to_openvino"]
+__all__ = [
+    "ENGINES",
+    "FORMS",
+    "Certificate",
+    "Engine",
+    "Form",
+    "certify",
+    "export",
+    "to_onnx",
+    "to_openvino",
+    "to_tape",
+]
 
 _IMAGES = 2  # of noise, on which an export is certified before it is written
 
@@ -32,14 +42,3 @@ def export(
     content = to_onnx(quantized, form, source, selects="openvino" in engines)
     noise = noise_like(quantized, _IMAGES)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]
-
-
-def noise_like(quantized: QuantizedProgram, count: int) -> tuple[Tensor, ...]:
-    """Inputs of the calibration's shape: floats are normal noise, the same each time, and other types are zero."""
-    generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn((count, *value.shape[1:]), generator=generator, dtype=value.dtype)
-        if value.is_floating_point()
-        else value.new_zeros((count, *value.shape[1:]))
-        for value in quantized.example
-    )

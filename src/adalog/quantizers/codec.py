@@ -4,44 +4,28 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
 from adalog.quantizers.assignment import QuantizedTensor
-from adalog.quantizers.quantizer import MAX_BITS, MIN_BITS, Quantizer, check_parameters, is_whole, read_scale
+from adalog.quantizers.quantizer import MAX_BITS, MIN_BITS, Quantizer, check_parameters, read_scale
+from adalog.stored import is_whole
+from adalog.stored import pack as pack_bits
+from adalog.stored import unpack as unpack_bits
 
 MAX_DIMENSIONS = 8
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes as a bit stream, least significant bit first: uint8, (bytes,).
-
-    codes: uint8, any shape. Raises ValueError for a code that is not below 2**bits.
-    """
-    flat = codes.detach().cpu().numpy().reshape(-1)
-    if flat.size and int(flat.max()) >= 2**bits:
-        raise ValueError(f"code {int(flat.max())} does not fit in {bits} bits")
-    stream = (flat[:, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    return torch.from_numpy(np.packbits(stream.reshape(-1), bitorder="little"))
+    """Codes, uint8, as a bit stream (`stored.pack`): uint8, (bytes,)."""
+    return torch.from_numpy(pack_bits(codes.detach().cpu().numpy(), bits))
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` codes of a bit stream: uint8, (count,).
-
-    Raises ArtifactError for a stream of another length, or with bits other than zero after the last code.
-    """
-    if packed.numel() != -(-count * bits // 8):
-        raise ArtifactError(
-            f"{count} codes of {bits} bits take {-(-count * bits // 8)} bytes, the file has {packed.numel()}"
-        )
-    stream = np.unpackbits(packed.numpy(), bitorder="little")
-    if stream[count * bits :].any():
-        raise ArtifactError("the bits after the last code are not zero")
-    weights = (1 << np.arange(bits)).astype(np.uint8)
-    return torch.from_numpy(stream[: count * bits].reshape(-1, bits) @ weights)
+    """The `count` codes of a bit stream (`stored.unpack`): uint8, (count,)."""
+    return torch.from_numpy(unpack_bits(packed.numpy(), bits, count))
 
 
 def check_shape(name: str, shape: Any) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices, check_bits, is_whole
+from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices, check_bits
+from adalog.stored import is_whole
 
 Beyond = Literal["saturate", "zero", "zero-coded"]
 Rounding = Literal["log", "nearest"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -323,8 +322,3 @@ def read_scale(name: str, numbers: Any, shape: list[int], dtype: torch.dtype) ->
     scale = torch.tensor(numbers, dtype=dtype).reshape(shape)
     check_parameters(name, scale, torch.zeros_like(scale), MIN_BITS)
     return scale
-
-
-def is_whole(value: Any, low: int, high: float = math.inf) -> bool:
-    """Whether a value of JSON is a whole number in [low, high]."""
-    return type(value) is int and low <= value <= high

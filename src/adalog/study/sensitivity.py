@@ -29,7 +29,7 @@ from adalog.graph.sites import find_source
 from adalog.graph.tracing import trace
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor
-from adalog.quantizers.quantizer import is_whole
+from adalog.stored import is_whole
 from adalog.study.cost import cost
 from adalog.study.evaluate import divergence
 

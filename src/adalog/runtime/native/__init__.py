@@ -4,7 +4,7 @@
 gives them memory and calls. docs/native.md describes the whole.
 """
 
-from adalog.runtime.native.abi import Context
+from adalog.run.abi import Context
 from adalog.runtime.native.emit import Plan
 from adalog.runtime.native.products import encoder, encoder_key, product, takes
 

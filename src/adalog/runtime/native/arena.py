@@ -1,17 +1,23 @@
 """The memory of a plan: what steps share, what they keep, and the calls of kernels with the addresses of both."""
 
 import ctypes
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.runtime.native import abi
+from adalog.graph.operations import aten
+from adalog.run import abi
+from adalog.run.floats import COPY, FLOATS
 from adalog.runtime.native.products import bytes_behind, place
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.native.tables import Codes, Finish, Lookup, search_tables
+
+_RESHAPES = aten("reshape.default flatten.using_ints unflatten.int")
 
 
 class Bytes(list[Any]):
@@ -40,11 +46,34 @@ def copy(static: Any, value: Any) -> None:
             copy(put, given)
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a plan, for the step that makes the value `step`.
+
+    operation: a kernel by its name, or an operation. run: returns None, or the status of a kernel. arguments: the
+    structure that a kernel takes; (result, arguments) of an operation that NumPy runs (`floats`); None of one that
+    torch runs.
+    """
+
+    step: str
+    operation: str
+    run: Callable[[], int | None]
+    arguments: ctypes.Structure | tuple[Tensor, tuple[Any, ...]] | None
+
+
+def _as_arrays(value: Any) -> Any:
+    """Tensors as NumPy's arrays of the same memory."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_as_arrays, value))
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
 class Arena:
     """Memory that steps share: memory whose value no later step reads is taken again. nbytes: of all of it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
+        self.blocks: list[Tensor] = []  # all memory that there is
         self._taken: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
         self._live: dict[int, int] = {}  # by address: how many values lie there
         self.nbytes = 0
@@ -58,6 +87,7 @@ class Arena:
             memory = free.pop()
         else:
             memory = torch.zeros(size, dtype=torch.uint8)
+            self.blocks.append(memory)
             self.nbytes += size
         self._taken[memory.data_ptr()] = (size, memory)
         return memory[: count * dtype.itemsize].view(dtype).view(shape)
@@ -90,15 +120,16 @@ class Arena:
 class Layout:
     """What is laid out of a plan so far.
 
-    calls: in order. Each returns None, or the status of a kernel. alive: what the arguments of kernels point to.
-    scratch: memory of the current step alone.
+    calls: in order. alive: what the arguments of kernels point to. step: the name of the value that the current step
+    makes; scratch: memory of this step alone.
     """
 
     def __init__(self, context: abi.Context):
         self._context = context
         self.arena = Arena()
-        self.calls: list[Callable[[], int | None]] = []
+        self.calls: list[Call] = []
         self.alive: list[Any] = []
+        self.step = ""
         self.scratch: list[Tensor] = []
 
     def keep(self, value: Tensor) -> int:
@@ -109,7 +140,28 @@ class Layout:
     def call(self, kernel: str, arguments: ctypes.Structure) -> None:
         """Add a call of a kernel."""
         self.alive.append(arguments)
-        self.calls.append(self._context.bind(kernel, arguments))
+        self.calls.append(Call(self.step, kernel, self._context.bind(kernel, arguments), arguments))
+
+    def call_numpy(self, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Add an operation that NumPy runs and that writes its result to `out`; False where NumPy does not."""
+        given = [each for arg in args for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
+        floats = {each.dtype for each in (out, *given) if isinstance(each, Tensor)} == {torch.float32}
+        if operation in _RESHAPES and out.is_contiguous():
+            self._floats(COPY, out.view(args[0].shape), args[0])
+        elif operation in FLOATS and floats and not kwargs:
+            self._floats(operation, out, *args)
+        else:
+            return False
+        return True
+
+    def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
+        """Add an operation of `floats`."""
+        run = functools.partial(FLOATS[operation], *(_as_arrays(each) for each in (out, *args)))
+        self.calls.append(Call(self.step, operation, run, (out, args)))
+
+    def call_torch(self, operation: str, run: Callable[[], None]) -> None:
+        """Add an operation that torch runs."""
+        self.calls.append(Call(self.step, operation, run, None))
 
     def take_scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory until the end of the current step."""
@@ -117,12 +169,19 @@ class Layout:
         self.scratch.append(memory)
         return memory
 
+    def like(self, value: Any) -> Any:
+        """Memory for a result, with its dimensions in the order that torch gave them: images may be channels-last."""
+        if isinstance(value, Tensor):
+            order, back = in_memory(value)
+            return self.arena.take([value.shape[i] for i in order], value.dtype).permute(back)
+        return type(value)(map(self.like, value)) if isinstance(value, (tuple, list)) else value
+
     def dense(self, value: Tensor) -> Tensor:
         """The value with its rows one after the other: itself, or a copy that each call makes."""
         if value.is_contiguous():
             return value
         static = self.take_scratch(value.shape, value.dtype)
-        self.calls.append(lambda: copy(static, value))
+        self._floats(COPY, static, value)
         return static
 
     def strided(self, plane: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from adalog.graph.operations import MOVES
 from adalog.graph.program import Program, evaluate, refs_of
 from adalog.quantizers import UniformQuantizer
-from adalog.runtime.native import abi
+from adalog.run import abi
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
 from adalog.runtime.native.products import (
     Encoder,
@@ -36,8 +37,9 @@ class Plan:
     """A compiled program for inputs of one shape. It takes them and gives the outputs; calls wait for each other.
 
     program, functions: as compiled, with what encoders and products do, by their nodes' names; shapes: of its values,
-    as `trace` finds them. calls: what it does, in order. fallbacks: the operations that run as torch runs them, by
-    their nodes' names. nbytes: of the memory that steps share. Raises ProgramError where an operation fails.
+    as `trace` finds them. calls: what it does, in order. fallbacks: the operations that have no kernel, which NumPy
+    or torch run, by their nodes' names. nbytes: of the memory that steps share. Raises ProgramError where an operation
+    fails.
     """
 
     def __init__(
@@ -51,27 +53,29 @@ class Plan:
         sites = {name: each.site for name, each in functions.items() if isinstance(each, Product)}
         quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, Encoder)}
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
-        self._output = program.output
-        self._statics, self._pointers, self._results = emitter.statics, emitter.pointers, emitter.results
-        self._layout = emitter.layout  # owns the memory that the calls have the addresses of
+        self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
+        self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
+        self.layout = emitter.layout  # owns the memory that the calls have the addresses of
         self._lock = threading.Lock()
         self.calls = emitter.layout.calls
+        self._runs = [call.run for call in self.calls]
         self.fallbacks = emitter.fallbacks
         self.nbytes = emitter.layout.arena.nbytes
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         with self._lock:
             given = [value.contiguous() for value in inputs]
-            for arguments, index in self._pointers:
+            for arguments, index in self.pointers:
                 arguments.data = given[index].data_ptr()
-            for static, value in zip(self._statics, given, strict=True):
+            for static, value in zip(self.statics, given, strict=True):
                 if static is not None:
                     static.copy_(value)
-            for call in self.calls:
-                status = call()
-                if status:
-                    abi.check(status)
-            return evaluate(self._output, {name: _own(value) for name, value in self._results.items()})
+            with np.errstate(all="ignore"):  # as in torch, numbers that are not finite go on
+                for run in self._runs:
+                    status = run()
+                    if status:
+                        abi.check(status)
+            return evaluate(self.program.output, {name: _own(value) for name, value in self.results.items()})
 
 
 def _own(value: Any) -> Any:
@@ -103,6 +107,7 @@ class _Emitter:
 
     def __init__(self, found: Steps, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]):
         self.layout = Layout(context)
+        self.layout.alive.append(found.constants)
         self.fallbacks: dict[str, str] = {}
         self.pointers: list[tuple[ctypes.Structure, int]] = []
         self._found, self._functions = found, functions
@@ -126,7 +131,7 @@ class _Emitter:
         }
         nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
         for step, dead in zip(found.steps, _last_reads(found), strict=True):
-            self.layout.scratch = []
+            self.layout.scratch, self.layout.step = [], step.name
             with failing(nodes[step.name]):
                 value = emitted[type(step)](step)
             self._values[step.name] = value
@@ -325,21 +330,17 @@ class _Emitter:
         result = function(*args, **kwargs)
         if not addresses(result) or addresses(result) <= addresses(args):
             return result
-        static = self._static(result)
-        into = None if name in self._functions else _writer(op)
-        if into is not None and isinstance(static, Tensor) and _writes(into, args, kwargs, static, result):
-            self.layout.calls.append(functools.partial(_call, into, args, {**kwargs, "out": static}))
-        else:
-            self.layout.calls.append(lambda: copy(static, function(*args, **kwargs)))
+        static = self.layout.like(result)
         self.fallbacks[name] = op
+        known = isinstance(static, Tensor) and name not in self._functions
+        if known and self.layout.call_numpy(op, static, args, kwargs):
+            return static
+        into = _writer(op)
+        if known and into is not None and _writes(into, args, kwargs, static, result):
+            self.layout.call_torch(op, functools.partial(_call, into, args, {**kwargs, "out": static}))
+        else:
+            self.layout.call_torch(op, lambda: copy(static, function(*args, **kwargs)))
         return Bytes(static) if isinstance(function, Encoder) else static
-
-    def _static(self, value: Any) -> Any:
-        """Memory for a result, with its dimensions in the order that torch gave them: images may be channels-last."""
-        if isinstance(value, Tensor):
-            order, back = in_memory(value)
-            return self.layout.arena.take([value.shape[i] for i in order], value.dtype).permute(back)
-        return type(value)(map(self._static, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _value(finish: Finish, out: list[Tensor]) -> Any:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
+from adalog.run import abi
 from adalog.runtime import integer
-from adalog.runtime.native import abi
 from adalog.runtime.native.tables import entries_of
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
@@ -138,7 +138,7 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     assert isinstance(site.right, UniformQuantizer)
     codes = site.weight.flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
-    return abi.Weights(codes, zero, site.right.bits, zero_point(site.left), site.name)
+    return abi.Weights(codes.numpy(), zero.numpy(), site.right.bits, zero_point(site.left), site.name)
 
 
 # --- arguments of kernels --------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from adalog import library
 
@@ -82,6 +82,10 @@ class Attention(ctypes.Structure):
         *((name, c_int64) for name in ("out_batch", "out_head")),
     )
 
+    @property
+    def heads(self) -> int:
+        return int(self.scores.heads)
+
 
 class Norm(ctypes.Structure):
     _fields_ = (
@@ -111,6 +115,24 @@ class Patches(ctypes.Structure):
     )
 
 
+# Of each pointer: the field with the number of entries behind it, and the bytes of one. Kernels check that what they do
+# stays within these numbers; that so much memory is there is the caller's to check.
+EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
+    Steps: {"heap": ("length", 4), "values": ("length", 4)},
+    Output: {
+        **dict.fromkeys(("scale", "bias", "high"), ("parameters", 4)),
+        "top": ("parameters", 1),
+        "residual": ("residual_bytes", 1),
+        **dict.fromkeys(("data", "more"), ("bytes", 1)),
+        **dict.fromkeys(("place", "added_to"), ("places", 4)),
+    },
+    Linear: {"data": ("bytes", 1), "more": ("bytes", 1)},
+    Side: {"data": ("bytes", 1), "more": ("bytes", 1), "zero": ("heads", 4)},
+    Attention: {"factor": ("heads", 4), "bias": ("bias_bytes", 1), "bias_of": ("bias_batches", 4)},
+    Norm: {"data": ("bytes", 1)},
+    Encode: {"data": ("bytes", 1)},
+    Patches: {"data": ("bytes", 1), "out": ("out_bytes", 1)},
+}
 STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches)
 KERNELS = {
     "linear": Linear,
@@ -233,13 +255,17 @@ class Weights:
     """A stored weight in the layout that kernels read; up to 4 bits it takes half a byte per code.
 
     codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; left_zero: the zero point of the left operand;
-    name: of the weight's site, for errors.
+    name: of the weight, for errors.
     """
 
-    def __init__(self, codes: Tensor, zero: Tensor, bits: int, left_zero: int, name: str):
-        assert (codes.dtype, zero.dtype, len(zero)) == (torch.uint8, torch.int32, len(codes))
+    def __init__(self, codes: npt.NDArray[np.uint8], zero: npt.NDArray[np.int32], bits: int, left_zero: int, name: str):
+        assert codes.dtype == np.uint8
+        assert codes.flags.c_contiguous
+        assert zero.dtype == np.int32
+        assert zero.shape == codes.shape[:1]
         self._library = load()
-        self.pointer = self._library.adalog_weights(codes.data_ptr(), zero.data_ptr(), *codes.shape, bits, left_zero)
+        self.name = name
+        self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *codes.shape, bits, left_zero)
         if not self.pointer:
             raise MemoryError(f"no memory for the weight of {name}")
         self.nbytes = self._library.adalog_weights_bytes(self.pointer)

@@ -1,0 +1,176 @@
+"""The runtime alone: an artifact and its tape run by the compiled kernels, with NumPy, and without PyTorch.
+
+    import adalog.run
+    model = adalog.run.load("deit_s.w4a4.safetensors")  # beside it lies deit_s.w4a4.tape, from `adalog tape`
+    logits = model(images)                              # (B, 3, 224, 224), float32, as the model was calibrated
+
+The answers have the bits of the executor "native". Neither this module nor what it imports imports PyTorch.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+
+from adalog import stored
+from adalog.errors import ArtifactError, ProgramError, one_line
+from adalog.run import abi
+from adalog.run import tape as tapes
+
+__all__ = ["Model", "load", "tape_beside"]
+
+Array = npt.NDArray[Any]
+
+
+def tape_beside(artifact: str | Path) -> Path:
+    """Where the tape of an artifact lies unless another place is named: beside it, with the suffix .tape."""
+    return Path(artifact).with_suffix(".tape")
+
+
+class Model:
+    """A quantized model that runs in integers. It takes and gives NumPy arrays; calls wait for each other.
+
+    inputs: the shape of each input by name, with the tape's `batch` of images; other numbers of images run in pieces
+    of this many. threads, level: as `native` has them. weight_bytes: of the weights; nbytes: of all other memory.
+    """
+
+    def __init__(self, context: abi.Context, header: dict[str, Any], constants: Array, tensor: Callable[[str], Array]):
+        """tensor: gives the artifact's tensors by name. Raises ArtifactError for a tape that cannot be run."""
+        self.batch: int = header["batch"]
+        self.inputs = {name: tuple(shape) for name, shape in header["inputs"]}
+        stored.check(len(self.inputs) == len(header["inputs"]), "two of its inputs have one name")
+        sizes = [4 * int(np.prod(shape)) for shape in self.inputs.values()]
+        self.threads, self.level = context.threads, context.level
+        self._weights = [tapes.weight_of(entry, tensor) for entry in header["weights"]]
+        self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes)
+        self._calls = tapes.Calls(context, self._weights, self._memory, header["calls"])
+        stored.check(len(header["copies"]) == len(sizes), f"it copies {len(header['copies'])} inputs")
+        self._copies = [None if each is None else self._memory.view(each, written=True) for each in header["copies"]]
+        self._output = self._views(header["output"])
+        self.weight_bytes = sum(weight.nbytes for weight in self._weights)
+        self.nbytes = len(constants) + len(self._memory.work)
+        self._lock = threading.Lock()
+
+    def _views(self, given: Any) -> Any:
+        """The structure of the output, with views of the memory that holds a batch of each."""
+        kind = next(iter(given)) if isinstance(given, dict) and len(given) == 1 else None
+        if kind is None:
+            found = self._memory.view(given)
+            stored.check(found.shape[:1] == (self.batch,), f"it puts out {found.shape} for {self.batch} images")
+            return found
+        items = given[kind]
+        stored.check(kind in ("tuple", "list", "dict") and isinstance(items, list), f"it puts out a {kind}")
+        if kind == "dict":
+            return {str(key): self._views(item) for key, item in items}
+        return (tuple if kind == "tuple" else list)(map(self._views, items))
+
+    def __call__(self, *inputs: Array) -> Any:
+        """The outputs for the inputs, (B, ...) each, float32. Raises ValueError for other inputs."""
+        given = [np.ascontiguousarray(value) for value in inputs]
+        counts = {len(value) for value in given if value.ndim}
+        fits = len(given) == len(self.inputs) and len(counts) == 1
+        fits = fits and all(
+            value.dtype == np.float32 and value.shape[1:] == shape[1:]
+            for value, shape in zip(given, self.inputs.values(), strict=True)
+        )
+        if not fits:
+            wanted = " and ".join(f"(B{''.join(f', {size}' for size in shape[1:])})" for shape in self.inputs.values())
+            got = " and ".join(f"{value.shape} of {value.dtype}" for value in given)
+            raise ValueError(f"the model takes {wanted} of float32; got {got or 'nothing'}")
+        (count,) = counts
+        result = _map(lambda view: np.empty((count, *view.shape[1:]), view.dtype), self._output)
+        with self._lock, np.errstate(all="ignore"):
+            for start in range(0, count, self.batch):
+                pieces = [value[start : start + self.batch] for value in given]
+                missing = self.batch - len(pieces[0])
+                if missing:
+                    padding = [(0, missing)], [(0, 0)]
+                    pieces = [np.pad(piece, padding[0] + padding[1] * (piece.ndim - 1)) for piece in pieces]
+                self._run(pieces)
+                end = min(start + self.batch, count)
+                _fill(result, self._output, start, end)
+        return result
+
+    def _run(self, pieces: list[Array]) -> None:
+        """Run one batch, whose results then lie where `_output` sees them."""
+        for structure, number, offset in self._calls.pointers:
+            structure.data = pieces[number].ctypes.data + offset
+        for static, piece in zip(self._copies, pieces, strict=True):
+            if static is not None:
+                np.copyto(static, piece)
+        done = 0
+        try:
+            for _, run in self._calls.runs:
+                status = run()
+                if status:
+                    abi.check(status)
+                done += 1
+        except (ValueError, TypeError, ArithmeticError, LookupError) as cause:  # of a damaged tape
+            raise ProgramError(f"step {self._calls.runs[done][0]} fails: {one_line(cause)}") from cause
+
+
+def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, level: str | None = None) -> Model:
+    """The model of an artifact, run by the tape that `adalog tape` made for it.
+
+    tape: the tape's file; None: the one beside the artifact. threads, level: as `QuantizedModel.compile` takes them.
+    Raises ArtifactError where a file cannot be read, is damaged or belongs to another artifact, and ValueError where
+    no kernels run here.
+    """
+    path, tape = Path(path), tape_beside(path) if tape is None else Path(tape)
+    _check_file(path, "name an artifact that `adalog quantize` has made")
+    _check_file(tape, f"make it, where PyTorch is installed, with `adalog tape {path}`")
+    context = abi.Context(threads, level)
+    try:
+        with safe_open(tape, "np") as file:
+            metadata = file.metadata() or {}
+            stored.check(set(metadata) == {tapes.KEY}, "it holds no tape")
+            header, constants = tapes.parse(metadata[tapes.KEY]), file.get_tensor(tapes.CONSTANTS)
+        stored.check(constants.dtype == np.uint8 and constants.ndim == 1, "its constants are no bytes")
+        if header["artifact"] != _sha256(path):
+            raise ArtifactError(f"it belongs to another artifact than {path}")
+        with safe_open(path, "np") as file:
+            return Model(context, header, constants, file.get_tensor)
+    except MemoryError:
+        raise
+    except Exception as cause:  # damaged files make the parsing raise anything
+        told = f"{tape} cannot be used: {one_line(cause)}; make it anew with `adalog tape {path}`"
+        raise ArtifactError(told) from cause
+
+
+def _check_file(path: Path, way_out: str) -> None:
+    if not path.is_file():
+        told = "not a regular file" if path.exists() else "no such file"
+        raise ArtifactError(f"{path} cannot be read: {told}; {way_out}")
+
+
+def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _map(function: Callable[[Array], Array], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, item) for item in value)
+    return function(value)
+
+
+def _fill(result: Any, views: Any, start: int, end: int) -> None:
+    """Copy the views' first images to their place in the result."""
+    if isinstance(views, dict):
+        for key, view in views.items():
+            _fill(result[key], view, start, end)
+    elif isinstance(views, (tuple, list)):
+        for each, view in zip(result, views, strict=True):
+            _fill(each, view, start, end)
+    else:
+        result[start:end] = views[: end - start]

@@ -1,0 +1,226 @@
+"""Reading a tape: the calls of kernels by which `native` runs one artifact, as data that `adalog tape` wrote.
+
+A tape is hostile until it is checked. It may say which kernels run on which memory, and no more: every pointer is a
+place in a region of memory that is made here, all that a kernel reads and writes there must lie in that region, results
+go to the region "work" alone, and what kernels take on trust after they have checked it (places of rows, tables, zero
+points) lies in the region "constants", which nothing writes. docs/format.md describes the file.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adalog import library
+from adalog.run import abi
+from adalog.run.floats import FLOATS
+from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json, unpack
+
+FORMAT = 1
+KEY = "adalog-tape"
+CONSTANTS, WORK = "constants", "work"  # regions of memory; the others are the inputs, by their numbers
+ALIGNMENT = 64  # bytes: a cache line
+MAX_BATCH = 2**16
+_MAX_WORK = 2**30  # bytes for each image
+_TYPES = ("float32", "float64", "uint8", "int32", "int64", "bool")
+_FIELDS = {
+    "format": int,
+    "version": str,
+    "interface": int,
+    "artifact": str,
+    "batch": int,
+    "inputs": list,
+    "weights": list,
+    "work": int,
+    "fills": list,
+    "copies": list,
+    "calls": list,
+    "output": object,
+}
+WRITTEN = {(abi.Output, "data"), (abi.Output, "more"), (abi.Patches, "out")}
+_READ = {(abi.Output, "residual"), *((kind, name) for kind in abi.STRUCTURES for name in ("data", "more"))} - WRITTEN
+
+Array = npt.NDArray[Any]
+
+
+def parse(header: str) -> dict[str, Any]:
+    """The JSON of a tape, with fields of the right types. Raises ArtifactError for another format or interface."""
+    check(len(header) <= MAX_JSON, f"its JSON takes {len(header)} bytes, more than {MAX_JSON}")
+    tape = parse_json(header)
+    check(isinstance(tape, dict), "its JSON is no object")
+    check_text(tape)
+    found, interface = tape.get("format"), tape.get("interface")
+    check(found == FORMAT, f"it has the format {found}, this package reads {FORMAT}")
+    check(interface == library.ABI, f"it is for kernels of interface {interface}, this package has {library.ABI}")
+    odd = sorted(tape.keys() ^ _FIELDS.keys())
+    check(not odd, f"it lacks the fields, or has fields of its own: {', '.join(odd)}")
+    for name, kind in _FIELDS.items():
+        check(isinstance(tape[name], kind), f"its {name} is of the type {type(tape[name]).__name__}")
+    batch, work = tape["batch"], tape["work"]
+    check(is_whole(batch, 1, MAX_BATCH), f"it is for {batch} images")
+    check(is_whole(work, 0, batch * _MAX_WORK), f"it takes {work} bytes for {batch} images")
+    check(bool(tape["inputs"]), "it has no inputs")
+    for each in tape["inputs"]:
+        good = isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and _is_shape(each[1])
+        check(good and each[1][:1] == [batch], f"an input is {each}, no [name, shape] with {batch} images")
+    return tape
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) <= 8 and all(is_whole(size, 0, 2**31) for size in shape)
+
+
+def weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
+    """The weight of one of the tape's `weights`, of which `tensor` gives the artifact's tensors."""
+    good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)
+    check(good, "a weight is no [name, bits, shape, left_zero]")
+    name, bits, shape, left_zero = entry
+    good = is_whole(bits, 2, 8) and is_whole(left_zero, 0, 255) and _is_shape(shape) and len(shape) == 2 and all(shape)
+    check(good, f"weight {name} has {bits!r} bits, the shape {shape} and meets the zero point {left_zero!r}")
+    packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")
+    check(packed.ndim == 1 and packed.dtype == zero.dtype == np.uint8, f"weight {name} is stored as {packed.dtype}")
+    check(zero.shape == (shape[0],), f"weight {name} has {zero.shape} zero points")
+    codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
+    return abi.Weights(codes, zero.astype(np.int32), bits, left_zero, name)
+
+
+def aligned(size: int) -> Array:
+    """So many bytes of zeros, from a cache line on."""
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]
+
+
+class Memory:
+    """The regions that calls read and write.
+
+    work: written by calls; constants: of the file, and never written. inputs: how many bytes each has.
+    """
+
+    def __init__(self, constants: Array, work: int, fills: Sequence[Any], inputs: Sequence[int]):
+        self.work, self._constants = aligned(work), aligned(len(constants))
+        self._constants[:] = constants
+        self._constants.flags.writeable = False
+        self._inputs = inputs
+        for fill in fills:
+            good = isinstance(fill, list) and len(fill) == 3 and all(is_whole(each, 0) for each in fill)
+            check(good and fill[0] + fill[2] <= work and fill[1] + fill[2] <= len(constants), f"it fills {fill}")
+            to, start, count = fill
+            self.work[to : to + count] = constants[start : start + count]
+
+    def _place(self, place: Any) -> tuple[Any, int, int]:
+        """(region, offset, bytes from there on)."""
+        check(isinstance(place, list) and len(place) == 2 and is_whole(place[1], 0), f"{place} is no place in memory")
+        region, offset = place
+        if is_whole(region, 0, len(self._inputs) - 1):
+            size = self._inputs[region]
+        else:
+            check(region in (WORK, CONSTANTS), f"{region!r} is no region of memory")
+            size = len(self.work if region == WORK else self._constants)
+        check(offset <= size, f"{place} lies behind the region's {size} bytes")
+        return region, offset, size - offset
+
+    def address(self, place: Any, size: int, regions: Sequence[str] | None) -> tuple[int, int | None]:
+        """The address of a place with so many bytes, and None; in an input, the offset and its number.
+
+        regions: where it may lie; None: anywhere.
+        """
+        region, offset, there = self._place(place)
+        check(regions is None or region in regions, f"{place} is not in {' or '.join(regions or ())}")
+        check(0 <= size <= there, f"{place} has {there} bytes, not {size}")
+        if isinstance(region, int):
+            return offset, region
+        memory = self.work if region == WORK else self._constants
+        return memory.ctypes.data + offset, None
+
+    def view(self, given: Any, *, written: bool = False) -> Array:
+        """The array that an object {"at", "shape", "strides", "type"} describes, in the work or the constants."""
+        check(isinstance(given, dict) and given.keys() == {"at", "shape", "strides", "type"}, f"{given} is no view")
+        region, offset, _ = self._place(given["at"])
+        check(region == WORK or (region == CONSTANTS and not written), f"{given} is no view that may be used here")
+        good = _is_shape(given["shape"]) and _is_shape(given["strides"]) and given["type"] in _TYPES
+        check(good, f"{given} is no view")
+        memory = self.work if region == WORK else self._constants
+        # NumPy refuses what lies outside of the memory.
+        return np.ndarray(given["shape"], given["type"], memory.data, offset, given["strides"])
+
+
+class Calls:
+    """The calls of a tape, bound to memory. Raises ArtifactError for what no tape has.
+
+    runs: in order, each with the name of the step that it is for; the result is None, or the status of a kernel.
+    pointers: the structures whose `data` lies in an input, with its number and the offset there.
+    """
+
+    def __init__(self, context: abi.Context, weights: Sequence[abi.Weights], memory: Memory, calls: Sequence[Any]):
+        self._context, self._weights, self._memory = context, weights, memory
+        self.pointers: list[tuple[ctypes.Structure, int, int]] = []
+        self._alive: list[ctypes.Structure] = []
+        self.runs = [self._bound(call) for call in calls]
+
+    def _bound(self, call: Any) -> tuple[str, Callable[[], int | None]]:
+        good = isinstance(call, list) and len(call) == 3 and all(isinstance(each, str) for each in call[:2])
+        check(good, "a call is no [step, operation, arguments]")
+        step, operation, given = call
+        if operation in abi.KERNELS:
+            arguments = abi.KERNELS[operation]()
+            self._fill(step, arguments, given, ())
+            self._alive.append(arguments)
+            return step, self._context.bind(operation, arguments)
+        check(operation in FLOATS, f"step {step} calls {operation!r}, which this package does not run without PyTorch")
+        check(isinstance(given, list) and len(given) > 1, f"step {step} has no list of arguments")
+        out = self._memory.view(given[0], written=True)
+        return step, functools.partial(FLOATS[operation], out, *map(self._argument, given[1:]))
+
+    def _argument(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return tuple(map(self._argument, given))
+        return self._memory.view(given) if isinstance(given, dict) else given
+
+    def _fill(self, step: str, structure: ctypes.Structure, given: Any, around: tuple[ctypes.Structure, ...]) -> None:
+        """Give a structure its fields: numbers first, by which the others are checked. around: those that hold it."""
+        kinds: Mapping[str, Any] = {name: kind for name, kind, *_ in structure._fields_}
+        check(isinstance(given, dict) and given.keys() <= kinds.keys(), f"step {step} has fields that no kernel takes")
+        inner = [name for name in given if issubclass(kinds[name], ctypes.Structure)]
+        pointers = [name for name in given if kinds[name] is ctypes.c_void_p]
+        for name in given.keys() - {*inner, *pointers}:
+            _set_number(step, structure, name, kinds[name], given[name])
+        for name in inner:
+            self._fill(step, getattr(structure, name), given[name], (structure, *around))
+        for name in pointers:
+            if isinstance(structure, abi.Linear) and name == "weights":
+                check(is_whole(given[name], 0, len(self._weights) - 1), f"step {step} has the weight {given[name]!r}")
+                structure.weights = self._weights[given[name]].pointer
+            else:
+                self._point(structure, name, given[name], around)
+
+    def _point(self, structure: ctypes.Structure, name: str, place: Any, around: tuple[ctypes.Structure, ...]) -> None:
+        kind = type(structure)
+        count, size = abi.EXTENTS[kind][name]
+        entries = next(getattr(each, count) for each in (structure, *around) if hasattr(each, count))
+        regions = [WORK] if (kind, name) in WRITTEN else None if (kind, name) in _READ else [CONSTANTS]
+        address, number = self._memory.address(place, entries * size, regions)
+        if number is None:
+            setattr(structure, name, address)
+        else:
+            check(name == "data", f"{name} lies in an input")
+            self.pointers.append((structure, number, address))
+
+
+def _set_number(step: str, structure: ctypes.Structure, name: str, kind: Any, value: Any) -> None:
+    """Set a field to a number, or to several, that it can hold."""
+    if issubclass(kind, ctypes.Array):
+        good = isinstance(value, list) and len(value) == kind._length_ and all(is_whole(each, 0) for each in value)
+        found: Any = kind(*value) if good else None
+        held = list(found) if good else None
+    elif kind is ctypes.c_float:
+        found = held = value if type(value) in (int, float) else None
+    else:
+        found = kind(value).value if type(value) is int else None
+        held = found
+    check(held is not None and held == value, f"step {step} has {name} = {value!r}")
+    setattr(structure, name, found)

@@ -1,0 +1,197 @@
+"""The tape of a plan: its calls as data, with places in memory instead of addresses (docs/format.md)."""
+
+import ctypes
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save as to_safetensors
+from torch import Tensor
+
+from adalog import library, version
+from adalog.errors import ArtifactError
+from adalog.graph.program import Program, Ref, leaves_of
+from adalog.run import abi
+from adalog.run.tape import ALIGNMENT, CONSTANTS, FORMAT, KEY, WORK, WRITTEN
+from adalog.runtime.native.emit import Plan
+from adalog.runtime.native.products import Product, zero_point
+
+
+def record(plan: Plan, artifact: str, batch: int) -> bytes:
+    """The tape, as a file, of a plan for `batch` images of an artifact, which is named by its SHA-256.
+
+    Raises ArtifactError for a plan with a step that only torch runs, and for outputs that are not one per image.
+    """
+    torch_only = [call for call in plan.calls if call.arguments is None]
+    if torch_only:
+        told = ", ".join(f"{call.step} ({call.operation})" for call in torch_only[:3])
+        raise ArtifactError(f"the step {told} runs in PyTorch alone, so that the model does not run without it")
+    program = plan.program
+    odd = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
+    if odd:
+        raise ArtifactError(f"the output {odd[0]} is not a tensor with a row for each of {batch} images")
+    memory = _Memory(plan)
+    weights: dict[int, int] = {}  # by pointer: the number of the weight
+    entries: list[Any] = []
+    for each in plan.functions.values():
+        if isinstance(each, Product) and each.weights is not None:
+            site = each.site
+            assert site.weight is not None
+            weights[each.weights.pointer] = len(entries)
+            shape = list(site.weight.flatten(1).shape)
+            entries.append([site.node.args[1].name, site.right.bits, shape, zero_point(site.left)])
+    inputs = {id(arguments): number for arguments, number in plan.pointers}
+    calls = []
+    for call in plan.calls:
+        if isinstance(call.arguments, ctypes.Structure):
+            given = _fields(call.arguments, memory, weights, inputs.get(id(call.arguments)))
+        else:
+            assert call.arguments is not None
+            out, args = call.arguments
+            given = [memory.view(out), *(_argument(arg, memory) for arg in args)]
+        calls.append([call.step, call.operation, given])
+    header = {
+        "format": FORMAT,
+        "version": version.__version__,
+        "interface": library.ABI,
+        "artifact": artifact,
+        "batch": batch,
+        "inputs": [[name, list(shape)] for name, shape in zip(program.inputs, plan.shapes, strict=True)],
+        "weights": entries,
+        "copies": [None if static is None else memory.view(static) for static in plan.statics],
+        "calls": calls,
+        "output": _output(program, program.output, plan, memory),
+        "fills": memory.fills,
+        "work": memory.work,
+    }
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False)
+    content: bytes = to_safetensors({CONSTANTS: memory.constants()}, {KEY: text})
+    return content
+
+
+def _is_batched(plan: Plan, leaf: Any, batch: int) -> bool:
+    value = plan.results.get(leaf.name) if isinstance(leaf, Ref) else None
+    return isinstance(value, Tensor) and value.shape[:1] == (batch,)
+
+
+def _output(program: Program, given: Any, plan: Plan, memory: "_Memory") -> Any:
+    """The structure of the output, with views in place of values."""
+    if isinstance(given, dict):
+        return {"dict": [[key, _output(program, item, plan, memory)] for key, item in given.items()]}
+    if isinstance(given, (tuple, list)):
+        kind = "tuple" if isinstance(given, tuple) else "list"
+        return {kind: [_output(program, item, plan, memory) for item in given]}
+    return memory.view(plan.results[given.name])
+
+
+def _argument(given: Any, memory: "_Memory") -> Any:
+    if isinstance(given, (tuple, list)):
+        return [_argument(each, memory) for each in given]
+    return memory.view(given) if isinstance(given, Tensor) else given
+
+
+def _fields(structure: ctypes.Structure, memory: "_Memory", weights: dict[int, int], number: int | None) -> Any:
+    """The fields of a structure that are not zero. number: of the input that its data lies in, if it does."""
+    found: dict[str, Any] = {}
+    for name, kind, *_ in structure._fields_:
+        value = getattr(structure, name)
+        if isinstance(value, ctypes.Structure):
+            found[name] = _fields(value, memory, weights, None)
+        elif isinstance(value, ctypes.Array):
+            found[name] = list(value)
+        elif kind is not ctypes.c_void_p:
+            found |= {name: value} if value else {}
+        elif name == "data" and number is not None:
+            found[name] = [number, 0]
+        elif value is not None:
+            isolated = isinstance(structure, abi.Linear) and name == "weights"
+            found[name] = weights[value] if isolated else memory.place(value)
+    return found
+
+
+class _Memory:
+    """The places of addresses: in the work, which calls write, or in the constants.
+
+    work: bytes of it; fills: [place in the work, place in the constants, bytes] of what is there before the first call.
+    """
+
+    def __init__(self, plan: Plan):
+        self.work = 0
+        self.fills: list[list[int]] = []
+        self._constants = bytearray()
+        self._known: dict[bytes, int] = {}  # by content: its place in the constants
+        self._places: dict[int, tuple[str, int]] = {}  # by address: region and offset
+        shared = [*plan.layout.arena.blocks, *(static for static in plan.statics if static is not None)]
+        for value in shared:
+            self._places[value.untyped_storage().data_ptr()] = (WORK, self._take(value.untyped_storage().nbytes()))
+        values = [plan.layout.alive, *(call.arguments for call in plan.calls if isinstance(call.arguments, tuple))]
+        self._sizes = {each.data_ptr(): each.nbytes() for each in _storages([*shared, *values])}
+        self._addresses = sorted(self._sizes)
+        for call in plan.calls:
+            if isinstance(call.arguments, ctypes.Structure):
+                for address in _written(call.arguments):
+                    self._locate(address, written=True)
+            elif call.arguments is not None:
+                self._locate(call.arguments[0].data_ptr(), written=True)
+
+    def _take(self, size: int) -> int:
+        start, self.work = self.work, self.work + -(-size // ALIGNMENT) * ALIGNMENT
+        return start
+
+    def _locate(self, address: int, *, written: bool = False) -> tuple[str, int]:
+        """Region and offset of an address."""
+        base = self._addresses[bisect_right(self._addresses, address) - 1]
+        assert 0 <= address - base <= self._sizes[base], "an address of no memory of the plan"
+        if base not in self._places:
+            content = ctypes.string_at(base, self._sizes[base])
+            start = self._constant(content)
+            if written:
+                offset = self._take(len(content))
+                self.fills.append([offset, start, len(content)])
+                self._places[base] = WORK, offset
+            else:
+                self._places[base] = CONSTANTS, start
+        region, start = self._places[base]
+        return region, start + address - base
+
+    def _constant(self, content: bytes) -> int:
+        if content not in self._known:
+            self._constants += bytes(-len(self._constants) % ALIGNMENT)
+            self._known[content] = len(self._constants)
+            self._constants += content
+        return self._known[content]
+
+    def place(self, address: int) -> list[Any]:
+        return list(self._locate(address))
+
+    def view(self, value: Tensor) -> dict[str, Any]:
+        """A tensor as `adalog.run` sees it."""
+        strides = [stride * value.element_size() for stride in value.stride()]
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"at": self.place(value.data_ptr()), "shape": list(value.shape), "strides": strides, "type": dtype}
+
+    def constants(self) -> np.ndarray[Any, Any]:
+        return np.frombuffer(bytes(self._constants), np.uint8)
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory of all tensors in a nested value."""
+    if isinstance(value, Tensor):
+        yield value.untyped_storage()
+    items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (tuple, list, dict)):
+        for item in items:
+            yield from _storages(item)
+
+
+def _written(structure: ctypes.Structure) -> Iterator[int]:
+    """The addresses that a kernel writes to."""
+    for name, *_ in structure._fields_:
+        value = getattr(structure, name)
+        if isinstance(value, ctypes.Structure):
+            yield from _written(value)
+        elif value and (type(structure), name) in WRITTEN:
+            yield value

@@ -1,0 +1,333 @@
+"""The runtime alone: it has the bits of `native` without PyTorch, and a tape does nothing beyond its memory."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load as parse
+from safetensors.numpy import save as to_bytes
+from torch import nn
+
+import adalog.run
+from adalog import AdalogError, ArtifactError, Calibration, QuantizedModel, library
+from adalog.artifact import read_header
+from adalog.export import to_tape
+from adalog.graph.program import Output, Ref
+from adalog.run import abi, floats
+from adalog.run import tape as tapes
+from commands import call, say
+from test_native import Masked
+
+pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+
+
+@pytest.fixture(scope="module")
+def file(quantized, tmp_path_factory):
+    """An artifact with its tape for three images beside it."""
+    path = tmp_path_factory.mktemp("run") / "model.safetensors"
+    quantized.save(path)
+    adalog.run.tape_beside(path).write_bytes(to_tape(path, 3))
+    return path
+
+
+def header_of(tape):
+    length = int.from_bytes(tape[:8], "little")
+    return json.loads(json.loads(tape[8 : 8 + length])["__metadata__"][tapes.KEY])
+
+
+def changed(tape, change):
+    """The tape with its JSON changed in place by `change`."""
+    header = header_of(tape)
+    change(header)
+    return to_bytes(parse(tape), {tapes.KEY: json.dumps(header)})
+
+
+# --- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_bits_are_those_of_native(file, quantized, images, count):
+    model = adalog.run.load(file)
+    wanted = quantized.compile("native")(images[:count])
+    found = model(images[:count].numpy())
+    assert found.dtype == np.float32
+    assert np.array_equal(found, wanted.numpy())
+    assert (model.batch, model.inputs) == (3, {"images": (3, 3, 32, 32)})
+
+
+@pytest.mark.parametrize("level", library.levels())
+def test_a_tape_is_for_every_level(file, quantized, images, level):
+    found = adalog.run.load(file, level=level, threads=2)(images.numpy())
+    assert np.array_equal(found, quantized.compile("native", level=level)(images).numpy())
+
+
+ALONE = """
+import sys
+for name in ("torch", "typer", "rich", "PIL", "matplotlib", "jinja2"):  # all that NumPy and safetensors are not
+    sys.modules[name] = None  # importing it fails
+import numpy as np
+import adalog.run
+from adalog.errors import ArtifactError
+images = np.load(sys.argv[2])
+np.save(sys.argv[3], adalog.run.load(sys.argv[1])(images.transpose(0, 1, 3, 2).copy().transpose(0, 1, 3, 2)))
+assert not [name for name in sys.modules if name.startswith("torch.")]
+"""
+
+
+def test_numpy_and_safetensors_are_enough(file, quantized, images, tmp_path):
+    np.save(tmp_path / "images.npy", images.numpy())
+    given = [file, tmp_path / "images.npy", tmp_path / "logits.npy"]
+    subprocess.run([sys.executable, "-c", ALONE, *map(str, given)], check=True)
+    assert np.array_equal(np.load(given[2]), quantized.compile("native")(images).numpy())
+
+
+def test_outputs_keep_their_structure(quantized, images, tmp_path):
+    program = quantized.program
+    norm = next(node.name for node in program.nodes if node.op == "aten.layer_norm.default")
+    given = Output(logits=program.output, more=[(Ref(norm),), {"again": program.output}])
+    model = QuantizedModel(replaced(quantized.quantized, program=replaced(program, output=given)))
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    adalog.run.tape_beside(path).write_bytes(to_tape(path))
+    found, wanted = adalog.run.load(path)(images[:2].numpy()), model.compile("native")(images[:2])
+    assert found.keys() == wanted.keys()
+    assert isinstance(found["more"], list)
+    assert isinstance(found["more"][0], tuple)
+    assert np.array_equal(found["more"][0][0], wanted.more[0][0].numpy())
+    assert np.array_equal(found["more"][1]["again"], wanted.logits.numpy())
+
+
+def replaced(value, **changes):
+    found = copy.copy(value)
+    for name, each in changes.items():
+        object.__setattr__(found, name, each)
+    return found
+
+
+def test_floats_are_what_torch_computes():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 3, 5, 7, generator=generator)
+    two = {f"aten.{name}.Tensor": getattr(torch, name) for name in ("add", "sub", "mul", "div")}
+    cases = [*((op, (x, y), function(x, y)) for op, function in two.items())]
+    cases += [("aten.add.Tensor", (x, 0.1), x + 0.1), ("aten.relu.default", (x,), x.relu())]
+    cases += [("aten.cat.default", ((x, y), -2), torch.cat([x, y], -2)), (floats.COPY, (x,), x)]
+    for op, args, wanted in cases:
+        out = np.empty(wanted.shape, np.float32)
+        given = [tuple(map(torch.Tensor.numpy, arg)) if isinstance(arg, tuple) else arg for arg in args]
+        floats.FLOATS[op](out, *(arg.numpy() if isinstance(arg, torch.Tensor) else arg for arg in given))
+        assert np.array_equal(out, wanted.numpy()), op
+    for dims, keeps in (((1,), False), ((0, -1), True)):
+        wanted = x.double().mean(dims, keeps)
+        out = np.empty(wanted.shape, np.float32)
+        floats.FLOATS["aten.mean.dim"](out, x.numpy(), dims, keeps)
+        assert np.array_equal(out, wanted.float().numpy())
+    assert floats.FLOATS.keys() == {*(op for op, *_ in cases), "aten.mean.dim"}
+
+
+# --- what has no tape ------------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    def forward(self, x):
+        return self.head(x - x.mean(0, keepdim=True))
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(24, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "why"),
+    [
+        (Masked(torch.ones(7, 7).triu(1).bool()), (6, 7, 24), r"masked_fill.* \(aten.masked_fill.Scalar\), .*PyTorch"),
+        (Mixing(), (6, 24), "the images of a batch change each other's outputs"),
+    ],
+)
+def test_what_has_no_tape(fast, tmp_path, module, shape, why):
+    torch.manual_seed(0)
+    Calibration(module.eval(), torch.randn(shape)).quantize(fast).save(tmp_path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=f"model.safetensors has no tape: .*{why}"):
+        to_tape(tmp_path / "model.safetensors", 2)
+
+
+def test_the_command(file, monkeypatch, capsys, tmp_path):
+    told = json.loads(say(monkeypatch, capsys, "tape", file, "--out", tmp_path / "b", "--batch", 2, "--json", "-"))
+    assert told == {"file": str(tmp_path / "b"), "bytes": (tmp_path / "b").stat().st_size, "batch": 2}
+    assert adalog.run.load(file, tape=tmp_path / "b").batch == 2
+    code, error = call(monkeypatch, capsys, "tape", file, "--out", file)
+    assert (code, "is an input" in error) == (2, True)
+    other = tmp_path / "none.safetensors"
+    assert call(monkeypatch, capsys, "tape", other)[0] == 2
+
+
+def test_inputs_that_do_not_fit(file, images):
+    model = adalog.run.load(file)
+    for wrong in ([images[0]], [images.double()], [images, images], [], [images[:, :, :8]]):
+        with pytest.raises(ValueError, match=r"the model takes \(B, 3, 32, 32\) of float32; got"):
+            model(*(value.numpy() for value in wrong))
+    with pytest.raises(ValueError, match="level = 'fast' is none of"):
+        adalog.run.load(file, level="fast")
+
+
+# --- what is stale, damaged or hostile -------------------------------------------------------------------------------
+
+
+def refused(file, tmp_path, content, match):
+    (tmp_path / "tape").write_bytes(content)
+    with pytest.raises(ArtifactError, match=match) as error:
+        adalog.run.load(file, tape=tmp_path / "tape")
+    assert str(tmp_path / "tape") in str(error.value)
+    assert f"`adalog tape {file}`" in str(error.value)
+
+
+def test_files_that_do_not_go_together(file, quantized, tmp_path):
+    tape = adalog.run.tape_beside(file).read_bytes()
+    other = tmp_path / "other.safetensors"
+    quantized.save(other)
+    other.write_bytes(other.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ArtifactError, match=r"other.tape cannot be read: no such file; make it, where PyTorch is"):
+        adalog.run.load(other)
+    refused(other, tmp_path, tape, "it belongs to another artifact than")
+    refused(file, tmp_path, tape[: len(tape) // 2], "cannot be used")
+    refused(file, tmp_path, file.read_bytes(), "it holds no tape")
+    with pytest.raises(ArtifactError, match="other cannot be read: no such file; name an artifact"):
+        adalog.run.load(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="cannot be read: not a regular file"):
+        adalog.run.load(tmp_path)
+
+
+def one(kernel):
+    """A function that gives the arguments of the first call of this kernel."""
+    return lambda header: next(given for _, operation, given in header["calls"] if operation == kernel)
+
+
+def setting(where, *path):
+    *before, last, value = path
+
+    def change(header):
+        place = where(header)
+        for key in before:
+            place = place[key]
+        place[last] = value
+
+    return change
+
+
+WHOLE = lambda header: header  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (setting(WHOLE, "format", 2), "it has the format 2, this package reads 1"),
+        (setting(WHOLE, "interface", 1), "it is for kernels of interface 1, this package has"),
+        (setting(WHOLE, "batch", 0), "it is for 0 images"),
+        (setting(WHOLE, "batch", 2), r"an input is \['images', \[3, 3, 32, 32\]\], no .* with 2 images"),
+        (setting(WHOLE, "work", 2**60), "it takes 1152921504606846976 bytes for 3 images"),
+        (setting(WHOLE, "own", 1), "it lacks the fields, or has fields of its own: own"),
+        (setting(WHOLE, "artifact", "a\x1b"), "does not print"),
+        (setting(WHOLE, "fills", [[0, 0, 2**40]]), "it fills"),
+        (setting(WHOLE, "weights", 0, 1, 3), "codes of 3 bits take"),
+        (setting(WHOLE, "weights", 0, 2, [1, 1]), "zero points"),
+        (setting(WHOLE, "weights", 0, 3, 256), "meets the zero point 256"),
+        (
+            setting(WHOLE, "calls", 0, 1, "aten.exp.default"),
+            "calls 'aten.exp.default', which this package does",
+        ),
+        (setting(WHOLE, "output", {"set": []}), "it puts out a set"),
+        (setting(one("linear"), "weights", 99), "has the weight 99"),
+        (setting(one("linear"), "rows", 2**64), "has rows = 18446744073709551616"),
+        (setting(one("linear"), "row", 1.5), "has row = 1.5"),
+        (setting(one("linear"), "bytes", 2**40), "bytes, not 1099511627776"),
+        (setting(one("linear"), "bytes", -1), "bytes, not -1"),
+        (setting(one("linear"), "data", ["work", 2**40]), "lies behind the region"),
+        (setting(one("linear"), "data", ["stack", 0]), "'stack' is no region"),
+        (setting(one("linear"), "data", [7, 0]), "7 is no region"),
+        (setting(one("linear"), "out", "data", ["constants", 0]), "is not in work"),
+        (setting(one("linear"), "out", "data", [0, 0]), "is not in work"),
+        (setting(one("norm"), "out", "scale", ["work", 0]), "is not in constants"),
+        (setting(one("norm"), "epsilon", None), "has epsilon = None"),
+        (setting(one("norm"), "out", "address", 1), "has fields that no kernel takes"),
+        (setting(one("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies behind the region"),
+        (setting(one("attention"), "scores", "heads", 10**9), "bytes, not 4000000000"),
+        (setting(one("attention"), "steps", "length", 2**30), "bytes, not 4294967296"),
+        (setting(one("patches"), "kernel", [1]), r"has kernel = \[1\]"),
+        (setting(one("aten.mean.dim"), 0, "at", ["constants", 0]), "is no view that may be used here"),
+        (setting(one("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
+        (setting(one("aten.mean.dim"), 1, "type", "object"), "is no view"),
+    ],
+)
+def test_what_a_tape_may_not_say(file, tmp_path, change, match):
+    tape = adalog.run.tape_beside(file).read_bytes()
+    refused(file, tmp_path, changed(tape, change), match)
+
+
+def test_sizes_that_do_not_fit_together(file, tmp_path, images):
+    """Kernels find them when they are called, before they read or write."""
+    tape = changed(adalog.run.tape_beside(file).read_bytes(), setting(one("norm"), "rows", 10**6))
+    (tmp_path / "tape").write_bytes(tape)
+    with pytest.raises(AdalogError, match="step layer_norm fails: ValueError: the sizes of a kernel do not fit"):
+        adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
+
+
+def test_every_pointer_has_an_extent():
+    for structure in abi.STRUCTURES:
+        pointers = {name for name, kind, *_ in structure._fields_ if kind is abi.c_void_p} - {"weights"}
+        assert pointers == abi.EXTENTS.get(structure, {}).keys(), structure
+
+
+HOSTILE = """
+import json, random, sys
+import numpy as np
+import adalog.run
+from adalog.errors import AdalogError
+from adalog.run import tape as tapes
+from safetensors.numpy import load as parse, save as to_bytes
+
+file, place, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+content = adalog.run.tape_beside(file).read_bytes()
+length = int.from_bytes(content[:8], "little")
+text = json.loads(content[8 : 8 + length])["__metadata__"][tapes.KEY]
+chance, tensors = random.Random(seed), parse(content)
+
+def spots(value):
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, (dict, list)):
+            yield from spots(item)
+        yield value, key
+
+ran = 0
+for _ in range(count):
+    header = json.loads(text)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        holder, key = chance.choice(list(spots(header["calls"])))
+        value = holder[key]
+        if isinstance(value, int):
+            holder[key] = chance.choice([value + 1, value - 1, 0, 1, -1, 2 * value, value // 2, 2**31, 2**63 - 1])
+        else:
+            other, where = chance.choice(list(spots(header["calls"])))
+            holder[key] = json.loads(json.dumps(other[where]))
+    try:
+        with open(place, "wb") as out:
+            out.write(to_bytes(tensors, {tapes.KEY: json.dumps(header)}))
+        model = adalog.run.load(file, tape=place)
+        model(np.ones((3, 3, 32, 32), np.float32))
+        ran += 1
+    except (AdalogError, MemoryError):
+        pass
+assert 0 < ran < count, ran
+"""
+
+
+def test_hostile_tapes_do_no_harm(file, tmp_path):
+    """They run within their memory or are refused; a process that they could harm would crash now and then."""
+    subprocess.run([sys.executable, "-c", HOSTILE, str(file), str(tmp_path / "tape"), "0", "150"], check=True)
+
+
+def test_the_header_names_weights_of_the_artifact(file):
+    tape = adalog.run.tape_beside(file).read_bytes()
+    assert {name for name, *_ in header_of(tape)["weights"]} == read_header(file.read_bytes())["weights"].keys()
