@@ -9,7 +9,7 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 4  # the version of its interface
+ABI = 5  # the version of its interface
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of their bits in `adalog_features`
 
 

@@ -254,17 +254,17 @@ def check(status: int) -> None:
 class Weights:
     """A stored weight in the layout that kernels read; up to 4 bits it takes half a byte per code.
 
-    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; left_zero: the zero point of the left operand;
-    name: of the weight, for errors.
+    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; name: of the weight, for errors; left_zero: the
+    zero point of the left operand. choices: all numbers behind the name, as tapes hold them.
     """
 
-    def __init__(self, codes: npt.NDArray[np.uint8], zero: npt.NDArray[np.int32], bits: int, left_zero: int, name: str):
+    def __init__(self, codes: npt.NDArray[np.uint8], zero: npt.NDArray[np.int32], name: str, bits: int, left_zero: int):
         assert codes.dtype == np.uint8
         assert codes.flags.c_contiguous
         assert zero.dtype == np.int32
         assert zero.shape == codes.shape[:1]
         self._library = load()
-        self.name = name
+        self.choices = bits, left_zero
         self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *codes.shape, bits, left_zero)
         if not self.pointer:
             raise MemoryError(f"no memory for the weight of {name}")

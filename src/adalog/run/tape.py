@@ -76,16 +76,16 @@ def _is_shape(shape: Any) -> bool:
 
 def weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     """The weight of one of the tape's `weights`, of which `tensor` gives the artifact's tensors."""
-    good = isinstance(entry, list) and len(entry) == 4 and isinstance(entry[0], str)
-    check(good, "a weight is no [name, bits, shape, left_zero]")
-    name, bits, shape, left_zero = entry
-    good = is_whole(bits, 2, 8) and is_whole(left_zero, 0, 255) and _is_shape(shape) and len(shape) == 2 and all(shape)
-    check(good, f"weight {name} has {bits!r} bits, the shape {shape} and meets the zero point {left_zero!r}")
+    good = isinstance(entry, list) and len(entry) > 2 and isinstance(entry[0], str)
+    check(good, "a weight is no [name, shape, bits, ...]")
+    name, shape, *choices = entry
+    good = all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
+    check(good and _is_shape(shape) and len(shape) == 2 and all(shape), f"weight {name} has {shape} and {choices}")
     packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")
     check(packed.ndim == 1 and packed.dtype == zero.dtype == np.uint8, f"weight {name} is stored as {packed.dtype}")
     check(zero.shape == (shape[0],), f"weight {name} has {zero.shape} zero points")
-    codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
-    return abi.Weights(codes, zero.astype(np.int32), bits, left_zero, name)
+    codes = unpack(packed, choices[0], math.prod(shape)).reshape(shape)
+    return abi.Weights(codes, zero.astype(np.int32), name, *choices)
 
 
 def aligned(size: int) -> Array:

@@ -138,7 +138,7 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     assert isinstance(site.right, UniformQuantizer)
     codes = site.weight.flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
-    return abi.Weights(codes.numpy(), zero.numpy(), site.right.bits, zero_point(site.left), site.name)
+    return abi.Weights(codes.numpy(), zero.numpy(), site.name, site.right.bits, zero_point(site.left))
 
 
 # --- arguments of kernels --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from adalog.graph.program import Program, Ref, leaves_of
 from adalog.run import abi
 from adalog.run.tape import ALIGNMENT, CONSTANTS, FORMAT, KEY, WORK, WRITTEN
 from adalog.runtime.native.emit import Plan
-from adalog.runtime.native.products import Product, zero_point
+from adalog.runtime.native.products import Product
 
 
 def record(plan: Plan, artifact: str, batch: int) -> bytes:
@@ -42,7 +42,7 @@ def record(plan: Plan, artifact: str, batch: int) -> bytes:
             assert site.weight is not None
             weights[each.weights.pointer] = len(entries)
             shape = list(site.weight.flatten(1).shape)
-            entries.append([site.node.args[1].name, site.right.bits, shape, zero_point(site.left)])
+            entries.append([site.node.args[1].name, shape, *each.weights.choices])
     inputs = {id(arguments): number for arguments, number in plan.pointers}
     calls = []
     for call in plan.calls:

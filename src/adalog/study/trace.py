@@ -1,0 +1,178 @@
+"""Where the time of the executor "native" goes, call by call, beside the least that the processor's roofs allow."""
+
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.model import QuantizedModel
+from adalog.run import abi
+from adalog.runtime.native.arena import Call
+from adalog.runtime.native.products import Product
+from adalog.study.bench import on_one_thread, random_inputs
+from adalog.study.roof import Roofs
+
+_LEAST = 5  # runs, at least
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call cannot do without.
+
+    shape: the sizes that decide it, as `_SHAPES` names them. products: of two bytes. exps: values of a softmax. erfs:
+    values of an activation function, which kernels find without erf. bytes: of its operands and results. weights: bytes
+    of a stored weight.
+    """
+
+    shape: tuple[int, ...]
+    products: int = 0
+    exps: int = 0
+    erfs: int = 0
+    bytes: int = 0
+    weights: int = 0
+
+
+# What the sizes of a call are, by its kernel; those of other operations are the sizes of the result.
+SHAPES = {
+    "linear": ("rows", "terms", "columns"),
+    "product": ("batches", "heads", "rows", "terms", "columns"),
+    "attention": ("batches", "heads", "rows", "terms", "keys", "columns"),
+    "norm": ("rows", "columns"),
+    "encode": ("rows", "columns"),
+    "patches": ("images", "channels", "height", "width"),
+}
+
+
+def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
+    """The work of a call. weights: the products with stored weights, by the addresses of these."""
+    of: Any = call.arguments
+    if isinstance(of, abi.Linear):
+        product = weights[of.weights]
+        terms, columns, planes = product.site.terms, product.columns, 2 if of.more else 1
+        entries, moved = of.rows * columns, planes * of.rows * terms
+        erfs = entries if of.out.kind == abi.STEPS else 0
+        size = moved + entries * _bytes_of(of.out)
+        return Work((of.rows, terms, columns), moved * columns, 0, erfs, size, product.nbytes)
+    if isinstance(of, abi.Matrices):
+        shape, moved, right = _matrices(of)
+        size = moved + right + of.batches * of.heads * of.rows * of.columns * _bytes_of(of.out)
+        return Work(shape, moved * of.columns, bytes=size)
+    if isinstance(of, abi.Attention):
+        (batches, heads, rows, terms, keys), queries, right = _matrices(of.scores)
+        exps, values = batches * heads * rows * keys, batches * heads * keys * of.columns
+        products = exps * terms + exps * of.columns * of.steps.planes
+        size = queries + right + values + batches * heads * rows * of.columns * _bytes_of(of.out)
+        return Work((batches, heads, rows, terms, keys, of.columns), products, exps, 0, size)
+    if isinstance(of, (abi.Norm, abi.Encode)):
+        rows = _kept(of.out, of.rows)
+        return Work((rows, of.columns), bytes=rows * of.columns * (4 + _bytes_of(of.out)))
+    if isinstance(of, abi.Patches):
+        return Work((of.images, of.channels, of.height, of.width), bytes=of.bytes + of.out_bytes)
+    if of is None:  # of torch, whose results are not known here
+        return Work(())
+    out, args = of
+    tensors = [each for arg in (out, *args) for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
+    return Work(tuple(out.shape), bytes=sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
+
+
+def _matrices(of: Any) -> tuple[tuple[int, ...], int, int]:
+    """(batches, heads, rows, terms, columns) of a product, and the bytes of both operands."""
+    shape = tuple(getattr(of, name) for name in SHAPES["product"])
+    batches, heads, rows, terms, columns = shape
+    planes = 2 if of.left.more else 1
+    return shape, batches * heads * rows * terms * planes, batches * heads * terms * columns
+
+
+def _kept(out: abi.Output, rows: int) -> int:
+    """How many of the rows go somewhere; a norm skips those that nobody reads."""
+    if not out.place:
+        return rows
+    return sum(place >= 0 for place in (ctypes.c_int32 * rows).from_address(out.place))
+
+
+def _bytes_of(out: abi.Output) -> int:
+    """Bytes for each entry of a result: those that are written, and those of what it is added to."""
+    size = 4 if out.kind in (abi.SUMS, abi.FLOATS) else 2 if out.more else 1
+    return size + (4 if out.residual else 0)
+
+
+def least(work: Work, roofs: Roofs, weights: int) -> dict[str, float]:
+    """The seconds that the parts of a call's work take at the roofs, and the least that it takes itself ("limit").
+
+    Reading goes on while the processor computes, so a call takes at least the longer of the two. weights: bytes of all
+    weights of the model, which decide where each of them comes from.
+    """
+    found = {
+        "products": work.products / roofs.dots,
+        "values": work.exps / roofs.exps + work.erfs / roofs.erfs,
+        "traffic": work.bytes / roofs.read(work.bytes) + work.weights / roofs.read(weights),
+    }
+    return {**found, "limit": max(found["products"] + found["values"], found["traffic"])}
+
+
+@torch.no_grad()
+def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0) -> dict[str, Any]:
+    """The calls for a batch on one thread, with the microseconds that each takes and its share of the roof, as JSON.
+
+    A time is the least of all runs in so many seconds, on random images, in CPU seconds of the thread. "over_limit" is
+    the time of a whole run over the sum of the least that its calls take at the roofs. Raises as
+    `QuantizedModel.compile` does.
+    """
+    compiled = model.compile("native", threads=1, batch=batch, level=roofs.level)
+    plan, inputs = compiled.prepare(batch), random_inputs(model, batch)
+    times: list[list[float]] = []
+    whole: list[float] = []
+
+    def run() -> None:
+        stop = time.perf_counter() + seconds
+        while len(times) < _LEAST or time.perf_counter() < stop:
+            start = time.thread_time()
+            plan(inputs)
+            whole.append(time.thread_time() - start)
+            times.append(plan.times(inputs))
+
+    on_one_thread(run)()
+    products = (each for each in plan.functions.values() if isinstance(each, Product))
+    stored = {each.weights.pointer: each for each in products if each.weights is not None}
+    rows, totals = [], dict.fromkeys(("products", "values", "traffic", "limit"), 0.0)
+    for call, taken in zip(plan.calls, zip(*times, strict=True), strict=True):
+        work = work_of(call, stored)
+        parts = least(work, roofs, compiled.weight_bytes)
+        totals = {name: totals[name] + parts[name] for name in totals}
+        rows.append(
+            {
+                "step": call.step,
+                "operation": call.operation,
+                **vars(work),
+                "microseconds": 1e6 * min(taken),
+                "roof_microseconds": 1e6 * parts["limit"],
+                "share": parts["limit"] / min(taken),
+            }
+        )
+    told = {f"{name}_ms": 1e3 * value for name, value in totals.items()}
+    calls, best = sum(row["microseconds"] for row in rows), min(whole)
+    return {
+        "batch": batch,
+        "runs": len(times),
+        "ms": 1e3 * best,
+        "calls_ms": calls / 1e3,
+        **told,
+        "over_limit": best / totals["limit"],
+        "shapes": SHAPES,
+        "rows": rows,
+    }
+
+
+def by_operation(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What the calls of each operation of a trace take together, the longest first."""
+    sums: dict[str, dict[str, float]] = {}
+    for row in found["rows"]:
+        each = sums.setdefault(row["operation"], {"calls": 0, "ms": 0.0, "limit_ms": 0.0})
+        each["calls"] += 1
+        each["ms"] += row["microseconds"] / 1e3
+        each["limit_ms"] += row["roof_microseconds"] / 1e3
+    return dict(sorted(sums.items(), key=lambda item: -item[1]["ms"]))
