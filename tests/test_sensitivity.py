@@ -11,6 +11,7 @@ from torch import nn
 from adalog import Calibration, Config, DataError, Search
 from adalog.calibration.operands import operand_kinds
 from adalog.graph.rewrite import rewritten
+from adalog.quantizers import QuantizedTensor, UniformQuantizer
 from adalog.study import sensitivity as module
 from adalog.study.sensitivity import Sensitivity, read, sensitivity
 from toys import Attention, Toy
@@ -28,6 +29,29 @@ def kinds_of(group):
     return operand_kinds(group.first.role, group.first.left_source.kind)
 
 
+def fitting(x, w, x_hat, w_hat):
+    """The factors from 1/2 to 2 of a quantized weight's rows that leave the least error of the output: (rows, 1)."""
+    exact, found = x.double() @ w.double().transpose(-1, -2), x_hat.double() @ w_hat.double().transpose(-1, -2)
+    dims = tuple(range(exact.ndim - 1))
+    factor = (exact * found).sum(dims) / found.square().sum(dims).clamp(min=1e-300)
+    return factor.clamp(0.5, 2).unsqueeze(-1)
+
+
+def alone(product, assignment, kinds, kind):
+    """The assignment with one kind of operand quantized; where the right one is a weight, its scales fit the left."""
+    left, right = (
+        side if mine == kind else None for side, mine in zip((assignment.left, assignment.right), kinds, strict=True)
+    )
+    if kinds[1] == "weight" and (left is not None or right is not None):
+        x, w = product.left.values, product.right.values
+        if right is None:
+            steps = (w.amax(-1, keepdim=True).clamp(min=0) - w.amin(-1, keepdim=True).clamp(max=0)) / 255
+            right = QuantizedTensor.nearest(w, UniformQuantizer(steps, (-w.amin(-1, keepdim=True) / steps).round(), 8))
+        x_hat = x if left is None else left.fake_quantize(x)
+        right = right.scaled(fitting(x, w, x_hat, right.dequantize()).to(w.dtype))
+    return dataclasses.replace(assignment, left=left, right=right)
+
+
 def whole_losses(calibration, config, width, images):
     """The loss of every operand alone: all of the model is run, and the divergence is written out in float64."""
     config = dataclasses.replace(config, weight_bits=width, activation_bits=width, softmax_bits=width, input_bits=width)
@@ -35,12 +59,9 @@ def whole_losses(calibration, config, width, images):
     with torch.no_grad():
         expected = calibration.program.run([images]).double().softmax(1)
         for group, assignment in calibration.assign(config):
+            product = calibration.product(group, assignment, config)
             for kind in set(kinds_of(group)):
-                left, right = (
-                    side if mine == kind else None
-                    for side, mine in zip((assignment.left, assignment.right), kinds_of(group), strict=True)
-                )
-                changed = dataclasses.replace(assignment, left=left, right=right)
+                changed = alone(product, assignment, kinds_of(group), kind)
                 output = rewritten(calibration.program, [(group, changed)]).run([images]).double().softmax(1)
                 losses[group.name, kind] = float((expected * (expected / output).log()).sum(1).mean())
     return losses
@@ -167,11 +188,11 @@ def test_several_outputs_are_judged_by_their_mean_relative_error():
     model = Toy(function, one=nn.Linear(16, 8), two=nn.Linear(16, 8)).eval()
     calibration, config = Calibration(model, ROWS), Config(search=Search(rounds=1, steps=1))
     found = sensitivity(calibration, config, [ROWS], (3,))
-    group, assignment = calibration.assign(dataclasses.replace(config, weight_bits=3, activation_bits=3))[0]
+    choices = dataclasses.replace(config, weight_bits=3, activation_bits=3)
+    group, assignment = calibration.assign(choices)[0]
     assert [site.name for site in group.sites] == ["one", "two"]
     for row in found.rows:
-        left, right = (None, assignment.right) if row.operand == "weight" else (assignment.left, None)
-        changed = dataclasses.replace(assignment, left=left, right=right)
+        changed = alone(calibration.product(group, assignment, choices), assignment, kinds_of(group), row.operand)
         with torch.no_grad():
             outputs = rewritten(calibration.program, [(group, changed)]).run([ROWS])
             expected = calibration.program.run([ROWS])
@@ -215,6 +236,18 @@ def test_attention_of_several_shapes_starts_where_it_changes():
     found = sensitivity(calibration, Config(search=Search(rounds=1, steps=1)), [images], (2, 8))
     assert all(row.loss >= 0 for row in found.rows)
     assert sum(row.loss for row in found.rows if row.bits == 2) > sum(row.loss for row in found.rows if row.bits == 8)
+
+
+def test_rows_of_grouped_weights_are_scaled_group_by_group():
+    model = Toy(lambda m, x: m.conv(x), conv=nn.Conv2d(6, 6, 3, padding=1, groups=3)).eval()
+    images = torch.randn(4, 6, 8, 8, generator=torch.Generator().manual_seed(6))
+    config = Config(search=Search(rounds=1, steps=1))
+    found = sensitivity(Calibration(model, images), config, [images], (2, 8), measure="relative squared error")
+    losses = {(row.operand, row.bits): row.loss for row in found.rows}
+    assert 0 < losses["input", 8] < 1e-3
+    assert 0 < losses["weight", 8] < 1e-3
+    assert losses["input", 2] > 100 * losses["input", 8]
+    assert losses["weight", 2] > 100 * losses["weight", 8]
 
 
 # --- the file --------------------------------------------------------------------------------------------------------

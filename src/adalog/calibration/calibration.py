@@ -180,7 +180,7 @@ class Calibration:
                 self.unlabelled,
                 assigned,
                 self._shared,
-                lambda group, assignment: self._judged(group, assignment, config),
+                lambda group, found: self.product(group, found, config).assigned(found.left, found.right),
                 seed=self.seed,
                 memory=self._memory // 2,
                 partial=file,
@@ -313,11 +313,10 @@ class Calibration:
 
         return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
 
-    def _judged(self, group: SiteGroup, assignment: Assignment, config: Config) -> Assignment:
-        """The assignment with the SQNR that it has."""
+    def product(self, group: SiteGroup, assignment: Assignment, config: Config) -> Product:
+        """The group's product, with its operands in the float network, folded as the assignment has it."""
         choices = choices_of(group, config)
-        product = self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
-        return product.assigned(assignment.left, assignment.right)
+        return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:

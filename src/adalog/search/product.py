@@ -75,13 +75,16 @@ class Product:
         return signal, noise
 
     def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
-        """The weight's codes, with the scale per row that leaves the least error of the output.
+        """The weight's nearest codes; scales are refitted after rounding, as in `rescaled`."""
+        return self.rescaled(first, QuantizedTensor.nearest(self.right.values, second))
 
-        Scales are refitted after rounding; the codes stay. The error is quadratic in the scale of a row.
+    def rescaled(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
+        """The weight with its codes, and the scale per row that leaves the least error of the output.
+
+        The error is quadratic in the scale of a row.
         """
         onto: list[Tensor] = []
         power: list[Tensor] = []
-        stored = QuantizedTensor.nearest(self.right.values, second)
         for x, x_hat, w, w_hat in self._slices(first, stored):
             output = x_hat @ w_hat.transpose(-1, -2)
             error = output_error(x, x_hat, w, w_hat)
@@ -90,7 +93,7 @@ class Product:
         grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
         excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
         factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
-        return stored.scaled(factor.to(second.scale.dtype))
+        return stored.scaled(factor.to(stored.quantizer.scale.dtype))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.

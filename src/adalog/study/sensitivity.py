@@ -20,6 +20,7 @@ from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
 from adalog.calibration.partial import Lines
 from adalog.calibration.schedule import Progress
+from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.graph.operations import PRODUCTS
@@ -28,7 +29,8 @@ from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_source
 from adalog.graph.tracing import trace
 from adalog.inputs.refusals import refusal
-from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor
+from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
+from adalog.search.product import Product
 from adalog.stored import is_whole
 from adalog.study.cost import cost
 from adalog.study.evaluate import divergence
@@ -189,14 +191,15 @@ def sensitivity(
         missing = {key: operand for key, operand in missing.items() if key not in rows}
         if not missing:
             continue
+        choices = at_width(config, width)
         assigned = calibration.assign(
-            at_width(config, width),
+            choices,
             lambda count, _, name, told=told: told(count, name),  # type: ignore[misc]
             jobs=jobs,
             partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
         )
         found = {group.name: assignment for group, assignment in assigned}
-        alone = {key: _alone(groups[name], found, kind) for key, (name, kind) in missing.items()}
+        alone = {key: _alone(calibration, groups[name], found, kind, choices) for key, (name, kind) in missing.items()}
         for count, (key, loss) in enumerate(judge.losses({key: each for key, each in alone.items() if each}, jobs)):
             name, kind = missing[key]
             rows[key] = Row(name, kind, width, loss, _widths(groups[name], found, kind))
@@ -269,14 +272,42 @@ def at_width(config: Config, width: int) -> Config:
     return replace(config, **widths, stages=())
 
 
-def _alone(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> Assigned:
+def _alone(
+    calibration: Calibration,
+    groups: Sequence[SiteGroup],
+    found: Mapping[str, Assignment],
+    kind: OperandKind,
+    choices: Config,
+) -> Assigned:
     """The assignments of a unit with one kind of operand quantized; empty where the choices leave it float."""
     assigned = []
     for group in groups:
         assignment, (left, right) = found[group.name], _kinds(group)
-        mine = assignment.left if left == kind else None, assignment.right if right == kind else None
-        assigned.append((group, replace(assignment, left=mine[0], right=mine[1], bias=None)))
+        mine = replace(
+            assignment,
+            left=assignment.left if left == kind else None,
+            right=assignment.right if right == kind else None,
+            bias=None,
+        )
+        if right == "weight" and isinstance(choices.search, Search) and choices.search.refit:
+            mine = _rescaled(calibration.product(group, assignment, choices), mine)
+        assigned.append((group, mine))
     return assigned if any(each.left or each.right for _, each in assigned) else []
+
+
+def _rescaled(product: Product, alone: Assignment) -> Assignment:
+    """The assignment of one operand alone, with the scales of the weight that it would have then.
+
+    A search refits them to the quantized activation, whose errors they partly take back. So a weight alone has the
+    scales that fit the exact activation, and an activation alone is judged with a weight of 8 bits that fits it.
+    """
+    if isinstance(alone.right, QuantizedTensor):
+        return replace(alone, right=product.rescaled(None, alone.right))
+    if alone.left is None:
+        return alone
+    rows = product.right.values
+    wide = UniformQuantizer(*bounds_to_uniform(rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True), 8), 8)
+    return replace(alone, right=product.refitted(alone.left, wide))
 
 
 def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
