@@ -60,6 +60,7 @@ def measure(level: str | None = None) -> Roofs:
         raise ValueError(f"level = {level!r} is none of {', '.join(levels)}")
     number, caches = library.LEVELS.index(level), cache_sizes()
     memory = aligned(min(_MOST, 4 * caches[-1]))
+    memory.fill(1)  # or all of it would be one page of zeros
 
     def speed(what: int, size: int = 0) -> float:
         return _best(lambda rounds: int(found(number, what, memory.ctypes.data, size, rounds)))
@@ -73,8 +74,8 @@ def measure(level: str | None = None) -> Roofs:
 def _best(loop: Callable[[int], int]) -> float:
     """How much of what it counts a loop does per second. loop: of so many rounds; returns how much it did."""
     rounds = 1
-    while (seconds := _timed(loop, rounds)[0]) < _SECONDS / 2:
-        rounds = max(2 * rounds, int(rounds * _SECONDS / max(seconds, 1e-7) / 2))
+    while min(_timed(loop, rounds)[0] for _ in range(3)) < _SECONDS / 2:
+        rounds *= 2
     runs = [_timed(loop, rounds) for _ in range(_RUNS)]
     return max(count / seconds for seconds, count in runs)
 

@@ -74,7 +74,8 @@ API int64_t adalog_roof(int level, int what, const uint8_t* data, int64_t size, 
         &roof_avx2::roofs, &roof_avx512::roofs, &roof_amx::roofs,
 #endif
     };
-    if (level < 0 || level >= int(sizeof all / sizeof *all) || !(adalog_features() >> level & 1) || rounds < 0) return -1;
+    static const unsigned features = adalog_features();  // on virtual machines asking takes longer than a loop
+    if (level < 0 || level >= int(sizeof all / sizeof *all) || !(features >> level & 1) || rounds < 0) return -1;
     if (what == 0) return all[level]->dots(rounds);
     if (what == 1) return data && size >= 0 ? all[level]->bytes(data, size, rounds) : -1;
     if (what == 2) return all[level]->exps(rounds);

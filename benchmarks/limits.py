@@ -1,0 +1,76 @@
+"""How far the executor "native" is from what this processor can do, on one thread.
+
+    python benchmarks/limits.py [--model timm:deit_small_patch16_224 demo] [--bits w4a4] [--batch 1 8] [--level L]
+        [--seconds 10] [--json F] [--work DIR]
+
+"roofs" are what one thread does where nothing holds it up: products of two bytes, values of 2^x and of erf, and bytes
+read from each cache and from memory, in 10^9 per second (`adalog.study.roof`). A row is a model at a batch size: the
+milliseconds that its integer products, its values (2^x for each score of a softmax, erf for each value of an
+activation function) and its traffic (operands, results and weights, once each) would take at the roofs; "limit_ms", the
+sum over its calls of the longer of two, products with values, and traffic; and "ms", which a run takes. "over_limit" is
+that over the limit. "operations" has the same by kernel. Times are the least of many, in CPU seconds of the thread, so
+that other load on the machine counts little; "load" is the number of processes that ran or waited, before and after.
+
+A timm model has random weights, and is quantized as `runtime.py` does it. --work DIR keeps our artifacts as long as the
+sources of the package are the same. Prints one JSON object and saves it as benchmarks/results/limits.json, or as F.
+"""
+
+from benchmarks.publish import RESULTS, publish
+from benchmarks.runtime import SEED, load_case, quantized
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adalog import load
+from adalog.study import roof
+from adalog.study.doctor import machine
+from adalog.study.trace import by_operation, trace
+from adalog.version import source_hash
+
+
+def rows_of(model: str, bits: str, batches: Sequence[int], roofs: roof.Roofs, seconds: float, work: Path) -> list[Any]:
+    """A row for each batch size, without the single calls."""
+    path = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
+    quantized(load_case(model, pretrained=False), bits, path)
+    rows = []
+    for batch in batches:
+        found = trace(load(path), batch, roofs, seconds)
+        told = {name: value for name, value in found.items() if name not in ("rows", "shapes")}
+        rows.append({"model": model, "bits": bits, **told, "operations": by_operation(found)})
+    return rows
+
+
+def loads() -> list[float]:
+    """The mean number of processes that ran or waited in the last 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["timm:deit_small_patch16_224", "demo"])
+    parser.add_argument("--bits", nargs="+", default=["w4a4"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--level", help="default: the fastest level of this machine")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds to spend on each row; five runs at least")
+    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/limits.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(1)
+    before, rows = loads(), []
+    roofs = roof.measure(asked.level)
+    with tempfile.TemporaryDirectory() as folder:
+        for model in asked.model:
+            for bits in asked.bits:
+                rows += rows_of(model, bits, asked.batch, roofs, asked.seconds, asked.work or Path(folder))
+    told = {"roofs": roofs.json(), "rows": rows, "threads": 1, "load": {"before": before, "after": loads()}}
+    publish({**told, "seed": SEED, "machine": machine()}, asked.json or RESULTS / "limits.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""How long a fresh process takes until an artifact answers, and its memory, without PyTorch and with it.
+
+    python benchmarks/load.py [--model timm:deit_small_patch16_224 demo] [--bits w4a4] [--repeats 7]
+        [--json F] [--work DIR]
+
+Each way runs in a process of its own, in turn with the others, on one thread. "ready" is the CPU time of the process
+until the model can be called, imports and all; "first" is that of the first call, at batch 1, and "second" that of the
+next. "peak_bytes" is the largest resident set; "beside_weights" is the same less the weights as they lie in memory.
+All are medians.
+
+- run: `adalog.run.load`, with the tape that `adalog tape` wrote before.
+- native: `adalog.load(...).compile("native", batch=1)`.
+- onnxruntime: the artifact as `adalog export` writes it, where ONNX Runtime is installed.
+- numpy: importing NumPy, and nothing else; the floor of `run`.
+
+"ratios" are the ready times of the others over that of `run`. A timm model has random weights, and is quantized as
+`runtime.py` does it. --work DIR keeps our files as long as the sources of the package are the same. Prints one JSON
+object and saves it as benchmarks/results/load.json, or as F.
+"""
+
+from benchmarks.publish import RESULTS, publish
+from benchmarks.runtime import SEED, load_case, quantized
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from adalog import export, load, run
+from adalog.study.doctor import machine, version_of
+from adalog.version import source_hash
+
+# Each prints what `_END` does; SHAPE is the shape of one batch.
+_WAYS = {
+    "numpy": "import numpy as np\nmodel, weights = (lambda images: None), 0",
+    "run": "import numpy as np\nimport adalog.run\nmodel = adalog.run.load(FILE)\nweights = model.weight_bytes",
+    "native": """
+import numpy as np
+import torch
+import adalog
+torch.set_num_threads(1)
+compiled = adalog.load(FILE).compile("native", threads=1, batch=1)
+model, weights = (lambda images: compiled(torch.from_numpy(images))), compiled.weight_bytes
+""",
+    "onnxruntime": """
+import numpy as np
+import onnxruntime
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = options.inter_op_num_threads = 1
+session = onnxruntime.InferenceSession(FILE.replace(".safetensors", ".onnx"), options)
+name, weights = session.get_inputs()[0].name, WEIGHTS
+model = lambda images: session.run(None, {name: images})
+""",
+}
+_END = """
+import json, time
+clock = [time.process_time()]
+images = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+clock.append(time.process_time())
+for _ in range(2):
+    model(images)
+    clock.append(time.process_time())
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+print(json.dumps([clock[0], clock[2] - clock[1], clock[3] - clock[2], peak, weights]))
+"""
+
+
+def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
+    """A row for each way: seconds, and bytes."""
+    weights = file.with_suffix(".onnx").stat().st_size if "onnxruntime" in ways else 0
+    given = f"FILE, SHAPE, WEIGHTS = {str(file)!r}, {tuple(shape)}, {weights}\n"
+    found: dict[str, list[list[float]]] = {way: [] for way in ways}
+    for turn in range(repeats):
+        for way in ways if turn % 2 else reversed(ways):
+            command = [sys.executable, "-c", given + _WAYS[way] + _END]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            found[way].append(json.loads(result.stdout))
+    rows = {}
+    for way, runs in found.items():
+        ready, first, second, peak, bytes_of = map(median, zip(*runs, strict=True))
+        seconds = {"ready_seconds": ready, "first_seconds": first, "second_seconds": second}
+        rows[way] = {**seconds, "peak_bytes": peak, "beside_weights": peak - bytes_of}
+    return rows
+
+
+def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
+    """The rows of one model, and the ratios over `run`."""
+    file = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
+    quantized(load_case(model, pretrained=False), bits, file)
+    run.tape_beside(file).write_bytes(export.to_tape(file))
+    loaded, ways = load(file), list(_WAYS)
+    if find_spec("onnxruntime") is None:
+        ways.remove("onnxruntime")
+    else:
+        file.with_suffix(".onnx").write_bytes(export.to_onnx(loaded.quantized, "mixed", ""))
+    rows = measured(ways, file, (1, *loaded.example[0].shape[1:]), repeats)
+    ratios = {way: rows[way]["ready_seconds"] / rows["run"]["ready_seconds"] for way in ways if way != "run"}
+    bytes_of = {"artifact_bytes": file.stat().st_size, "tape_bytes": run.tape_beside(file).stat().st_size}
+    return {"model": model, "bits": bits, **bytes_of, "ways": rows, "ratios": ratios}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["timm:deit_small_patch16_224", "demo"])
+    parser.add_argument("--bits", default="w4a4")
+    parser.add_argument("--repeats", type=int, default=7, help="processes for each way")
+    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/load.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps our files")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [rows_of(model, asked.bits, asked.repeats, asked.work or Path(folder)) for model in asked.model]
+    here = {**machine(), **({"onnxruntime": found} if (found := version_of("onnxruntime")) else {})}
+    load_now = [round(value, 2) for value in os.getloadavg()]
+    publish(
+        {"rows": rows, "threads": 1, "load": load_now, "seed": SEED, "machine": here},
+        asked.json or RESULTS / "load.json",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What `adalog bench --trace` and `benchmarks/limits.py` say of a model's calls and of this processor."""
+
+from benchmarks import limits
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from adalog import Calibration, library
+from adalog.run import abi
+from adalog.study import roof
+from adalog.study.cost import cost
+from adalog.study.roof import Roofs
+from adalog.study.trace import SHAPES, Work, by_operation, least, trace
+from commands import say
+
+pytestmark = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
+GIGA = 1e9
+
+
+@pytest.fixture(scope="module")
+def roofs():
+    """Of a processor that one can compute with."""
+    level = library.levels()[-1] if library.levels() else "scalar"
+    return Roofs(level, 100 * GIGA, 10 * GIGA, 5 * GIGA, ((1 << 15, 200 * GIGA), (1 << 20, 100 * GIGA), (0, 10 * GIGA)))
+
+
+def test_products_are_those_that_are_counted(quantized, roofs):
+    found = trace(quantized, 3, roofs, seconds=0)
+    assert sum(row["products"] for row in found["rows"]) == cost(quantized.program, [(3, 32, 32)]).integer_macs * 3
+    compiled = quantized.compile("native")
+    assert sum(row["weights"] for row in found["rows"]) == compiled.weight_bytes
+    assert [row["operation"] for row in found["rows"]] == [call.operation for call in compiled.prepare(3).calls]
+    scores = [site for site in compiled.sites if site.endswith("attn.qk")]
+    heads, tokens = 2, 64
+    assert sum(row["exps"] for row in found["rows"]) == 3 * len(scores) * heads * tokens**2
+    gelus = [row for row in found["rows"] if row["erfs"]]
+    assert [row["erfs"] for row in gelus] == [row["shape"][0] * row["shape"][2] for row in gelus]
+    assert [row["step"] for row in gelus] == ["gelu", "gelu_1"]
+    assert all(len(row["shape"]) == len(SHAPES.get(row["operation"], row["shape"])) for row in found["rows"])
+
+
+def test_the_limit_is_the_longer_of_computing_and_reading(roofs):
+    computing = Work((), products=10**9, exps=10**9, erfs=10**9, bytes=1 << 15, weights=1 << 10)
+    assert least(computing, roofs, 1 << 15) == pytest.approx(
+        {"products": 0.01, "values": 0.3, "traffic": ((1 << 15) + (1 << 10)) / (200 * GIGA), "limit": 0.31}
+    )
+    reading = Work((), products=10, bytes=1 << 30, weights=1 << 20)
+    found = least(reading, roofs, 1 << 20)
+    assert found["limit"] == found["traffic"] == pytest.approx((1 << 30) / (10 * GIGA) + (1 << 20) / (100 * GIGA))
+
+
+def test_sums_over_calls(quantized, roofs):
+    found = trace(quantized, 1, roofs, seconds=0)
+    sums, rows = by_operation(found), found["rows"]
+    assert found["runs"] == 5
+    assert sum(each["calls"] for each in sums.values()) == len(rows)
+    assert sum(each["ms"] for each in sums.values()) == pytest.approx(found["calls_ms"])
+    assert sum(each["limit_ms"] for each in sums.values()) == pytest.approx(found["limit_ms"])
+    assert found["over_limit"] == pytest.approx(found["ms"] / found["limit_ms"])
+    assert all(row["share"] == pytest.approx(row["roof_microseconds"] / row["microseconds"]) for row in rows)
+
+
+class Chosen(nn.Module):
+    """The head of a model that reads one token, as that of DeiT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x)[:, 0])
+
+
+def test_rows_that_nobody_reads_are_not_counted(fast, roofs):
+    torch.manual_seed(0)
+    model = Calibration(Chosen().eval(), torch.randn(6, 7, 24)).quantize(fast)
+    (norm, head) = trace(model, 5, roofs, seconds=0)["rows"]
+    assert (norm["operation"], norm["shape"], norm["bytes"]) == ("norm", (5, 24), 5 * 24 * 5)
+    assert (head["shape"], head["products"]) == ((5, 24, 3), 5 * 24 * 3)
+
+
+@pytest.mark.parametrize("level", library.levels())
+def test_roofs_of_this_processor(level, monkeypatch):
+    monkeypatch.setattr(roof, "_SECONDS", 1e-5)
+    monkeypatch.setattr(roof, "_RUNS", 1)
+    monkeypatch.setattr(roof, "_MOST", 1 << 20)
+    found = roof.measure(level)
+    assert found.level == level
+    assert min(found.dots, found.exps, found.erfs, *(speed for _, speed in found.reads)) > 0
+    caches = roof.cache_sizes()
+    assert [size for size, _ in found.reads] == [*caches, 0]
+    assert list(caches) == sorted(caches)
+    assert len(found.json()["reads"]) == len(caches) + 1
+    assert found.read(caches[0]) == found.reads[0][1]
+    assert found.read(caches[-1] + 1) == found.reads[-1][1]
+
+
+def test_loops_that_there_are_not():
+    loop = abi.load().adalog_roof
+    assert loop(-1, 0, None, 0, 1) == loop(99, 0, None, 0, 1) == loop(0, 9, None, 0, 1) == loop(0, 1, None, 64, 1) == -1
+    assert loop(0, 0, None, 0, -1) == -1
+    with pytest.raises(ValueError, match="level = 'none' is none of"):
+        roof.measure("none")
+
+
+def test_the_command(quantized, monkeypatch, capsys, tmp_path):
+    quantized.save(tmp_path / "model.safetensors")
+    options = ["--executor", "native", "--batch", 2, "--batch", 1, "--seconds", 0]
+    say(monkeypatch, capsys, "bench", tmp_path / "model.safetensors", *options, "--trace", tmp_path / "trace.json")
+    told = json.loads((tmp_path / "trace.json").read_text())
+    assert told["roofs"]["level"] == library.levels()[-1]
+    assert [each["batch"] for each in told["traces"]] == [1, 2]
+    assert {"step", "operation", "shape", "microseconds", "share"} <= told["traces"][0]["rows"][0].keys()
+
+
+def test_the_benchmark(quantized, monkeypatch, capsys, tmp_path, roofs):
+    monkeypatch.setattr(limits, "load_case", lambda model, pretrained: model)
+    monkeypatch.setattr(limits, "quantized", lambda case, bits, path: quantized.save(path))
+    monkeypatch.setattr(roof, "measure", lambda level: roofs)
+    limits.main(["--model", "timm:tiny", "--seconds", "0", "--json", str(tmp_path / "limits.json")])
+    told = json.loads((tmp_path / "limits.json").read_text())
+    assert told == json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["bits"], row["batch"]) for row in told["rows"]] == [
+        ("timm:tiny", "w4a4", 1),
+        ("timm:tiny", "w4a4", 8),
+    ]
+    assert told["rows"][1]["products_ms"] == pytest.approx(8 * told["rows"][0]["products_ms"])
+    assert {"before", "after"} == told["load"].keys()
