@@ -123,3 +123,51 @@ def accuracy_table() -> str:
         f"other work). All are calibrated on the same 32 images; {'; '.join(tops)}."
     )
     return "\n".join([*lines, "", text])
+
+
+def limits_table() -> str:
+    """How far `native` is from the processor's roofs, from limits.json."""
+    result = json.loads((RESULTS / "limits.json").read_text())
+    heads = ("model", "bits", "batch", "products", "values", "traffic", "limit", "a run", "over the limit")
+    heads += ("linears and convolutions", "attention")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in result["rows"]:
+        cells = (row["model"].rpartition(":")[2], row["bits"].upper(), row["batch"])
+        cells += tuple(f"{row[f'{name}_ms']:.2f}" for name in ("products", "values", "traffic", "limit"))
+        cells += (f"{row['ms']:.2f}", f"**{row['over_limit']:.2f}**")
+        found = (row["operations"][name] for name in ("linear", "attention"))
+        cells += tuple(f"{each['ms'] / each['limit_ms']:.2f}" for each in found)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    roofs, machine = result["roofs"], result["machine"]
+    reads = ", ".join(f"{speed:.0f} GB/s from {name}" for name, speed in roofs["reads"].items())
+    text = (
+        f"CPU milliseconds of a batch on one thread ({machine['processor']}, {LEVELS[roofs['level']]}; shared with "
+        "other work), the least of many; the last three columns are times over limits. The roofs: "
+        f"{roofs['dots']:.0f} billion products of bytes, {roofs['exps']:.1f} billion values of 2^x and "
+        f"{roofs['erfs']:.1f} billion of erf in a second, and {reads}. Figures: `benchmarks/results/limits.json`."
+    )
+    return "\n".join([*lines, "", text])
+
+
+def load_table() -> str:
+    """How long a fresh process takes until a model answers, from load.json."""
+    result = json.loads((RESULTS / "load.json").read_text())
+    names = {
+        "run": "**`adalog.run`**",
+        "native": "`native`, with PyTorch",
+        "onnxruntime": "ONNX Runtime, the artifact exported",
+        "numpy": "importing NumPy alone",
+    }
+    heads = ("model", "", "ready [CPU s]", "first answer [CPU s]", "memory [MiB]", "beside the weights [MiB]")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in result["rows"]:
+        for way in (name for name in names if name in row["ways"]):
+            found = row["ways"][way]
+            cells = (f"{found['ready_seconds']:.3f}", "" if way == "numpy" else f"{found['first_seconds']:.3f}")
+            cells += tuple(f"{found[name] / 2**20:.0f}" for name in ("peak_bytes", "beside_weights"))
+            lines.append(f"| {' | '.join((row['model'].rpartition(':')[2], names[way], *cells))} |")
+    text = (
+        "Processes that start, load and answer one image, on one thread, in turn; medians "
+        f"({result['machine']['processor']}; shared with other work). Figures: `benchmarks/results/load.json`."
+    )
+    return "\n".join([*lines, "", text])

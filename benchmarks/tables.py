@@ -6,7 +6,14 @@ With --check nothing is written; the exit code is 1 if a table is out of date.
 """
 
 from benchmarks.publish import RESULTS, ROOT, measured
-from benchmarks.speed_tables import accuracy_table, executors_table, runtime_table, speed_table
+from benchmarks.speed_tables import (
+    accuracy_table,
+    executors_table,
+    limits_table,
+    load_table,
+    runtime_table,
+    speed_table,
+)
 
 import json
 import re
@@ -466,6 +473,8 @@ TABLES = (
     ("docs/measured.md", "reconstruct table", reconstruct_table),
     ("docs/measured.md", "runtime table", runtime_table),
     ("docs/measured.md", "budgets table", budgets_table),
+    ("docs/native.md", "limits table", limits_table),
+    ("docs/native.md", "load table", load_table),
 )
 
 
