@@ -1,5 +1,7 @@
 """The runtime alone: it has the bits of `native` without PyTorch, and a tape does nothing beyond its memory."""
 
+from benchmarks import load
+
 import copy
 import json
 import subprocess
@@ -233,7 +235,7 @@ WHOLE = lambda header: header  # noqa: E731
         (setting(WHOLE, "fills", [[0, 0, 2**40]]), "it fills"),
         (setting(WHOLE, "weights", 0, 2, 3), "codes of 3 bits take"),
         (setting(WHOLE, "weights", 0, 1, [1, 1]), "zero points"),
-        (setting(WHOLE, "weights", 0, 3, 256), r"has \[.*\] and \[4, 256\]"),
+        (setting(WHOLE, "weights", 0, 3, 256), r"has \[.*\] and \[4, 256"),
         (
             setting(WHOLE, "calls", 0, 1, "aten.exp.default"),
             "calls 'aten.exp.default', which this package does",
@@ -331,3 +333,13 @@ def test_hostile_tapes_do_no_harm(file, tmp_path):
 def test_the_header_names_weights_of_the_artifact(file):
     tape = adalog.run.tape_beside(file).read_bytes()
     assert {name for name, *_ in header_of(tape)["weights"]} == read_header(file.read_bytes())["weights"].keys()
+
+
+# --- what loading costs ----------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_loading(file):
+    rows = load.measured(["run"], file, (3, 3, 32, 32), 1)
+    assert rows.keys() == {"run"}
+    assert min(rows["run"].values()) > 0
+    assert rows["run"]["peak_bytes"] - rows["run"]["beside_weights"] == adalog.run.load(file).weight_bytes

@@ -6,6 +6,7 @@ It is what `capture` reads from a model, what calibration observes and rewrites,
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,11 @@ class Node:
 
     def refs(self) -> Iterator[str]:
         """The names of the values it reads, in order."""
-        return refs_of((self.args, tuple(self.kwargs.values())))
+        return iter(self._refs)
+
+    @cached_property
+    def _refs(self) -> tuple[str, ...]:
+        return tuple(refs_of((self.args, tuple(self.kwargs.values()))))
 
     def renamed(self, names: Mapping[str, str]) -> "Node":
         """The same operation reading other values."""

@@ -301,7 +301,7 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
     The last value, those between, and the function from the first to the last.
     """
     inside: dict[str, Node] = {}
-    for node in flow.nodes.values():
+    for node in flow.behind(name) if any(reader.op in _POINTWISE for reader in flow.readers(name)) else ():
         reads = [each for each in node.refs() if each == name or each in inside]
         if reads and node.op in _POINTWISE and len(reads) == len(list(node.refs())):
             inside[node.name] = node
