@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adalog import library
+from adalog import library, run
+from adalog.export import to_tape
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.run import abi
 from adalog.runtime import native, reference
 from adalog.runtime.native import products
 from adalog.runtime.native.tables import search_tables, steps_of
 from strategies import bits, normal, seeds
+from test_run import HOSTILE
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
 
 LEVELS = library.levels()
@@ -444,3 +446,13 @@ def test_kernels_stay_within_their_memory(under_sanitizers, seed):
 def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
     """Whatever bytes an artifact has, kernels do not leave what is theirs."""
     assert int(under_sanitizers(MUTANTS, 1000)) > 50
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_hostile_tapes_stay_within_their_memory(under_sanitizers, quantized, tmp_path):
+    """Tapes with numbers and places changed at random, which load and run, or are refused."""
+    path = tmp_path / "model.safetensors"
+    quantized.save(path)
+    run.tape_beside(path).write_bytes(to_tape(path, 3))
+    under_sanitizers(HOSTILE, path, tmp_path / "tape", 1, 150)
