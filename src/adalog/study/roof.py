@@ -59,6 +59,8 @@ def measure(level: str | None = None) -> Roofs:
     if level not in levels:
         raise ValueError(f"level = {level!r} is none of {', '.join(levels)}")
     number, caches = library.LEVELS.index(level), cache_sizes()
+    if found(number, _DOTS, None, 0, 0) < 0:
+        raise ValueError(f"level = {level!r} has no loops in roof.cpp that measure its roofs")
     memory = aligned(min(_MOST, 4 * caches[-1]))
     memory.fill(1)  # or all of it would be one page of zeros
 
