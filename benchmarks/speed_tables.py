@@ -171,3 +171,32 @@ def load_table() -> str:
         f"({result['machine']['processor']}; shared with other work). Figures: `benchmarks/results/load.json`."
     )
     return "\n".join([*lines, "", text])
+
+
+_EXPORTED = {"demo": "the bundled ViT", "realbench": "TinyViT"}
+
+
+def export_table() -> str:
+    """What exports answer beside their artifacts, and what time they take, from each export-*.json."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("export-*.json"))]
+    heads = ("model", "bits", "form", "engine", "accumulators", "other answers", "median error", "time", "ONNX file")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in (row for result in results for row in result["rows"]):
+        name = _EXPORTED.get(row["model"], row["model"].rpartition(":")[2])
+        equal = "all equal" if row["accumulators_equal"] else "differ"
+        cells = (name, row["bits"].upper(), row["form"], ENGINES[row["engine"]].partition(",")[0])
+        cells += (equal, f"{row['argmax_changed']} of {row['images']:,}", f"{row['error']['median']:.0e}")
+        cells += (f"{row['time_over_fp32']:.2f}", f"{row['bytes'] / 1e6:.2f} MB")
+        lines.append(f"| {' | '.join(cells)} |")
+    damaged = [f"{result['damaged_caught']} of {result['damaged_tried']}" for result in results]
+    spent = [max(each["cpu_seconds"] for each in result["exports"]) for result in results]
+    machines = dict.fromkeys(result["machine"]["processor"] for result in results)
+    text = (
+        "Other answers: images whose largest output differs from the artifact's, which the executor "
+        f"`{results[0]['executor']}` computes. Median error: of the outputs, relative. Time: CPU time over that of the "
+        f"float model in the same engine, one image at a time on one thread ({', '.join(machines)}; shared with other "
+        "work). OpenVINO computes in float32. All but the bundled ViT and TinyViT have random weights and images of "
+        "noise. Of each model's first file, initialisers were changed one at a time; caught were "
+        f"{', '.join(damaged)}. An export takes at most {max(spent):.0f} CPU seconds."
+    )
+    return "\n".join([*lines, "", text])

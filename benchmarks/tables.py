@@ -9,6 +9,7 @@ from benchmarks.publish import RESULTS, ROOT, measured
 from benchmarks.speed_tables import (
     accuracy_table,
     executors_table,
+    export_table,
     limits_table,
     load_table,
     runtime_table,
@@ -462,6 +463,7 @@ TABLES = (
     ("README.md", "speed table", speed_table),
     ("README.md", "accuracy table", accuracy_table),
     ("docs/cost.md", "cost table", cost_table),
+    ("docs/export.md", "export table", export_table),
     ("docs/measured.md", "executors table", executors_table),
     ("docs/measured.md", "realbench table", realbench_table),
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
