@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from adalog import Calibration, Config, Search, export
 from adalog.export import onnx as written
-from adalog.export.certificate import certify, changed_tensors, graph_digest, read
+from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
 from adalog.export.operands import _cells
 from adalog.export.replay import Replay
 from adalog.quantizers import LogQuantizer
@@ -91,6 +91,7 @@ def test_both_forms_are_certified(one, images):
     assert found.accumulators_equal
     assert found.images == 5
     assert "PASSED: integer form in onnxruntime" in found.text()
+    assert 0 <= found.own_error < 0.1
     assert json.loads(json.dumps(found.json()))["passed"] is True
 
 
@@ -198,6 +199,22 @@ def test_another_artifact_and_a_changed_node_are_noticed(one, images):
     onnx.helper.set_model_props(model, {"adalog": json.dumps(about)})
     found = certify(quantized, "digest", model.SerializeToString(), [(images,)])
     assert not found.passed
+
+
+def test_answers_are_judged_as_far_as_they_tell_something():
+    """By hand: of 8 images the largest output of 3 changes, at a relative error of .3."""
+    wanted = torch.eye(4).repeat(2, 1)
+    beside = torch.eye(4).roll(1, 1).repeat(2, 1)
+    got = wanted + 0.3 * beside
+    got[:3] = 0.7 * wanted[:3] + 0.75 * beside[:3]
+    site = SiteReport("site", True, 10, 0, 0)
+    for own, failures in ((0.0, 2), (0.12, 1), (0.2, 0)):
+        found = Certificate("mixed", "engine", "torch", {}, {}, images=8, sites=[site], own_error=own)
+        judge(found, [(wanted, got)])
+        assert found.changed == [0, 1, 2]
+        assert found.error["median"] == pytest.approx(0.3)
+        assert len(found.failures) == failures
+        assert ("are not judged" in found.text()) == (own > 0.1)
 
 
 def test_cells_tell_every_threshold_apart():
