@@ -1,6 +1,7 @@
 """The compiled kernels, at every level that runs here: the accumulators of the reference, and what they refuse."""
 
 import ctypes
+import math
 import os
 import shutil
 import subprocess
@@ -18,7 +19,8 @@ from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.run import abi
 from adalog.runtime import native, reference
 from adalog.runtime.native import products
-from adalog.runtime.native.tables import search_tables, steps_of
+from adalog.runtime.native.arena import Layout
+from adalog.runtime.native.tables import Lookup, search_tables, steps_of
 from strategies import bits, normal, seeds
 from test_run import HOSTILE
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
@@ -191,6 +193,37 @@ def test_searches(count, seed):
     assert torch.equal(looked_up(x, thresholds, values), values[torch.searchsorted(thresholds, x, right=True)])
 
 
+@every_level
+@few
+@given(st.sampled_from([1, 15, 31, 70, 255, 500]), st.sampled_from(["even", "crowded", "far", "tiny"]), bits, seeds)
+def test_functions_of_few_values(level, count, spread, width, seed):
+    """On thresholds, beside them, between them and far beyond, however close they lie to each other."""
+    generator = torch.Generator().manual_seed(seed)
+    thresholds = torch.randn(count, generator=generator)
+    thresholds = (
+        {
+            "even": lambda x: x,
+            "crowded": lambda x: x**9,  # most of them about zero
+            "far": lambda x: x * 1e37,
+            "tiny": lambda x: x * 1e-42 + 1,  # ends up as 1, and zero a threshold
+        }[spread](thresholds)
+        .sort()
+        .values.unique()
+    )
+    planes = 2 if width > 4 else 1
+    values = torch.randint(256**planes, (len(thresholds) + 1,), generator=generator, dtype=torch.int32)
+    far = torch.tensor([0.0, math.inf, -math.inf, 3e38, -3e38, 1e-45])
+    beside = [torch.nextafter(thresholds, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    x = torch.cat([far, thresholds, *beside, torch.randn(99, generator=generator)])
+    context, rows = abi.Context(1, level), x.view(1, -1)
+    layout, out = Layout(context), torch.zeros(2, len(x), dtype=torch.uint8)
+    one, finish = torch.ones(len(x)).double(), Lookup(thresholds, values, planes)
+    output = layout.output(finish, [plane.view(1, -1) for plane in out[:planes]], one, None)
+    told = {"data": x.data_ptr(), "bytes": x.nbytes, "row": len(x), "rows": 1, "columns": len(x)}
+    context.run("encode", abi.Encode(**told, out=output))
+    assert torch.equal(out[0].int() + 256 * out[1].int(), values[torch.searchsorted(thresholds, rows[0], right=True)])
+
+
 def test_thresholds_of_a_function_that_rises_and_falls():
     def codes(x):
         return (torch.nn.functional.gelu(x.double()) * 20).round().clamp(-4, 9).long()
@@ -335,8 +368,10 @@ def fill(structure, size):
                 getattr(structure, name)[i] = random.choice([0, 1, 1, 2, 3])
         elif name in ("bytes", "residual_bytes", "bias_bytes", "out_bytes"):
             setattr(structure, name, size)
-        elif name in ("parameters", "length", "places", "bias_batches"):
+        elif name in ("parameters", "length", "places", "bias_batches", "near_length"):
             setattr(structure, name, size // 4)
+        elif name == "count":
+            structure.count = random.choice([1, 32, size // 8])
         elif name == "kind":
             structure.kind = random.randrange(-1, 5)
         elif name == "depth":
@@ -345,10 +380,14 @@ def fill(structure, size):
             structure.planes = random.choice([1, 2])
         elif name == "bits":
             structure.bits = random.randrange(1, 10)
+        elif name == "most":
+            structure.most = random.choice([0, 1, 2, 3, 4])
+        elif name == "top":
+            structure.top = random.randrange(256)
         elif name == "transposed":
             structure.transposed = random.randrange(2)
         elif kind is ctypes.c_float:
-            structure.epsilon = 1e-6
+            setattr(structure, name, random.choice([1e-6, 1.0, 3e38, float("inf"), float("nan")]))
         else:
             setattr(structure, name, random.choice([0, 1, 2, 3, 7, 16, 17, 30, 64, 65, -1, 2**40, 2**62]
                                                    if random.random() < 0.15 else [1, 2, 3, 5, 16, 17, 24]))
@@ -366,7 +405,8 @@ for level in library.levels():
             columns, terms, width = random.randint(1, 90), random.randint(1, 200), random.randint(2, 8)
             codes = (ctypes.c_ubyte * (columns * terms))()
             zero = (ctypes.c_int32 * columns)(*(random.randrange(2**width) for _ in range(columns)))
-            handle = context._library.adalog_weights(codes, zero, columns, terms, width, random.randrange(256))
+            left = random.randrange(256), random.randrange(256)
+            handle = context._library.adalog_weights(codes, zero, columns, terms, width, *left)
             structure.weights = handle
             structure.row = random.choice([terms, terms, terms + 3, terms - 1])
             structure.out.row = random.choice([columns, columns, columns + 1])

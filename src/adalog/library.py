@@ -9,8 +9,8 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 5  # the version of its interface
-LEVELS = ("scalar", "avx2", "avx512vnni", "amx")  # in the order of their bits in `adalog_features`
+ABI = 6  # the version of its interface
+LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of their bits in `adalog_features`
 
 
 @functools.cache

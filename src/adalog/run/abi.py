@@ -24,6 +24,13 @@ class Steps(ctypes.Structure):
         *((name, c_void_p) for name in ("heap", "values")),
         ("length", c_int64),
         *((name, c_int32) for name in ("depth", "planes")),
+        ("buckets", c_void_p),
+        ("count", c_int64),
+        *((name, c_float) for name in ("slope", "origin")),
+        *((name, c_int32) for name in ("top", "most")),
+        ("near", c_void_p),
+        ("near_length", c_int64),
+        *((name, c_float) for name in ("near_slope", "near_origin")),
     )
 
 
@@ -55,7 +62,7 @@ class Side(ctypes.Structure):
         *((name, c_void_p) for name in ("data", "more")),
         *((name, c_int64) for name in ("bytes", "batch", "head", "row")),
         ("zero", c_void_p),
-        *((name, c_int32) for name in ("bits", "transposed")),
+        *((name, c_int32) for name in ("bits", "transposed", "top")),
     )
 
 
@@ -118,7 +125,11 @@ class Patches(ctypes.Structure):
 # Of each pointer: the field with the number of entries behind it, and the bytes of one. Kernels check that what they do
 # stays within these numbers; that so much memory is there is the caller's to check.
 EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
-    Steps: {"heap": ("length", 4), "values": ("length", 4)},
+    Steps: {
+        **dict.fromkeys(("heap", "values"), ("length", 4)),
+        "buckets": ("count", 8),
+        "near": ("near_length", 4),
+    },
     Output: {
         **dict.fromkeys(("scale", "bias", "high"), ("parameters", 4)),
         "top": ("parameters", 1),
@@ -198,7 +209,7 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
         ("layout", c_char_p, [c_int64, POINTER(c_int64), POINTER(c_int64)]),
         ("open", c_void_p, [c_int, c_int]),
         ("close", None, [c_void_p]),
-        ("weights", c_void_p, [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int]),
+        ("weights", c_void_p, [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_int]),
         ("weights_free", None, [c_void_p]),
         ("weights_bytes", c_int64, [c_void_p]),
         *((kernel, c_int, [c_void_p, c_void_p]) for kernel in KERNELS),
@@ -254,18 +265,28 @@ def check(status: int) -> None:
 class Weights:
     """A stored weight in the layout that kernels read; up to 4 bits it takes half a byte per code.
 
-    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; name: of the weight, for errors; left_zero: the
-    zero point of the left operand. choices: all numbers behind the name, as tapes hold them.
+    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; name: of the weight, for errors; left_zero,
+    left_top: the zero point of the left operand, and its largest byte. choices: all numbers behind the name, as tapes
+    hold them.
     """
 
-    def __init__(self, codes: npt.NDArray[np.uint8], zero: npt.NDArray[np.int32], name: str, bits: int, left_zero: int):
+    def __init__(
+        self,
+        codes: npt.NDArray[np.uint8],
+        zero: npt.NDArray[np.int32],
+        name: str,
+        bits: int,
+        left_zero: int,
+        left_top: int,
+    ):
         assert codes.dtype == np.uint8
         assert codes.flags.c_contiguous
         assert zero.dtype == np.int32
         assert zero.shape == codes.shape[:1]
         self._library = load()
-        self.choices = bits, left_zero
-        self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *codes.shape, bits, left_zero)
+        self.choices = bits, left_zero, left_top
+        told = (*codes.shape, *self.choices)
+        self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *told)
         if not self.pointer:
             raise MemoryError(f"no memory for the weight of {name}")
         self.nbytes = self._library.adalog_weights_bytes(self.pointer)

@@ -79,7 +79,7 @@ def weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     good = isinstance(entry, list) and len(entry) > 2 and isinstance(entry[0], str)
     check(good, "a weight is no [name, shape, bits, ...]")
     name, shape, *choices = entry
-    good = all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
+    good = len(choices) == 3 and all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
     check(good and _is_shape(shape) and len(shape) == 2 and all(shape), f"weight {name} has {shape} and {choices}")
     packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")
     check(packed.ndim == 1 and packed.dtype == zero.dtype == np.uint8, f"weight {name} is stored as {packed.dtype}")

@@ -44,9 +44,9 @@ class Compiled(nn.Module):
 
     sites: the sites that run in integers, by name; all other operations run in float, as they do in the model.
     threads, batch and level are for "native" alone. threads: how many it uses; None: as many as torch. batch: a batch
-    size to prepare for. level: the kernels to use ("scalar", "avx2", "avx512vnni", "amx"); None: the fastest that run
-    here. Raises ArtifactError for a model that has no integers (`reference.plan`), and ValueError for choices that do
-    not run here.
+    size to prepare for. level: the kernels to use, one of `library.LEVELS`; None: the fastest that run here.
+    Raises ArtifactError for a model that has no integers (`reference.plan`), and ValueError for choices that do not run
+    here.
     """
 
     def __init__(

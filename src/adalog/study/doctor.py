@@ -15,7 +15,19 @@ from adalog.version import source_hash
 NEEDED = ("adalog", "torch", "numpy", "safetensors")
 OPTIONAL = ("timm", "torchvision", "transformers", "onnx", "onnxruntime", "openvino", "nncf")
 # The processor features that kernels use, as Linux names them.
-FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+FEATURES = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+    "asimddp",
+    "i8mm",
+)
 
 
 def examine() -> dict[str, Any]:
@@ -72,7 +84,7 @@ def processor() -> str:
 
 def features() -> list[str] | None:
     """Which of `FEATURES` the processor has; None if the system does not tell."""
-    flags = _cpuinfo("flags").split()
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # as x86-64 and ARM call them
     return [name for name in FEATURES if name in flags] if flags else None
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from adalog.graph.operations import aten
 from adalog.run import abi
 from adalog.run.floats import COPY, FLOATS
-from adalog.runtime.native.products import bytes_behind, place
+from adalog.runtime.native.products import bytes_behind, place, top_of
 from adalog.runtime.native.steps import Rows
-from adalog.runtime.native.tables import Codes, Finish, Lookup, search_tables
+from adalog.runtime.native.tables import Codes, Finish, Lookup, buckets_of, few_buckets_of, search_tables
 
 _RESHAPES = aten("reshape.default flatten.using_ints unflatten.int")
 
@@ -227,9 +227,24 @@ class Layout:
     def lookup(self, table: Lookup) -> abi.Steps:
         """The tables of a function of few values."""
         depth, heap, values = search_tables(table.thresholds, table.values)
-        return abi.Steps(
-            heap=self.keep(heap), values=self.keep(values), length=len(heap), depth=depth, planes=table.planes
+        buckets, slope, origin = buckets_of(table.thresholds, table.values)
+        found = abi.Steps(
+            heap=self.keep(heap),
+            values=self.keep(values),
+            length=len(heap),
+            depth=depth,
+            planes=table.planes,
+            buckets=self.keep(buckets),
+            count=len(buckets),
+            slope=slope,
+            origin=origin,
+            top=top_of(table.values),
         )
+        few = few_buckets_of(table.thresholds)
+        if few is not None:
+            near, found.most, found.near_slope, found.near_origin = few
+            found.near, found.near_length = self.keep(near), near.numel()
+        return found
 
     def output(self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None) -> abi.Output:
         """What a kernel makes of its results x: first x * scale + bias, (columns,) each in float64, then the finish."""

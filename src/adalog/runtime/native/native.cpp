@@ -40,13 +40,33 @@
 #include <unistd.h>
 #endif
 
+// NEON with dot products: any GCC compiles these kernels; Clang, where all code may use them, as on Apple's processors.
+#if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__))
+#define ADALOG_ARM 1
+#include <arm_neon.h>
+#if !defined(__clang__) || defined(__ARM_FEATURE_MATMUL_INT8)
+#define ADALOG_ARM_I8MM 1
+#endif
+#ifdef __linux__
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+#endif
+
+// What the text of the kernels asks of the level that it is compiled for.
+#define ADALOG_WIDE (ADALOG_LEVEL == 2 || ADALOG_LEVEL == 3)
+#define ADALOG_NEON (ADALOG_LEVEL == 4 || ADALOG_LEVEL == 5)
+
 #define API extern "C" __attribute__((visibility("default")))
 #define INLINE inline __attribute__((always_inline))
+#define NOT_INLINE __attribute__((noinline))
 #define INLINE_LAMBDA __attribute__((always_inline))
 
 namespace {
 
-enum Level { SCALAR = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };  // each can do what those before it can
+// Each can do what those before it on such a processor can.
+enum Level { SCALAR = 0, AVX2 = 1, AVX512 = 2, AMX = 3, NEON = 4, I8MM = 5 };
 
 constexpr int PANEL = 16;       // columns of a right operand that lie together
 constexpr int QUAD = 4;         // panels that a product makes at once
@@ -63,11 +83,30 @@ int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / un
 // A function of a float that takes few values: values[i], where i of the 2^depth - 1 thresholds are above x. They are a
 // heap, the first at 1: a place k has those of larger thresholds at 2 k, of smaller ones at 2 k + 1, and one goes there
 // where x is less than the threshold at k; so 2^depth + i is where one ends. length: entries of either array.
+//
+// The same function by buckets of equal width, of which x falls into number slope x + origin, without its fraction and
+// brought to 0 ... count - 1: a bucket that holds one threshold at most has it as it stands, with the value below it and
+// the one from it on. Where buckets are crowded the threshold is no number, and the heap is searched.
+struct Bucket {
+    float threshold;
+    uint16_t below, above;
+};
 struct Steps {
     const float* heap;
     const int32_t* values;  // bytes of up to two planes: low + 256 high
     int64_t length;
     int32_t depth, planes;
+    const Bucket* buckets;
+    int64_t count;
+    float slope, origin;
+    int32_t top;  // the largest byte of either plane
+    // Of 31 thresholds or fewer, the same by 32 buckets that each hold up to `most` of 1 to 3 thresholds, so that
+    // registers hold all: (4, 32), those thresholds, no numbers where there are fewer, and as int32 how many thresholds
+    // are above the lower end of a bucket. 0 where buckets would hold more.
+    int32_t most;
+    const float* near;
+    int64_t near_length;  // entries
+    float near_slope, near_origin;
 };
 
 // What becomes of accumulators, or of normalised values: y = x scale + bias, for each column, and then
@@ -109,6 +148,7 @@ struct Side {
     const int32_t* zero;  // zero points, one a head
     int32_t bits;
     int32_t transposed;  // the right operand of a product: entry (i, j) of what is multiplied is (j, i) here
+    int32_t top;         // the largest byte of a left operand
 };
 struct Matrices {
     int64_t batches, heads, rows, terms, columns;
@@ -222,7 +262,7 @@ struct Context {
                 share(0);
                 return 0;
             }
-            busy = int(workers.size());
+            gate.store(OPEN);
             if (asleep.load()) make_way();
             {
                 std::lock_guard<std::mutex> lock(mutex);
@@ -230,7 +270,9 @@ struct Context {
             }
             wake.notify_all();
             share(0);
-            while (busy.load(std::memory_order_acquire)) pause();
+            // Nobody waits for a worker that has not come: on a busy machine it may have no processor.
+            gate.fetch_and(~OPEN);
+            for (int i = 0; gate.load(); i++) i < 1000 ? pause() : std::this_thread::yield();
             return 0;
         } catch (...) {
             return 2;
@@ -245,7 +287,8 @@ private:
         int64_t count;
     } todo{};
     std::atomic<int64_t> next{0};
-    std::atomic<int> busy{0}, asleep{0};
+    static constexpr int OPEN = 1 << 30;
+    std::atomic<int> gate{0}, asleep{0};  // gate: how many workers share the operation, and whether more may come
     std::atomic<unsigned> round{0};
     bool stopping = false;
     std::mutex mutex;
@@ -272,6 +315,8 @@ private:
     static void pause() {
 #ifdef ADALOG_X86
         _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
 #endif
     }
     void share(int who) {
@@ -291,8 +336,11 @@ private:
             }
             seen = round.load(std::memory_order_acquire);
             if (stopping) return;
+            int now = gate.load();
+            while (now & OPEN && !gate.compare_exchange_weak(now, now + 1)) {}
+            if (!(now & OPEN)) continue;  // too late: the operation is done
             share(who);
-            busy.fetch_sub(1, std::memory_order_release);
+            gate.fetch_sub(1);
         }
     }
 };
@@ -306,16 +354,22 @@ struct Right {
     int64_t panel, lines;
     const int32_t* base;   // what an accumulator starts with, a column
     const int32_t* moved;  // what a row's sum of the left operand counts, a column; or null
+    int together;          // how many lines' products add up in 16 bits, two of each: 0 where those of one may not
 };
 
 // What is subtracted from codes to make them signed bytes, and so what is left of the zero point.
 int middle(int bits, int zero) { return bits < 8 ? zero : 128; }
 
+// `Right::together` where bytes up to left_top meet those of that many bits less their middle.
+int added_together(int left_top, int bits) {
+    return 32767 / (2 * std::max(1, left_top) * (bits < 8 ? (1 << bits) - 1 : 128));
+}
+
 // A stored right operand. Up to 4 bits two codes share a byte: line g of a step's 16 is in the low halves of line g % 8,
 // or in the high ones if g is 8 or more.
 struct Weights {
     int64_t columns, terms, lines, panels;
-    int bits, left_zero;
+    int bits, together;
     bool halves;
     Aligned<uint8_t> data;
     Aligned<uint8_t> middles;      // a byte for each of a line's: (panels, 64)
@@ -341,13 +395,15 @@ bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_
     if (!batches || !heads || !rows || !columns) return true;
     __int128 last = __int128(batches - 1) * side.batch + __int128(heads - 1) * side.head +
                     __int128(rows - 1) * side.row + columns;
-    if (last > side.bytes || !side.zero || side.bits < 2 || side.bits > 8) return false;
+    if (last > side.bytes || !side.zero || side.bits < 2 || side.bits > 8 || !is_byte(side.top)) return false;
     return std::all_of(side.zero, side.zero + heads, is_byte);
 }
 
 bool good(const Steps& steps) {
     return steps.heap && steps.values && steps.depth >= 4 && steps.depth <= 16 && steps.planes >= 1 &&
-           steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 32;
+           steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 32 && steps.buckets && steps.count >= 1 &&
+           steps.count <= 1 << 16 && steps.top >= 0 && steps.top <= 255 &&
+           (!steps.most || (steps.most >= 1 && steps.most <= 3 && steps.near && steps.near_length >= 4 * 32));
 }
 
 // All but the place of the data.
@@ -482,16 +538,49 @@ namespace amx {
 #pragma GCC pop_options
 #undef ADALOG_LEVEL
 #endif
+#ifdef ADALOG_ARM
+#define ADALOG_LEVEL 4
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+namespace neon {
+#include "native.cpp"
+}
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+#undef ADALOG_LEVEL
+#ifdef ADALOG_ARM_I8MM
+#define ADALOG_LEVEL 5
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#endif
+namespace i8mm {
+#include "native.cpp"
+}
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+#undef ADALOG_LEVEL
+#endif
+#endif
 
 namespace {
 
 const Kernels* kernels_of(int level) {
+    const Kernels* all[I8MM + 1] = {&scalar::kernels};
 #ifdef ADALOG_X86
-    static const Kernels* all[] = {&scalar::kernels, &avx2::kernels, &avx512::kernels, &amx::kernels};
-    return all[level];
-#else
-    return level == SCALAR ? &scalar::kernels : nullptr;
+    all[AVX2] = &avx2::kernels, all[AVX512] = &avx512::kernels, all[AMX] = &amx::kernels;
 #endif
+#ifdef ADALOG_ARM
+    all[NEON] = &neon::kernels;
+#ifdef ADALOG_ARM_I8MM
+    all[I8MM] = &i8mm::kernels;
+#endif
+#endif
+    return all[level];
 }
 
 }  // namespace
@@ -499,8 +588,8 @@ const Kernels* kernels_of(int level) {
 // --- the interface -------------------------------------------------------------------------------------------------------
 // Operations return 0, 1 where sizes do not fit together (nothing is read or written then), 2 where memory is missing.
 
-// Bits: 0 scalar, 1 AVX2, 2 AVX-512-VNNI, 3 AMX-int8, 4 AVX-512-bf16. What both processor and operating system support;
-// AMX only if Linux grants its registers.
+// A bit for each `Level`, and bit 8 for AVX-512-bf16. What both processor and operating system support; AMX only if Linux
+// grants its registers.
 API unsigned adalog_features(void) {
     unsigned found = 1u << SCALAR;
 #ifdef ADALOG_X86
@@ -518,13 +607,26 @@ API unsigned adalog_features(void) {
     bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (low & 0x60000) == 0x60000;
     tiles = tiles && (c >> 1 & 1) && (c >> 6 & 1);  // VBMI and VBMI2, which no processor with tiles lacks
     if (tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0) found |= 1u << AMX;
-    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 4;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 8;
+#endif
+#if defined(ADALOG_ARM) && defined(__linux__)
+    if (!(getauxval(AT_HWCAP) >> 20 & 1)) return found;  // dot products
+    found |= 1u << NEON;
+    if (getauxval(AT_HWCAP2) >> 13 & 1) found |= 1u << I8MM;
+#elif defined(ADALOG_ARM) && defined(__APPLE__)
+    found |= 1u << NEON;  // this file was compiled for processors that have it
+    int has = 0;
+    size_t size = sizeof has;
+    if (!sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) && has) found |= 1u << I8MM;
+#endif
+#if defined(ADALOG_ARM) && !defined(ADALOG_ARM_I8MM)
+    found &= ~(1u << I8MM);
 #endif
     return found;
 }
 
 // The version of this interface: library.py refuses a library of another version.
-API int adalog_abi(void) { return 5; }
+API int adalog_abi(void) { return 6; }
 
 // Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
 struct Field {
@@ -536,6 +638,8 @@ struct Field {
 static const Field LAYOUT[] = {
     WHOLE(Steps),
     FIELD(Steps, heap), FIELD(Steps, values), FIELD(Steps, length), FIELD(Steps, depth), FIELD(Steps, planes),
+    FIELD(Steps, buckets), FIELD(Steps, count), FIELD(Steps, slope), FIELD(Steps, origin), FIELD(Steps, top),
+    FIELD(Steps, most), FIELD(Steps, near), FIELD(Steps, near_length), FIELD(Steps, near_slope), FIELD(Steps, near_origin),
     WHOLE(Output),
     FIELD(Output, kind), FIELD(Output, scale), FIELD(Output, bias), FIELD(Output, high), FIELD(Output, top),
     FIELD(Output, parameters), FIELD(Output, residual), FIELD(Output, residual_bytes), FIELD(Output, data),
@@ -546,7 +650,7 @@ static const Field LAYOUT[] = {
     FIELD(Linear, rows), FIELD(Linear, out),
     WHOLE(Side),
     FIELD(Side, data), FIELD(Side, more), FIELD(Side, bytes), FIELD(Side, batch), FIELD(Side, head), FIELD(Side, row),
-    FIELD(Side, zero), FIELD(Side, bits), FIELD(Side, transposed),
+    FIELD(Side, zero), FIELD(Side, bits), FIELD(Side, transposed), FIELD(Side, top),
     WHOLE(Matrices),
     FIELD(Matrices, batches), FIELD(Matrices, heads), FIELD(Matrices, rows), FIELD(Matrices, terms),
     FIELD(Matrices, columns), FIELD(Matrices, left), FIELD(Matrices, right), FIELD(Matrices, out),
@@ -579,7 +683,7 @@ API const char* adalog_layout(int64_t index, int64_t* offset, int64_t* size) {
 
 // Threads and kernels; null where this level does not run here.
 API Context* adalog_open(int threads, int level) {
-    if (threads < 1 || threads > 1024 || level < SCALAR || level > AMX || !(adalog_features() >> level & 1)) return nullptr;
+    if (threads < 1 || threads > 1024 || level < SCALAR || level > I8MM || !(adalog_features() >> level & 1)) return nullptr;
     const Kernels* found = kernels_of(level);
     if (!found) return nullptr;
     try {
@@ -592,16 +696,17 @@ API Context* adalog_open(int threads, int level) {
 }
 API void adalog_close(Context* context) { delete context; }
 
-// codes: (columns, terms); zero: (columns); left_zero: the zero point of what it is multiplied by.
+// codes: (columns, terms); zero: (columns); left_zero, left_top: the zero point of what it is multiplied by, and the
+// largest byte of that.
 API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t columns, int64_t terms, int bits,
-                            int left_zero) {
+                            int left_zero, int left_top) {
     if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > 1 << 24 || terms > 1 << 24)
         return nullptr;
-    if (!is_byte(left_zero) || !std::all_of(zero, zero + columns, is_byte)) return nullptr;
+    if (!is_byte(left_zero) || !is_byte(left_top) || !std::all_of(zero, zero + columns, is_byte)) return nullptr;
     try {
         auto made = std::make_unique<Weights>();
         Weights& w = *made;
-        w.columns = columns, w.terms = terms, w.bits = bits, w.left_zero = left_zero, w.halves = bits <= 4;
+        w.columns = columns, w.terms = terms, w.bits = bits, w.together = added_together(left_top, bits), w.halves = bits <= 4;
         w.lines = rounded_up(terms, STEP) / GROUP, w.panels = rounded_up(columns, PANEL) / PANEL;
         w.data.resize(w.panels * w.panel_bytes());
         w.middles.resize(w.panels * LINE);
@@ -751,7 +856,7 @@ namespace {
 
 // --- vectors: W floats or integers, all of them or some at the start ---------------------------------------------------
 
-#if ADALOG_LEVEL >= 2
+#if ADALOG_WIDE
 
 constexpr int W = 16;
 using F = __m512;
@@ -784,6 +889,9 @@ INLINE I small_bytes_of(I a, I b, I c, I d) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d)));
 }
+INLINE void store(uint8_t* at, I x) { _mm512_storeu_si512(at, x); }
+INLINE I least_bytes(I a, I b) { return _mm512_min_epu8(a, b); }
+INLINE I load(const uint8_t* at) { return _mm512_loadu_si512(at); }
 INLINE F set(float x) { return _mm512_set1_ps(x); }
 INLINE I set(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -799,6 +907,7 @@ INLINE I shift_left_8(I a) { return _mm512_slli_epi32(a, 8); }
 INLINE I shift_right_8(I a) { return _mm512_srli_epi32(a, 8); }
 INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 INLINE I to_nearest(F a) { return _mm512_cvtps_epi32(a); }
+INLINE I without_fraction(F a) { return _mm512_cvttps_epi32(a); }
 INLINE F either(F a, F b, Some some) { return _mm512_mask_mov_ps(b, some.mask, a); }
 INLINE float total(F a) { return _mm512_reduce_add_ps(a); }
 INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
@@ -833,6 +942,20 @@ INLINE void store(float* at, F x, All) { _mm256_storeu_ps(at, x); }
 INLINE void store(float* at, F x, Some some) { _mm256_maskstore_ps(at, some.mask, x); }
 INLINE void store(int32_t* at, I x, All) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
 INLINE void store(int32_t* at, I x, Some some) { _mm256_maskstore_epi32(at, some.mask, x); }
+// The lowest bytes of 32 integers.
+INLINE I small_bytes_of(I a, I b, I c, I d);
+INLINE I bytes_of(I a, I b, I c, I d) {
+    const I low = _mm256_set1_epi32(255);
+    return small_bytes_of(_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_and_si256(c, low), _mm256_and_si256(d, low));
+}
+// The same of integers, brought to 0 ... 255.
+INLINE I small_bytes_of(I a, I b, I c, I d) {
+    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)), order);
+}
+INLINE void store(uint8_t* at, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
+INLINE I load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+INLINE I least_bytes(I a, I b) { return _mm256_min_epu8(a, b); }
 INLINE int64_t bytes_of(I x) {  // the lowest byte of each
     const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
@@ -863,6 +986,7 @@ INLINE I shift_left_8(I a) { return _mm256_slli_epi32(a, 8); }
 INLINE I shift_right_8(I a) { return _mm256_srli_epi32(a, 8); }
 INLINE F to_float(I a) { return _mm256_cvtepi32_ps(a); }
 INLINE I to_nearest(F a) { return _mm256_cvtps_epi32(a); }
+INLINE I without_fraction(F a) { return _mm256_cvttps_epi32(a); }
 INLINE F either(F a, F b, Some some) { return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(some.mask)); }
 INLINE float total(F a) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -884,6 +1008,89 @@ INLINE F power_of_two(F x) {
     y = fma(y, rest, set(0.6931469440460205f));
     y = fma(y, rest, set(1.0000001192092896f));
     return mul(y, _mm256_castsi256_ps(_mm256_slli_epi32(add(_mm256_cvtps_epi32(whole), set(127)), 23)));
+}
+
+#elif ADALOG_NEON
+
+constexpr int W = 4;
+using F = float32x4_t;
+using I = int32x4_t;
+struct All {};
+struct Some {
+    int count;
+    explicit Some(int n) : count(n) {}
+};
+INLINE F load(const float* at, All) { return vld1q_f32(at); }
+INLINE I load(const int32_t* at, All) { return vld1q_s32(at); }
+INLINE I load(const uint8_t* at) { return vreinterpretq_s32_u8(vld1q_u8(at)); }
+template <class T>
+INLINE auto load(const T* at, Some some) {
+    T entries[W] = {};
+    std::memcpy(entries, at, some.count * sizeof(T));
+    return load(entries, All{});
+}
+INLINE void store(float* at, F x, All) { vst1q_f32(at, x); }
+INLINE void store(int32_t* at, I x, All) { vst1q_s32(at, x); }
+INLINE void store(uint8_t* at, I x) { vst1q_u8(at, vreinterpretq_u8_s32(x)); }
+template <class T, class V>
+INLINE void store(T* at, V x, Some some) {
+    T entries[W];
+    store(entries, x, All{});
+    std::memcpy(at, entries, some.count * sizeof(T));
+}
+// The lowest bytes of 16 integers.
+INLINE I bytes_of(I a, I b, I c, I d) {
+    const uint16x8_t low = vuzp1q_u16(vreinterpretq_u16_s32(a), vreinterpretq_u16_s32(b));
+    const uint16x8_t high = vuzp1q_u16(vreinterpretq_u16_s32(c), vreinterpretq_u16_s32(d));
+    return vreinterpretq_s32_u8(vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high)));
+}
+// The same of integers, brought to 0 ... 255.
+INLINE I small_bytes_of(I a, I b, I c, I d) {
+    const int16x8_t low = vcombine_s16(vqmovn_s32(a), vqmovn_s32(b)), high = vcombine_s16(vqmovn_s32(c), vqmovn_s32(d));
+    return vreinterpretq_s32_u8(vcombine_u8(vqmovun_s16(low), vqmovun_s16(high)));
+}
+template <class Which>
+INLINE void store_bytes(uint8_t* at, I x, Which which) {
+    uint8_t bytes[4 * W];
+    store(bytes, bytes_of(x, x, x, x));
+    if constexpr (std::is_same_v<Which, Some>) std::memcpy(at, bytes, which.count);
+    else std::memcpy(at, bytes, W);
+}
+INLINE I least_bytes(I a, I b) {
+    return vreinterpretq_s32_u8(vminq_u8(vreinterpretq_u8_s32(a), vreinterpretq_u8_s32(b)));
+}
+INLINE F set(float x) { return vdupq_n_f32(x); }
+INLINE I set(int32_t x) { return vdupq_n_s32(x); }
+INLINE F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+INLINE F add(F a, F b) { return vaddq_f32(a, b); }
+INLINE F sub(F a, F b) { return vsubq_f32(a, b); }
+INLINE F mul(F a, F b) { return vmulq_f32(a, b); }
+INLINE F div(F a, F b) { return vdivq_f32(a, b); }
+INLINE F least(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+INLINE F most(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+INLINE I add(I a, I b) { return vaddq_s32(a, b); }
+INLINE I mul(I a, I b) { return vmulq_s32(a, b); }
+INLINE I shift_left_8(I a) { return vshlq_n_s32(a, 8); }
+INLINE I shift_right_8(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), 8)); }
+INLINE F to_float(I a) { return vcvtq_f32_s32(a); }
+INLINE I to_nearest(F a) { return vcvtnq_s32_f32(a); }
+INLINE I without_fraction(F a) { return vcvtq_s32_f32(a); }
+INLINE F either(F a, F b, Some some) {
+    const I lanes = {0, 1, 2, 3};
+    return vbslq_f32(vcltq_s32(lanes, set(some.count)), a, b);
+}
+INLINE float total(F a) { return vaddvq_f32(a); }
+INLINE float largest(F a) { return vmaxnmvq_f32(a); }
+INLINE F power_of_two(F x) {
+    x = most(x, set(-126.0f));
+    F whole = vrndnq_f32(x), rest = sub(x, whole);
+    F y = set(0.0013276466634124517f);
+    y = fma(y, rest, set(0.009675540961325169f));
+    y = fma(y, rest, set(0.05550713464617729f));
+    y = fma(y, rest, set(0.24022120237350464f));
+    y = fma(y, rest, set(0.6931469440460205f));
+    y = fma(y, rest, set(1.0000001192092896f));
+    return mul(y, vreinterpretq_f32_s32(vshlq_n_s32(add(to_nearest(whole), set(127)), 23)));
 }
 
 #else
@@ -937,86 +1144,170 @@ INLINE void over(int64_t n, Body body) {
 
 // --- functions of few values ---------------------------------------------------------------------------------------------
 
-// DEPTH: 4, 5, or 0 for any.
-template <int DEPTH>
+// The value at one x, by the heap.
+INLINE int32_t value_at(const Steps& steps, float x) {
+    int32_t at = 1;
+    for (int l = 0; l < steps.depth; l++) at = 2 * at + (x < steps.heap[at]);
+    return steps.values[at - (1 << steps.depth)];
+}
+
+#if ADALOG_LEVEL
+
+// Thresholds and pairs of values of the buckets of W entries.
+INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
+#if ADALOG_WIDE
+    const I one = _mm512_loadu_si512(from), two = _mm512_loadu_si512(from + 8);
+    const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    thresholds = _mm512_castsi512_ps(_mm512_permutex2var_epi32(one, even, two));
+    pairs = _mm512_permutex2var_epi32(one, _mm512_or_si512(even, set(1)), two);
+#elif ADALOG_NEON
+    const float32x4x2_t both = vld2q_f32(&from->threshold);
+    thresholds = both.val[0], pairs = vreinterpretq_s32_f32(both.val[1]);
+#else
+    const float* at = &from->threshold;
+    const F one = _mm256_loadu_ps(at), two = _mm256_loadu_ps(at + 8);
+    const F even = _mm256_shuffle_ps(one, two, 0x88), odd = _mm256_shuffle_ps(one, two, 0xdd);
+    thresholds = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(even), 0xd8));
+    pairs = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
+#endif
+}
+// The second of each pair of values where x is not below the threshold, or else the first. no_number: whether a threshold
+// is none.
+INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
+#if ADALOG_WIDE
+    no_number |= _mm512_cmp_ps_mask(thresholds, thresholds, _CMP_UNORD_Q) != 0;
+    const __mmask16 above = _mm512_cmp_ps_mask(x, thresholds, _CMP_GE_OQ);
+    return _mm512_and_si512(_mm512_mask_srli_epi32(pairs, above, pairs, 16), set(65535));
+#elif ADALOG_NEON
+    no_number |= vminvq_u32(vceqq_f32(thresholds, thresholds)) == 0;
+    const uint32x4_t both = vreinterpretq_u32_s32(pairs);
+    const uint32x4_t value = vbslq_u32(vcgeq_f32(x, thresholds), vshrq_n_u32(both, 16), vandq_u32(both, vdupq_n_u32(65535)));
+    return vreinterpretq_s32_u32(value);
+#else
+    no_number |= _mm256_movemask_ps(_mm256_cmp_ps(thresholds, thresholds, _CMP_UNORD_Q)) != 0;
+    const I above = _mm256_castps_si256(_mm256_cmp_ps(x, thresholds, _CMP_GE_OQ));
+    return _mm256_blendv_epi8(_mm256_and_si256(pairs, set(65535)), _mm256_srli_epi32(pairs, 16), above);
+#endif
+}
+
+#endif
+
+// MOST: 1, or 3 where there are up to 3 thresholds in each of the 32 buckets that registers hold; 0 for any function.
+template <int MOST>
 struct Search {
     const Steps& steps;
-#if ADALOG_LEVEL >= 2
-    F first, upper, lower;  // the heap at 1, up to 15, and up to 31
-    I low, high;            // the values as bytes: of 64 places, if they are so few
+#if ADALOG_WIDE
+    F thresholds[MOST + 1][2], slope, origin;
+    I above[2];   // thresholds above the lower end of each bucket
+    I low, high;  // the values as bytes, by how many thresholds are above: of 64 places, if they are so few
     INLINE explicit Search(const Steps& s) : steps(s) {
-        first = set(s.heap[1]), upper = _mm512_loadu_ps(s.heap);
-        lower = DEPTH == 4 ? upper : _mm512_loadu_ps(s.heap + 16);
-        const I one = _mm512_loadu_si512(s.values), two = DEPTH == 4 ? one : _mm512_loadu_si512(s.values + 16);
+        if (!MOST) return;
+        slope = set(s.near_slope), origin = set(s.near_origin);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+#pragma GCC unroll 3
+            for (int j = 0; j < MOST; j++) thresholds[j][h] = _mm512_loadu_ps(s.near + 32 * j + W * h);
+            above[h] = _mm512_loadu_si512(s.near + 96 + W * h);
+        }
+        const I one = _mm512_loadu_si512(s.values), two = _mm512_loadu_si512(s.values + 16);
         low = bytes_of(one, two, one, two), high = bytes_of(shift_right_8(one), shift_right_8(two), shift_right_8(one), shift_right_8(two));
     }
-    // 2 at, and one more where x is less: the sign of a difference is that of the comparison.
-    INLINE static I next(I at, F x, F threshold) {
-        I less = _mm512_castps_si512(sub(x, threshold));
-#if ADALOG_LEVEL == 3
-        return _mm512_shldi_epi32(at, less, 1);
-#else
-        return _mm512_sub_epi32(add(at, at), _mm512_srai_epi32(less, 31));
-#endif
-    }
+    // How many thresholds are above x.
     INLINE I place(F x) const {
-        I at = next(set(1), x, first);
+        const F y = most(least(fma(x, slope, origin), set(31.0f)), set(0.0f));
+        const I bucket = without_fraction(y);
+        I at = _mm512_permutex2var_epi32(above[0], bucket, above[1]);
 #pragma GCC unroll 3
-        for (int l = 1; l < 4; l++) at = next(at, x, _mm512_permutexvar_ps(at, upper));
-        if (DEPTH != 4) at = next(at, x, _mm512_permutexvar_ps(at, lower));
-        for (int l = 5; DEPTH == 0 && l < steps.depth; l++) at = next(at, x, _mm512_i32gather_ps(at, steps.heap, 4));
+        for (int j = 0; j < MOST; j++) {
+            const F threshold = _mm512_permutex2var_ps(thresholds[j][0], bucket, thresholds[j][1]);
+            at = _mm512_mask_sub_epi32(at, _mm512_cmp_ps_mask(x, threshold, _CMP_GE_OQ), at, set(1));
+        }
         return at;
-    }
-    INLINE I operator()(F x) const {
-        return _mm512_i32gather_epi32(_mm512_sub_epi32(place(x), set(1 << steps.depth)), steps.values, 4);
     }
     // The bytes of 64 places, of either plane.
     INLINE I bytes(I places, bool more) const {
 #if ADALOG_LEVEL == 3
         return _mm512_permutexvar_epi8(places, more ? high : low);
 #else
-        // Of 16 entries, or 32, a lane of 16 bytes has all, or those of even lanes the first half.
+        // Of 32 entries, lanes of 16 bytes have one half or the other.
         const I from = more ? high : low;
         const I fifteen = _mm512_and_si512(places, _mm512_set1_epi8(15));
         const I first_half = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(from, from, 0x00), fifteen);
-        if (DEPTH == 4) return first_half;
         const I second_half = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(from, from, 0x55), fifteen);
         return _mm512_mask_mov_epi8(first_half, _mm512_test_epi8_mask(places, _mm512_set1_epi8(16)), second_half);
 #endif
     }
 #else
     INLINE explicit Search(const Steps& s) : steps(s) {}
-    INLINE I operator()(F x) const {
-#if ADALOG_LEVEL == 1
-        I at = set(1);
-        for (int l = 0; l < steps.depth; l++) {
-            I less = _mm256_castps_si256(sub(x, _mm256_i32gather_ps(steps.heap, at, 4)));
-            at = _mm256_sub_epi32(add(at, at), _mm256_srai_epi32(less, 31));
-        }
-        return _mm256_i32gather_epi32(steps.values, _mm256_sub_epi32(at, set(1 << steps.depth)), 4);
-#else
-        int32_t at = 1;
-        for (int l = 0; l < steps.depth; l++) at = 2 * at + (x < steps.heap[at]);
-        return steps.values[at - (1 << steps.depth)];
 #endif
+#if ADALOG_LEVEL
+    // The values at 4 W places, by buckets. They are fetched one by one: that takes no longer than a gather, which some
+    // processors do slowly.
+    INLINE void in_buckets(const F (&x)[4], I (&values)[4]) const {
+        alignas(64) int32_t numbers[4 * W];
+        alignas(64) Bucket found[4 * W];
+        const F slope = set(steps.slope), origin = set(steps.origin), last = set(float(steps.count - 1));
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const F y = most(least(fma(x[j], slope, origin), last), set(0.0f));
+            store(numbers + j * W, without_fraction(y), All{});
+        }
+        const Bucket* buckets = steps.buckets;
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * W; i++) std::memcpy(found + i, buckets + numbers[i], sizeof(Bucket));
+        bool crowded = false;
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            F thresholds;
+            I pairs;
+            unzip(found + j * W, thresholds, pairs);
+            values[j] = chosen(pairs, x[j], thresholds, crowded);
+        }
+        if (__builtin_expect(crowded, 0)) search(x, found, values);
+    }
+    NOT_INLINE void search(const F (&x)[4], const Bucket* found, I (&values)[4]) const {
+        float entries[W];
+        int32_t known[W];
+        for (int j = 0; j < 4; j++) {
+            store(entries, x[j], All{}), store(known, values[j], All{});
+            for (int i = 0; i < W; i++)
+                if (std::isnan(found[j * W + i].threshold)) known[i] = value_at(steps, entries[i]);
+            values[j] = load(known, All{});
+        }
+    }
+    // The bytes of the values at 4 W places: of the low plane, and of the high one if there are two.
+    INLINE void operator()(const F (&x)[4], I& low_bytes, I& high_bytes) const {
+#if ADALOG_WIDE
+        if (MOST) {
+            const I places = bytes_of(place(x[0]), place(x[1]), place(x[2]), place(x[3]));
+            low_bytes = bytes(places, false);
+            if (steps.planes > 1) high_bytes = bytes(places, true);
+            return;
+        }
+#endif
+        I values[4];
+        in_buckets(x, values);
+        low_bytes = bytes_of(values[0], values[1], values[2], values[3]);
+        if (steps.planes > 1)
+            high_bytes = bytes_of(shift_right_8(values[0]), shift_right_8(values[1]), shift_right_8(values[2]), shift_right_8(values[3]));
     }
 #endif
 };
 
 // --- outputs -------------------------------------------------------------------------------------------------------------
 
-// What becomes of rows of values, made once for many of them. DEPTH: of the steps, as above.
-template <int KIND, int DEPTH>
+// What becomes of rows of values, made once for many of them. MOST: of the steps, as above.
+template <int KIND, int MOST>
 struct Finisher {
     const Output& out;
-    const Search<DEPTH> search;
+    const Search<MOST> search;
     const bool moved;
     INLINE explicit Finisher(const Output& output)
         : out(output), search(KIND == STEPS ? output.steps : none()), moved(output.place || output.added_to) {}
     static const Steps& none() {
         static const float heap[32] = {};
         static const int32_t values[32] = {};
-        static const Steps steps{heap, values, 32, 4, 1};
+        static const Steps steps{heap, values, 32, 4, 1, nullptr, 0, 0.0f, 0.0f, 0, 0, nullptr, 0, 0.0f, 0.0f};
         return steps;
     }
 
@@ -1030,19 +1321,32 @@ struct Finisher {
         };
         uint8_t *bytes = static_cast<uint8_t*>(out.data) + at, *more = static_cast<uint8_t*>(out.more) + at;
         int64_t start = 0;
-#if ADALOG_LEVEL >= 2
-        // Packing brings to 0 ... 255, so what is left is the upper end, of 64 bytes at once.
+#if ADALOG_LEVEL
+        // Packing brings to 0 ... 255, so what is left is the upper end, of all bytes of a vector at once.
         auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(65535.0f))); };
-        for (; KIND == CODES && start + 64 <= columns; start += 64) {
-            I codes = small_bytes_of(whole(start), whole(start + 16), whole(start + 32), whole(start + 48));
-            _mm512_storeu_si512(bytes + start, _mm512_min_epu8(codes, _mm512_loadu_si512(out.top + first + start)));
+        for (; KIND == CODES && start + 4 * W <= columns; start += 4 * W) {
+            I codes = small_bytes_of(whole(start), whole(start + W), whole(start + 2 * W), whole(start + 3 * W));
+            store(bytes + start, least_bytes(codes, load(out.top + first + start)));
         }
-        for (; KIND == STEPS && DEPTH && start + 64 <= columns; start += 64) {
-            I places = bytes_of(search.place(real(start, All{})), search.place(real(start + 16, All{})),
-                                search.place(real(start + 32, All{})), search.place(real(start + 48, All{})));
-            _mm512_storeu_si512(bytes + start, search.bytes(places, false));
-            if (out.steps.planes > 1) _mm512_storeu_si512(more + start, search.bytes(places, true));
+        for (; KIND == STEPS && start < columns; start += 4 * W) {
+            F x[4];
+            I low = set(0), high = set(0);
+            if (start + 4 * W <= columns) {
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) x[j] = real(start + j * W, All{});
+                search(x, low, high);
+                store(bytes + start, low);
+                if (out.steps.planes > 1) store(more + start, high);
+                continue;
+            }
+            const int rest = int(columns - start);
+            for (int j = 0; j < 4; j++) x[j] = real(start + j * W, Some(std::clamp(rest - j * W, 0, W)));
+            search(x, low, high);
+            uint8_t some[4 * W];
+            store(some, low), std::memcpy(bytes + start, some, rest);
+            if (out.steps.planes > 1) store(some, high), std::memcpy(more + start, some, rest);
         }
+        if (KIND == STEPS) return;
 #endif
         over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
             const int64_t i = start + j;
@@ -1054,9 +1358,11 @@ struct Finisher {
                 F y = most(least(real(i, which), load(out.high + first + i, which)), set(0.0f));
                 store_bytes(bytes + i, to_nearest(y), which);
             } else if (KIND == STEPS) {
-                I value = search(real(i, which));
-                store_bytes(bytes + i, value, which);
-                if (out.steps.planes > 1) store_bytes(more + i, shift_right_8(value), which);
+#if ADALOG_LEVEL == 0
+                const int32_t value = value_at(out.steps, real(i, which));
+                bytes[i] = uint8_t(value);
+                if (out.steps.planes > 1) more[i] = uint8_t(value >> 8);
+#endif
             }
         });
     }
@@ -1083,11 +1389,13 @@ struct Finisher {
 // body(the finisher of this output)
 template <class Body>
 INLINE void finishing(const Output& out, Body body) {
-    if (out.kind == SUMS) return body(Finisher<SUMS, 4>(out));
-    if (out.kind == FLOATS) return body(Finisher<FLOATS, 4>(out));
-    if (out.kind == CODES) return body(Finisher<CODES, 4>(out));
-    if (out.steps.depth == 4) return body(Finisher<STEPS, 4>(out));
-    if (out.steps.depth == 5) return body(Finisher<STEPS, 5>(out));
+    if (out.kind == SUMS) return body(Finisher<SUMS, 0>(out));
+    if (out.kind == FLOATS) return body(Finisher<FLOATS, 0>(out));
+    if (out.kind == CODES) return body(Finisher<CODES, 0>(out));
+#if ADALOG_WIDE
+    if (out.steps.most == 1) return body(Finisher<STEPS, 1>(out));
+    if (out.steps.most) return body(Finisher<STEPS, 3>(out));
+#endif
     body(Finisher<STEPS, 0>(out));
 }
 
@@ -1177,7 +1485,7 @@ INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, 
         for (int p = 0; p < PANELS; p++) _mm512_storeu_si512(sums + r * width + PANEL * p, sum[r][p]);
 }
 template <int PANELS>
-INLINE void multiply_panels(const uint8_t* left, int64_t row, int64_t rows, const Right& right, const int32_t* base,
+NOT_INLINE void multiply_panels(const uint8_t* left, int64_t row, int64_t rows, const Right& right, const int32_t* base,
                             int32_t* sums, int64_t width) {
     for (; rows >= 6; rows -= 6, left += 6 * row, sums += 6 * width)
         multiply_rows<6, PANELS>(left, row, right, base, sums, width);
@@ -1197,12 +1505,47 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const
 
 #elif ADALOG_LEVEL == 1
 
-// Products of unsigned and signed bytes can saturate in 16 bits when two are added, so bytes are widened first.
+// One instruction adds two products of unsigned and signed bytes in 16 bits. Where so many lines cannot saturate there,
+// they are added together before they are widened.
 template <int N>
-INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
-                          int64_t width) {
+NOT_INLINE void multiply_narrow(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                            int64_t width) {
+    const I ones = _mm256_set1_epi16(1);
+    for (int64_t g = 0; g < right.lines;) {
+        const int64_t end = std::min<int64_t>(right.lines, g + right.together);
+        I part[N][2];
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++) part[r][0] = part[r][1] = _mm256_setzero_si256();
+        const bool first = g == 0;
+        for (; g < end; g++) {
+            const I one = load(reinterpret_cast<const uint8_t*>(right.data) + g * LINE);
+            const I two = load(reinterpret_cast<const uint8_t*>(right.data) + g * LINE + 32);
+#pragma GCC unroll 6
+            for (int r = 0; r < N; r++) {
+                int32_t four;
+                std::memcpy(&four, left + r * row + g * GROUP, 4);
+                const I x = _mm256_set1_epi32(four);
+                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(x, one));
+                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(x, two));
+                // One row after the other, or else the compiler starts all of them and has no registers left.
+                asm volatile("" : "+x"(part[r][0]), "+x"(part[r][1]));
+            }
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; r++)
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                int32_t* at = sums + r * width + W * h;
+                store(at, add(load(first && base ? base + W * h : at, All{}), _mm256_madd_epi16(part[r][h], ones)), All{});
+            }
+    }
+}
+// Where only one line or two could be, products are widened as they come; where one may saturate, bytes are widened first.
+template <int N, bool NARROW>
+NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                              int64_t width) {
     I sum[N][2];
-    const I low_bytes = _mm256_set1_epi16(255);
+    const I low_bytes = _mm256_set1_epi16(255), ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 2
@@ -1212,8 +1555,8 @@ INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, 
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             I bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right.data + g * LINE + 32 * h));
-            even[h] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-            odd[h] = _mm256_srai_epi16(bytes, 8);
+            even[h] = NARROW ? bytes : _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+            odd[h] = NARROW ? bytes : _mm256_srai_epi16(bytes, 8);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < N; r++) {
@@ -1222,6 +1565,10 @@ INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, 
             I x = _mm256_set1_epi32(four), low = _mm256_and_si256(x, low_bytes), high = _mm256_srli_epi16(x, 8);
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
+                if (NARROW) {
+                    sum[r][h] = add(sum[r][h], _mm256_madd_epi16(_mm256_maddubs_epi16(x, even[h]), ones));
+                    continue;
+                }
                 sum[r][h] = add(sum[r][h], _mm256_madd_epi16(low, even[h]));
                 sum[r][h] = add(sum[r][h], _mm256_madd_epi16(high, odd[h]));
             }
@@ -1231,6 +1578,60 @@ INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, 
     for (int r = 0; r < N; r++)
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) store(sums + r * width + W * h, sum[r][h], All{});
+}
+template <class Meanwhile>
+INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
+                           const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
+    meanwhile(0, 1);
+    for (; panels; panels--, right.data += right.panel, sums += PANEL, base = base ? base + PANEL : base) {
+        int64_t r = 0;
+        auto rows_by = [&](auto multiply_some, int some) {
+            for (; r + some <= rows; r += some)
+                multiply_some(left + r * row, row, right, base, sums + r * width, width);
+        };
+        if (right.together > 2) rows_by(multiply_narrow<6>, 6), rows_by(multiply_narrow<2>, 2);
+        if (right.together) rows_by(multiply_rows<4, true>, 4), rows_by(multiply_rows<1, true>, 1);
+        rows_by(multiply_rows<4, false>, 4), rows_by(multiply_rows<1, false>, 1);
+    }
+}
+
+#elif ADALOG_NEON
+
+// Without i8mm both operands of a dot product have signs: the left one is taken less 128, and what that leaves out is
+// 128 times the sum of each column.
+template <int N>
+NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
+                              int64_t width) {
+    I sum[N][4], column[4] = {set(0), set(0), set(0), set(0)};
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) sum[r][q] = load((base ? base : sums + r * width) + W * q, All{});
+    for (int64_t g = 0; g < right.lines; g++, left += GROUP) {
+        int8x16_t bytes[4];
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) {
+            bytes[q] = vld1q_s8(right.data + g * LINE + 16 * q);
+            if (ADALOG_LEVEL == NEON) column[q] = vdotq_s32(column[q], bytes[q], vdupq_n_s8(1));
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < N; r++) {
+            int32_t four;
+            std::memcpy(&four, left + r * row, 4);
+            const uint8x16_t x = vreinterpretq_u8_s32(set(four));
+#pragma GCC unroll 4
+            for (int q = 0; q < 4; q++)
+#if ADALOG_LEVEL == 5
+                sum[r][q] = vusdotq_s32(sum[r][q], x, bytes[q]);
+#else
+                sum[r][q] = vdotq_s32(sum[r][q], bytes[q], vreinterpretq_s8_u8(veorq_u8(x, vdupq_n_u8(128))));
+#endif
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++)
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) store(sums + r * width + W * q, add(sum[r][q], vshlq_n_s32(column[q], 7)), All{});
 }
 template <class Meanwhile>
 INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right right, int64_t panels,
@@ -1270,6 +1671,26 @@ struct Nothing {
     void operator()(int64_t, int64_t) const {}
 };
 
+INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
+    int64_t i = 0;
+    int32_t sum = 0;
+#if ADALOG_WIDE
+    I sums = _mm512_setzero_si512();
+    for (; i + 64 <= count; i += 64) sums = add(sums, _mm512_sad_epu8(load(bytes + i), _mm512_setzero_si512()));
+    const I rest = _mm512_maskz_loadu_epi8((uint64_t(1) << (count - i)) - 1, bytes + i);
+    return _mm512_reduce_add_epi32(add(sums, _mm512_sad_epu8(rest, _mm512_setzero_si512())));
+#elif ADALOG_LEVEL == 1
+    I sums = _mm256_setzero_si256();
+    for (; i + 32 <= count; i += 32) sums = add(sums, _mm256_sad_epu8(load(bytes + i), _mm256_setzero_si256()));
+    const __m128i half = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    sum = _mm_cvtsi128_si32(half) + _mm_extract_epi32(half, 2);
+#elif ADALOG_NEON
+    for (; i + 16 <= count; i += 16) sum += vaddlvq_u8(vld1q_u8(bytes + i));
+#endif
+    for (; i < count; i++) sum += bytes[i];
+    return sum;
+}
+
 // The accumulators of some rows and up to four panels, whose first is `panel` of the right operand.
 template <class Meanwhile = Nothing>
 INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
@@ -1290,10 +1711,8 @@ INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right,
     multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width, meanwhile);
     if (!right.moved) return;
     for (int64_t r = 0; r < rows; r++) {
-        int32_t low = 0, high = 0;
-        for (int64_t t = 0; t < terms; t++) low += left.data[r * left.row + t];
-        for (int64_t t = 0; left.more && t < terms; t++) high += left.more[r * left.row + t];
-        row_sums[r] = low + 256 * high;
+        row_sums[r] = sum_of(left.data + r * left.row, terms);
+        if (left.more) row_sums[r] += 256 * sum_of(left.more + r * left.row, terms);
     }
     const int32_t* moved = right.moved + panel * PANEL;
     for (int64_t r = 0; r < rows; r++)
@@ -1323,7 +1742,7 @@ INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, i
 
 // A panel's halves of bytes as signed bytes, less their middles.
 INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines, int8_t* out) {
-#if ADALOG_LEVEL >= 2
+#if ADALOG_WIDE
     const I mask = _mm512_set1_epi8(15), middle = _mm512_loadu_si512(middles);
     for (int64_t s = 0; s < lines; s += 16)
 #pragma GCC unroll 8
@@ -1333,6 +1752,16 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
             _mm512_storeu_si512(out + (s + g) * LINE, _mm512_sub_epi8(low, middle));
             _mm512_storeu_si512(out + (s + g + 8) * LINE, _mm512_sub_epi8(high, middle));
         }
+#elif ADALOG_LEVEL == 1
+    const I mask = _mm256_set1_epi8(15);
+    for (int64_t s = 0; s < lines; s += 16)
+        for (int g = 0; g < 8; g++)
+            for (int h = 0; h < LINE; h += 32, halves += 32) {
+                const I two = load(halves), middle = load(middles + h);
+                const I low = _mm256_and_si256(two, mask), high = _mm256_and_si256(_mm256_srli_epi16(two, 4), mask);
+                uint8_t* to = reinterpret_cast<uint8_t*>(out) + (s + g) * LINE + h;
+                store(to, _mm256_sub_epi8(low, middle)), store(to + 8 * LINE, _mm256_sub_epi8(high, middle));
+            }
 #else
     for (int64_t s = 0; s < lines; s += 16)
         for (int g = 0; g < 8; g++, halves += LINE)
@@ -1343,7 +1772,7 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
 #endif
 }
 
-constexpr int64_t AT_ONCE = ADALOG_LEVEL == 2 ? 12 : ROWS;  // AVX-512 keeps the sums of six rows in registers
+constexpr int64_t AT_ONCE = ADALOG_LEVEL == AMX ? ROWS : 12;  // registers keep the sums of six rows
 
 void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Linear& of = *static_cast<const Linear*>(arguments);
@@ -1359,7 +1788,8 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
             unpack(packed + p * weights.panel_bytes(), weights.middles.data + (panel + p) * LINE, weights.lines,
                    memory.right + p * weights.lines * LINE);
     const Right right{weights.halves ? memory.right : reinterpret_cast<const int8_t*>(packed), weights.lines * LINE,
-                      weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr};
+                      weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr,
+                      weights.together};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
     // What the next task unpacks comes from far: it is fetched meanwhile.
     const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + AT_ONCE - 1) / AT_ONCE;
@@ -1393,7 +1823,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
 // --- products of two that are computed -------------------------------------------------------------------------------------
 
 // The right operand of one batch and head, less its middle, in panels, with its constants.
-Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t columns, int left_zero,
+Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t columns, int left_zero, int left_top,
            const PackedScratch& memory) {
     const uint8_t* data = side.data + batch * side.batch + head * side.head;
     const int zero = side.zero[head], m = middle(side.bits, zero), left_over = zero - m;
@@ -1401,7 +1831,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     std::memset(memory.data, 0, memory.panels * panel);
     if (side.transposed) {
         int64_t c = 0;
-#if ADALOG_LEVEL >= 2
+#if ADALOG_WIDE
         // Four terms of 16 columns at once.
         const I places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                             set(int32_t(side.row)));
@@ -1421,8 +1851,18 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
         }
     } else {
         int64_t done = 0;
-#if ADALOG_LEVEL >= 1
         // Four terms of 16 columns at once: rows of bytes become columns.
+#if ADALOG_NEON
+        for (; done + PANEL <= columns; done += PANEL)
+            for (int64_t t = 0; t < terms; t += GROUP) {
+                uint8x16x4_t row;
+                for (int i = 0; i < GROUP; i++) {
+                    row.val[i] = vdupq_n_u8(0);
+                    if (t + i < terms) row.val[i] = vsubq_u8(vld1q_u8(data + (t + i) * side.row + done), vdupq_n_u8(uint8_t(m)));
+                }
+                vst4q_u8(reinterpret_cast<uint8_t*>(memory.data + done / PANEL * panel + t / GROUP * LINE), row);
+            }
+#elif ADALOG_LEVEL
         const __m128i middles = _mm_set1_epi8(char(m));
         for (; done + PANEL <= columns; done += PANEL)
             for (int64_t t = 0; t < terms; t += GROUP) {
@@ -1448,14 +1888,14 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
             for (int64_t c = done; c < columns; c++) to[c / PANEL * panel + c % PANEL * GROUP] = int8_t(from[c] - m);
         }
     }
-    Right right{memory.data, panel, memory.lines, memory.base, nullptr};
+    Right right{memory.data, panel, memory.lines, memory.base, nullptr, added_together(left_top, side.bits)};
     std::memset(memory.base, 0, memory.panels * PANEL * sizeof(int32_t));
     if (left_zero) {  // sums of columns: a row of ones times the operand
         std::memset(memory.ones, 1, PANEL * memory.lines * GROUP);
         const int32_t none[QUAD * PANEL] = {};
         int32_t sums[PANEL * QUAD * PANEL];
         for (int64_t p = 0; p < memory.panels; p += QUAD) {
-            Right part{memory.data + p * panel, panel, memory.lines, none, nullptr};
+            Right part{memory.data + p * panel, panel, memory.lines, none, nullptr, added_together(1, side.bits)};
             multiply_bytes(memory.ones, memory.lines * GROUP, ADALOG_LEVEL == AMX ? PANEL : 1, part, QUAD, none, sums, QUAD * PANEL,
                            Nothing{});
             for (int c = 0; c < QUAD * PANEL; c++)
@@ -1469,17 +1909,18 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     return right;
 }
 
-// The accumulators of some of a left operand's rows (16 at most) with all columns, `width` a row.
+// The accumulators of some of a left operand's rows (16 at most) with all columns: (rows, panels).
 INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t terms,
-                         const Right& right, int64_t panels, uint8_t* copy, uint8_t* copy_more, int32_t* sums,
-                         int32_t* row_sums) {
+                         const Right& right, int64_t columns, int64_t panels, uint8_t* copy, uint8_t* copy_more,
+                         int32_t* sums, int32_t* row_sums) {
     const int64_t start = batch * side.batch + head * side.head + row * side.row, width = right.lines * GROUP;
     const int64_t rest = side.bytes - start;
     Left left{nullptr, nullptr, 0};
     left.data = readable(side.data + start, side.row, rows, terms, width, rest, copy, &left.row);
     if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, rest, copy_more, &left.row);
-    for (int64_t p = 0; p < panels; p += QUAD)
-        multiply(left, rows, terms, right, p, QUAD, sums + p * PANEL, panels * PANEL, row_sums);
+    const int64_t used = rounded_up(columns, PANEL) / PANEL;
+    for (int64_t p = 0; p < used; p += QUAD)
+        multiply(left, rows, terms, right, p, std::min<int64_t>(QUAD, used - p), sums + p * PANEL, panels * PANEL, row_sums);
 }
 
 void product(const void* arguments, int64_t number, uint8_t* scratch) {
@@ -1487,12 +1928,12 @@ void product(const void* arguments, int64_t number, uint8_t* scratch) {
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
     const ProductScratch memory(carver, of);
     const int64_t batch = number / of.heads, head = number % of.heads, panels = memory.right.panels;
-    const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], memory.right);
+    const Right right = pack(of.right, batch, head, of.terms, of.columns, of.left.zero[head], of.left.top, memory.right);
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = 0; row < of.rows; row += PANEL) {
             const int64_t rows = std::min<int64_t>(PANEL, of.rows - row);
-            multiply_all(of.left, batch, head, row, rows, of.terms, right, panels, memory.left, memory.more, memory.sums,
-                         memory.row_sums);
+            multiply_all(of.left, batch, head, row, rows, of.terms, right, of.columns, panels, memory.left, memory.more,
+                         memory.sums, memory.row_sums);
             finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns,
                           memory.sums, panels * PANEL);
         }
@@ -1516,8 +1957,8 @@ INLINE float log2_of(float x) {
 
 // Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
 // is a function of u: no division. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
-template <int DEPTH>
-INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
+template <int MOST>
+INLINE void softmax(const Search<MOST>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
                     const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
     float* scores = reinterpret_cast<float*>(sums);
     float tops[PANEL] = {}, totals[PANEL], shifts[PANEL];
@@ -1547,34 +1988,37 @@ INLINE void softmax(const Search<DEPTH>& search, int32_t* sums, int64_t width, i
         const float* row = scores + r * width;
         const F shift = set(shifts[r]);
         uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
+#if ADALOG_LEVEL
+        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is left is 0.
         int64_t start = 0;
-#if ADALOG_LEVEL >= 2
-        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is written is 0.
-        auto place = [&](int64_t i) INLINE_LAMBDA { return search.place(sub(load(row + i, All{}), shift)); };
-        for (; DEPTH && start < columns; start += 64) {
-            const __mmask64 there = columns - start < 64 ? (uint64_t(1) << (columns - start)) - 1 : ~uint64_t(0);
-            I places = bytes_of(place(start), place(start + 16), place(start + 32), place(start + 48));
-            _mm512_storeu_si512(bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, false)));
-            if (more) _mm512_storeu_si512(more_bytes + start, _mm512_maskz_mov_epi8(there, search.bytes(places, true)));
+        for (; start < columns; start += 4 * W) {
+            F x[4];
+            I low = set(0), high = set(0);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) x[j] = sub(load(row + start + j * W, All{}), shift);
+            search(x, low, high);
+            store(bytes + start, low);
+            if (more) store(more_bytes + start, high);
         }
-        start = std::min(start, columns);
+        std::memset(bytes + columns, 0, start - columns);
+        if (more) std::memset(more_bytes + columns, 0, start - columns);
+#else
+        for (int64_t i = 0; i < columns; i++) {
+            const int32_t value = value_at(search.steps, row[i] - shift);
+            bytes[i] = uint8_t(value);
+            if (more) more_bytes[i] = uint8_t(value >> 8);
+        }
 #endif
-        over(columns - start, [&](int64_t j, auto which) INLINE_LAMBDA {
-            const int64_t i = start + j;
-            I value = search(sub(load(row + i, which), shift));
-            store_bytes(bytes + i, value, which);
-            if (more) store_bytes(more_bytes + i, shift_right_8(value), which);
-        });
     }
 }
 
-template <int DEPTH>
+template <int MOST>
 void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScratch& memory) {
     const Matrices& scores = of.scores;
     const int64_t keys = scores.columns, panels = memory.scores.right.panels, width = memory.values.lines * GROUP;
-    const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], memory.scores.right);
-    const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, memory.values);
-    const Search<DEPTH> search(of.steps);
+    const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], scores.left.top, memory.scores.right);
+    const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, of.steps.top, memory.values);
+    const Search<MOST> search(of.steps);
     const bool two = of.steps.planes > 1;
     std::memset(memory.left, 0, PANEL * width);
     if (two) std::memset(memory.more, 0, PANEL * width);
@@ -1582,10 +2026,10 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScr
     if (of.bias)
         bias = of.bias + (of.bias_of[batch] * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
-        for (int64_t row = 0; row < scores.rows; row += PANEL) {
-            const int64_t rows = std::min<int64_t>(PANEL, scores.rows - row);
+        for (int64_t row = 0; row < scores.rows; row += AT_ONCE) {
+            const int64_t rows = std::min<int64_t>(AT_ONCE, scores.rows - row);
             int32_t* sums = memory.scores.sums;
-            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, panels, memory.scores.left,
+            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, keys, panels, memory.scores.left,
                          memory.scores.more, sums, memory.scores.row_sums);
             softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, memory.left,
                     two ? memory.more : nullptr, width);
@@ -1604,8 +2048,10 @@ void attention(const void* arguments, int64_t number, uint8_t* scratch) {
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
     const AttentionScratch memory(carver, of);
     const int64_t batch = number / of.scores.heads, head = number % of.scores.heads;
-    if (of.steps.depth == 4) return attend<4>(of, batch, head, memory);
-    if (of.steps.depth == 5) return attend<5>(of, batch, head, memory);
+#if ADALOG_WIDE
+    if (of.steps.most == 1) return attend<1>(of, batch, head, memory);
+    if (of.steps.most) return attend<3>(of, batch, head, memory);
+#endif
     attend<0>(of, batch, head, memory);
 }
 

@@ -24,6 +24,11 @@ def zero_point(quantizer: Quantizer) -> int:
     return int(quantizer.zero_point.reshape(-1)[0]) if isinstance(quantizer, UniformQuantizer) else 0
 
 
+def top_of(entries: Tensor) -> int:
+    """The largest byte of either plane of some entries."""
+    return int(torch.maximum(entries & 255, entries >> 8).max())
+
+
 # --- which sites have a kernel ---------------------------------------------------------------------------------------
 
 
@@ -138,7 +143,8 @@ def weights_of(site: IntegerSite) -> abi.Weights:
     assert isinstance(site.right, UniformQuantizer)
     codes = site.weight.flatten(1).contiguous()
     zero = site.right.zero_point.reshape(-1).expand(len(codes)).to(torch.int32).contiguous()
-    return abi.Weights(codes.numpy(), zero.numpy(), site.name, site.right.bits, zero_point(site.left))
+    left = zero_point(site.left), top_of(entries_of(site.left))
+    return abi.Weights(codes.numpy(), zero.numpy(), site.name, site.right.bits, *left)
 
 
 # --- arguments of kernels --------------------------------------------------------------------------------------------
@@ -221,5 +227,6 @@ def side(planes: Planes, lead: Sequence[int], quantizer: Quantizer) -> tuple[abi
         zero=zero.data_ptr(),
         bits=quantizer.bits,
         transposed=transposed,
+        top=top_of(entries_of(quantizer)),
     )
     return found, planes, zero

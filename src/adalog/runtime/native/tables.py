@@ -13,6 +13,9 @@ from torch import Tensor
 
 from adalog.quantizers import LogQuantizer, Quantizer
 
+LEAST_BUCKETS, MOST_BUCKETS = 32, 2048  # of a function of few values
+EDGE = 1e-3  # of a bucket: more than the rounding of a place among so many
+
 
 @dataclass(frozen=True)
 class Codes:
@@ -99,6 +102,55 @@ def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tens
     for level in range(depth):  # 2**level thresholds, (count >> level) apart
         middle = (count >> (level + 1)) - 1
         heap[1 << level : 2 << level] = padded[middle :: count >> level]
-    entries = values.new_zeros(count + 32)
+    entries = values[0].repeat(count + 32)  # kernels find -inf, which is no less than the padding, among these
     entries[: len(values)] = values.flip(0)
     return depth, heap, entries.to(torch.int32)
+
+
+def _within(thresholds: Tensor, count: int) -> tuple[Tensor, Tensor, float, float]:
+    """The thresholds within each of some buckets, from a first one to before a last: int64, (count,); slope, origin."""
+    cuts = thresholds.double()
+    low, width = float(cuts[0]), float(cuts[-1] - cuts[0])
+    slope = float(torch.tensor((count - 2) / width if width else 1.0).float())
+    origin = float(torch.tensor(1 - low * slope).float())
+    if not abs(origin) < 2**30:  # so close to each other that places are no better than the heap
+        slope, origin = 2.0**-100, 0.0
+    places, numbers = cuts * slope + origin, torch.arange(count, dtype=torch.float64)
+    # Kernels round their places, so a threshold near an end counts for both buckets.
+    first, last = (torch.searchsorted(places, numbers + edge) for edge in (-EDGE, 1 + EDGE))
+    first[0], last[-1] = 0, len(places)  # what lies beyond the ends falls into the outer ones
+    return first, last, slope, origin
+
+
+def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, float, float]:
+    """(buckets, slope, origin) of a function of few values, as `Steps` in native.cpp defines them.
+
+    buckets: int32, (count, 2): the bits of the threshold, a float32, and the two values, the one below it in the lower
+    half. There are as few as leave one threshold to each, and no more than fit the first cache; what is crowded then
+    has no number for its threshold.
+    """
+    values = values.int()
+    if not len(thresholds):
+        return torch.stack([torch.zeros(1, dtype=torch.int32), values | (values << 16)], dim=1), 0.0, 0.0
+    count = LEAST_BUCKETS
+    first, last, slope, origin = _within(thresholds, count)
+    while count < MOST_BUCKETS and bool((last - first > 1).any()):
+        count *= 2
+        first, last, slope, origin = _within(thresholds, count)
+    pairs = values[first] | (values[last] << 16)
+    ends = torch.where(last == first, math.inf, thresholds[first.clamp(max=len(thresholds) - 1)])
+    ends = torch.where(last > first + 1, math.nan, ends)
+    return torch.stack([ends.float().view(torch.int32), pairs], dim=1), slope, origin
+
+
+def few_buckets_of(thresholds: Tensor) -> tuple[Tensor, int, float, float] | None:
+    """(near, most, near_slope, near_origin) of `Steps` in native.cpp, near (4, 32); None where 32 buckets do not do."""
+    if not 0 < len(thresholds) < 32:
+        return None
+    first, last, slope, origin = _within(thresholds, 32)
+    most = int((last - first).max())
+    if most > 3:
+        return None
+    numbers = first + torch.arange(3)[:, None]
+    within = torch.where(numbers < last, thresholds[numbers.clamp(max=len(thresholds) - 1)], math.nan)
+    return torch.cat([within, (len(thresholds) - first).int().view(torch.float32)[None]]), most, slope, origin
