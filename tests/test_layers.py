@@ -13,7 +13,7 @@ SOURCE = ROOT / "src" / "adalog"
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
-BASE = {"errors", "library", "device", "files", "stored", "version"}
+BASE = {"errors", "library", "device", "files", "ranks", "stored", "version"}
 CHOICES = {"quantizers", "choices", "config", "methods"}
 # Each part of the package, lowest first, and what it may import besides BASE. "adalog" is the package's own __init__.
 MAY_IMPORT = {
@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "library": set(),
     "device": set(),
     "files": set(),
+    "ranks": set(),
     "stored": set(),
     "version": set(),
     "run": set(),
@@ -39,8 +40,7 @@ MAY_IMPORT = {
     "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},
     "inputs": CHOICES | {"graph"},
-    "ranks": set(),
-    "quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs", "ranks"},
+    "quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs"},
 }
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
 MAY_IMPORT["pipeline"] = MAY_IMPORT["adalog"] | {"adalog"}

@@ -25,6 +25,10 @@ class DataError(AdalogError):
     """Images or labels that cannot be read, outputs they cannot judge, or a path that cannot be written."""
 
 
+class RankError(AdalogError):
+    """Another process of the same job that has failed, cannot be reached, or does different work."""
+
+
 def printable(text: str) -> str:
     """The text on one line; what does not print, and a terminal may obey, is a question mark."""
     return "".join(character if character.isprintable() else "?" for character in " ".join(text.splitlines()))

@@ -13,6 +13,7 @@ from adalog.graph.capture import Sizes, batched, take
 from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
 from adalog.inputs.images import draw_indices
 from adalog.model import QuantizedModel
+from adalog.ranks import ALONE, Ranks
 
 Images = Tensor | tuple[Tensor, ...]  # one input, or several of as many images each
 
@@ -29,6 +30,7 @@ def quantize(
     memory: int = MEMORY,
     sizes: Sizes = "fixed",
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> QuantizedModel:
     """Quantize a vision transformer after training, from a few unlabelled images.
 
@@ -38,7 +40,8 @@ def quantize(
     there, in all its calls, and the quantized model takes its place, in which nothing else changes.
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
-    bytes, and sizes: as of `Calibration`. The model is not changed.
+    bytes on each rank, and sizes: as of `Calibration`. ranks: the processes that share out the searches, each of which
+    makes this call (`Ranks.of_environment`); all get the same model. The model is not changed.
     Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
     `pinned` matches no site, or where memory is too little.
     """
@@ -47,7 +50,7 @@ def quantize(
     sample = take(whole, range(config.images))
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
-        return calibration.quantize(config, progress, jobs=jobs, partial=partial)
+        return calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
     call, calls = record_calls(model, within, sample)
     more = record_calls(model, within, whole)[1] if len(whole[0]) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
@@ -56,7 +59,7 @@ def quantize(
     calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
     if len(calls) > 1:
         check_shareable(model, calibration.sites)
-    result = calibration.quantize(config, progress, jobs=jobs, partial=partial)
+    result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
     if len(calls) > 1:
         program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
         result = QuantizedModel(replace(result.quantized, program=program, example=example))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from adalog.calibration.operands import (
     check_pinned,
     choices_of,
     formats_of,
+    joined,
     moved_by,
     operands_of,
     request_of,
@@ -25,7 +26,7 @@ from adalog.calibration.operands import (
 from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
-from adalog.calibration.stages import changed_by, check_images
+from adalog.calibration.stages import check_images, staged
 from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
@@ -37,6 +38,7 @@ from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
+from adalog.ranks import ALONE, Ranks
 from adalog.search import SEARCHES
 from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
@@ -118,6 +120,7 @@ class Calibration:
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
         )
         self._found: dict[Any, Any] = {}  # folds and assignments, by all that they depend on
+        self._assigned: dict[Any, Assignment] = {}  # of whole searches, those of other ranks too
         self._seconds: dict[Any, float] = {}
 
     # --- the story ---
@@ -130,14 +133,16 @@ class Calibration:
         jobs: int = 1,
         partial: Path | None = None,
         start: Assigned = (),
+        ranks: Ranks = ALONE,
     ) -> QuantizedModel:
         """The model quantized under these choices.
 
         jobs: how many sites are searched at once, in threads; the result does not depend on it. partial: a file from
         which finished searches are read, and to which new ones are added; once the result is saved it can be removed.
-        start: assignments that `assign` gave; searches of bounds begin from them and never end worse.
+        start: assignments that `assign` gave; searches of bounds begin from them and never end worse. ranks: the
+        processes that share out the searches, each of which has made this calibration; all get the same model.
         """
-        assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start)
+        assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start, ranks=ranks)
         return QuantizedModel(self.finished(assigned, config))
 
     @torch.no_grad()
@@ -149,32 +154,32 @@ class Calibration:
         jobs: int = 1,
         partial: Path | None = None,
         start: Assigned = (),
+        ranks: Ranks = ALONE,
     ) -> list[tuple[SiteGroup, Assignment]]:
         """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
-        given = {group.name: assignment for group, assignment in start}
-        if given and given.keys() != self._requests.keys():
-            raise ValueError(
-                "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
-                "since several sites share a fold"
-            )
-        file = None if partial is None else Partial(partial, self.fingerprint(config, given))
+        given = _given(start, self.groups)
+        file = None if partial is None else Partial(partial, self.fingerprint(config, given), ranks.rank)
+        keys = {group.name: self._key(group, config) for group in self.groups if not given}
         found = run_searches(
             self._splits(),
             lambda group: self._search(group, config, given.get(group.name)).assignment,
+            known={name: self._assigned[key] for name, key in keys.items() if key in self._assigned},
             bytes_of={name: request.scratch for name, request in self._requests.items()},
             memory=self._memory // 2,
             device=self.images[0].device,
             jobs=jobs,
             partial=file,
             progress=progress,
+            ranks=ranks,
         )
+        self._assigned |= {key: found[name] for name, key in keys.items()}
         assigned = [(group, found[group.name]) for group in self.groups]
-        for stage in config.stages:
-            assigned = changed_by(
-                stage,
+        if config.stages:
+            assigned = staged(
+                config.stages,
                 self.program,
                 self.images,
                 self.unlabelled,
@@ -185,6 +190,7 @@ class Calibration:
                 memory=self._memory // 2,
                 partial=file,
                 progress=progress,
+                ranks=ranks,
             )
         if progress is not None:
             progress(len(self.groups), len(self.groups), "")
@@ -208,30 +214,25 @@ class Calibration:
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """The assignments of all products, or of those of these sites, with all their operands, whatever the memory."""
         check_pinned(config, self.sites)
-        unknown = set(sites or ()) - {site.name for site in self.sites}
-        if unknown:
-            raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `sites` lists all {len(self.sites)}")
+        _check_known(sites or (), self.sites)
         self._shared.prepare(config)
-        found = {}
-        for group in (group for split in self._splits() for group in split):
-            if sites is None or any(site.name in sites for site in group.sites):
-                found[group.name] = self._search(group, config)
+        ordered = (group for split in self._splits() for group in split)
+        wanted = (group for group in ordered if sites is None or any(site.name in sites for site in group.sites))
+        found = {group.name: self._search(group, config) for group in wanted}
         return [found[group.name] for group in self.groups if group.name in found]
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
         """The assignment that another calibration found, on the operands that the images of this one give."""
         group = next(group for group in self.groups if group.name == searched.group.name)
-        product = self._product(
-            group, choices_of(group, config), searched.assignment.fold, searched.product.left.format
-        )
-        return replace(searched, product=product)
+        fold, format_ = searched.assignment.fold, searched.product.left.format
+        return replace(searched, product=self._product(group, choices_of(group, config), fold, format_))
 
     def probe(self, gradient: Tensor) -> None:
         """Weight errors by this gradient of a loss with respect to the only output, (N, ...), not by random ones."""
         self._shared.probe(gradient)
-        self._found.clear()
-        self._seconds.clear()
+        for known in (self._found, self._assigned, self._seconds):
+            known.clear()
 
     def operand(self, name: str) -> Tensor:
         """The operand of this name in full precision; every n-th row or image of it where it exceeds the memory."""
@@ -286,11 +287,9 @@ class Calibration:
         if key not in self._found:
             seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
             read = {site.left for site in self.sites if site.name in pair.sites}
-            rows = [seen[name].flatten(0, -2) for name in sorted(read)]
-            values = rows[0] if len(rows) == 1 else torch.cat(rows)
+            values = joined([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
             self._found[key] = SEARCHES[type(search)].fold_channels(values, bits, search)
-        found: tuple[Fold, UniformQuantizer | None] = self._found[key]
-        return found
+        return cast(tuple[Fold, UniformQuantizer | None], self._found[key])
 
     # --- all groups ---
 
@@ -305,18 +304,38 @@ class Calibration:
         choices = (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun)
         return fingerprint(choices, (*self.program.tensors.items(), *images, *self._shared.probes()))
 
+    def _key(self, group: SiteGroup, config: Config) -> Any:
+        """All that the assignment of a group hangs on, besides what this calibration has."""
+        return group.name, replace(choices_of(group, config), pinned=(), stages=()), self._shared.order(config)
+
     def _splits(self) -> list[list[SiteGroup]]:
         """The groups in splits whose operands are held together, in order."""
 
-        def number(group: SiteGroup) -> int:
-            return self._observed.stage(self._requests[group.name].names)
-
-        return [list(groups) for _, groups in groupby(sorted(self.groups, key=number), key=number)]
+        stage = {group.name: self._observed.stage(self._requests[group.name].names) for group in self.groups}
+        ordered = sorted(self.groups, key=lambda group: stage[group.name])
+        return [list(groups) for _, groups in groupby(ordered, key=lambda group: stage[group.name])]
 
     def product(self, group: SiteGroup, assignment: Assignment, config: Config) -> Product:
         """The group's product, with its operands in the float network, folded as the assignment has it."""
         choices = choices_of(group, config)
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
+
+
+def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
+    """Assignments from which searches begin by the names of their groups; ValueError unless all groups have one."""
+    given = {group.name: assignment for group, assignment in start}
+    if given and given.keys() != {group.name for group in groups}:
+        raise ValueError(
+            "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
+            "since several sites share a fold"
+        )
+    return given
+
+
+def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
+    unknown = set(names) - {site.name for site in sites}
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `sites` lists all {len(sites)}")
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:

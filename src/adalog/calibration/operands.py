@@ -123,7 +123,7 @@ def operands_of(
     weight = torch.cat(weights)
     if fold is not None:
         inputs, weight = [fold.activation(x) for x in inputs], fold.weight(weight)
-    rows = _joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
+    rows = joined([x.reshape(-1, x.shape[-1]) for x in inputs], dim=0)
     return Operand(rows, activation), Operand(weight, Format.of_weights(config, 0))
 
 
@@ -145,7 +145,7 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
             rows = results[0]
         before = found.get(call[0].left)
         found[call[0].left] = rows if before is None else before + rows
-    return _joined(list(found.values()), dim=-2)
+    return joined(list(found.values()), dim=-2)
 
 
 def why_unfolded(
@@ -211,9 +211,9 @@ def _conv_operands(
         seen = (patches(image, kernel, stride, padding, dilation) for image in images)
         return _conv_rows(seen, len(images), _overlap(site, weight))
 
-    mask, x = None, _joined([rows(images) for images in split], dim=-2)
+    mask, x = None, joined([rows(images) for images in split], dim=-2)
     if any(padding) and activation.log2_base is not None:
-        mask = _joined([rows(torch.ones_like(images)) for images in split], dim=-2)
+        mask = joined([rows(torch.ones_like(images)) for images in split], dim=-2)
     if groups == 1:
         return Operand(x, activation, mask), Operand(weight.flatten(1), Format.of_weights(config, 0))
     kernels = weight.reshape(groups, -1, weight[0].numel())
@@ -222,7 +222,7 @@ def _conv_operands(
     return Operand(x, activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
 
 
-def _joined(rows: list[Tensor], dim: int) -> Tensor:
+def joined(rows: list[Tensor], dim: int) -> Tensor:
     """Rows of several inputs as one tensor; those of one input are not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 

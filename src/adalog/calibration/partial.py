@@ -6,7 +6,7 @@ import math
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +38,46 @@ def raw_bytes(value: Tensor) -> memoryview:
 
 
 class Lines:
-    """What is finished of a long run, in a file: JSON objects by name, one line each.
+    """What is finished of a long run, in files: JSON objects by name, one line each.
 
-    The file must be of what `fingerprint` names; any other file is left alone. A line that a kill cut off is left out.
-    kind: what the lines are called. Raises DataError for a file of something else, or one that is damaged.
+    Each rank of a job adds to a file of its own: rank 0 to `path`, others to one beside it with .rank1 and so on behind
+    its name. All of them are read, whichever job wrote them. They must be of what `fingerprint` names; other files are
+    left alone. A line that a kill cut off is left out. kind: what the lines are called. Raises DataError for a file of
+    something else, or one that is damaged.
     """
 
-    def __init__(self, path: Path, fingerprint: str, kind: str):
-        self.path = path
-        header = {kind: fingerprint}
+    def __init__(self, path: Path, fingerprint: str, kind: str, rank: int = 0):
+        self.path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}")
+        self._header = {kind: fingerprint}
+        self.found: dict[str, dict[str, Any]] = {}
+        for other in _files_of_ranks(path):
+            self._read(other, kind)
+        if not self.path.exists() or not self.path.stat().st_size:
+            self._append(self._header)
+
+    def _read(self, path: Path, kind: str) -> None:
         try:
-            content = path.read_bytes() if path.exists() else b""
+            content = path.read_bytes()
             whole = content[: content.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
         except (OSError, ValueError, RecursionError) as cause:
             raise DataError(f"{path} is no file of finished {kind} ({cause}): remove it, or name another") from cause
-        cut_in_header = json.dumps(header).encode().startswith(content)
-        if lines[:1] != [header] and not cut_in_header:
+        cut_in_header = json.dumps(self._header).encode().startswith(content)
+        if lines[:1] != [self._header] and not cut_in_header:
             raise DataError(
                 f"{path} holds {kind} of another model, other images or other choices: give those again, or remove it"
             )
-        with self.refusing():
-            self.found: dict[str, dict[str, Any]] = {str(line["name"]): line for line in lines[1:]}
-        if len(whole) < len(content):
+        with self.refusing(path):
+            self.found |= {str(line["name"]): line for line in lines[1:]}
+        if path == self.path and len(whole) < len(content):
             os.truncate(path, len(whole))
-        if not lines:
-            self._append(header)
 
     def add(self, name: str, content: dict[str, Any]) -> None:
         """Write one more object to the file."""
         self._append({"name": name, **content})
 
     @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refusing(self, path: Path | None = None) -> Iterator[None]:
         """Turn what goes wrong while lines are read into the error that the file is damaged."""
         try:
             yield
@@ -83,7 +90,7 @@ class Lines:
             ValueError,
             RuntimeError,
         ) as cause:
-            raise DataError(f"{self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
+            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
 
     def _append(self, line: Any) -> None:
         try:
@@ -95,17 +102,24 @@ class Lines:
             raise write_error(self.path, cause) from cause
 
 
+def _files_of_ranks(path: Path) -> list[Path]:
+    """The file, and those beside it that other ranks of a job have made, as far as they are there."""
+    start, others = f"{path.name}.rank", list[Path]()
+    with suppress(OSError):  # a folder that cannot be listed
+        others = sorted(path.with_name(each.name) for each in path.parent.iterdir() if each.name.startswith(start))
+    return [path] * path.exists() + [other for other in others if other.name[len(start) :].isdecimal()]
+
+
 class Partial:
-    """The finished searches in a file, which must be those that `fingerprint` names; see `Lines`.
+    """The finished searches in files, which must be those that `fingerprint` names; see `Lines`.
 
     Numbers are written so that they read back to the bit.
     """
 
-    def __init__(self, path: Path, fingerprint: str):
-        self.path = path
-        self._lines = Lines(path, fingerprint, "searches")
+    def __init__(self, path: Path, fingerprint: str, rank: int = 0):
+        self._lines = Lines(path, fingerprint, "searches", rank)
         with self._lines.refusing():
-            self._found = dict(_read(line) for line in self._lines.found.values())
+            self._found = {name: assignment_of(name, line) for name, line in self._lines.found.items()}
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
         """The assignment of this name, a group's for its search; None where it is not finished."""
@@ -129,16 +143,17 @@ def assignment_json(assignment: Assignment) -> dict[str, Any]:
     }
 
 
-def _read(line: dict[str, Any]) -> tuple[str, Assignment]:
-    name, sqnr = line["name"], line["sqnr"]
-    if not isinstance(name, str) or not isinstance(sqnr, float):
-        raise TypeError(f"the name {name!r} has the SQNR {sqnr!r}")
+def assignment_of(name: str, line: dict[str, Any]) -> Assignment:
+    """The assignment of which `assignment_json` gave this. name: for errors."""
+    sqnr = line["sqnr"]
+    if not isinstance(sqnr, float):
+        raise TypeError(f"{name} has the SQNR {sqnr!r}")
     fold = None if line["fold"] is None else Fold(_tensor(line["fold"][0]), _tensor(line["fold"][1]))
     left, right = _side(name, line["left"]), _side(name, line["right"])
     if isinstance(left, QuantizedTensor):
         raise TypeError(f"the left operand of {name!r} has codes")
     bias = None if line["bias"] is None else _tensor(line["bias"])
-    return name, Assignment(left, right, fold, sqnr, bias)
+    return Assignment(left, right, fold, sqnr, bias)
 
 
 def _dtype_name(value: Tensor) -> str:

@@ -1,17 +1,34 @@
-"""The order of searches: side by side in threads, within shared memory, and from where an earlier run stopped."""
+"""The order of searches: side by side in threads and ranks, within the memory, from where an earlier run stopped."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Condition
 
 import torch
 
-from adalog.calibration.partial import Partial
+from adalog.calibration.partial import Partial, assignment_json, assignment_of
 from adalog.graph.rewrite import SiteGroup
 from adalog.quantizers import Assignment
+from adalog.ranks import ALONE, Coded, Ranks
 
 Progress = Callable[[int, int, str], None]
+
+
+def coded(device: torch.device) -> Coded[Assignment]:
+    """How assignments travel between ranks, to the bit. device: where those that arrive are put."""
+    return Coded(
+        lambda assignment: json.dumps(assignment_json(assignment)).encode(),
+        lambda name, content: assignment_of(name, json.loads(content)).to(device),
+    )
+
+
+def coded_list(device: torch.device) -> Coded[list[Assignment]]:
+    """As `coded`, of several assignments."""
+    return Coded(
+        lambda assigned: json.dumps([assignment_json(each) for each in assigned]).encode(),
+        lambda name, content: [assignment_of(name, each).to(device) for each in json.loads(content)],
+    )
 
 
 class Scratch:
@@ -43,39 +60,53 @@ def run_searches(
     splits: Sequence[Sequence[SiteGroup]],
     search: Callable[[SiteGroup], Assignment],
     *,
+    known: Mapping[str, Assignment],
     bytes_of: Mapping[str, int],
     memory: int,
     device: torch.device,
     jobs: int = 1,
     partial: Partial | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Assignment]:
-    """The assignment that the search finds for every group, by the group's name; it does not depend on `jobs`.
+    """The assignment that the search finds for every group, by the group's name.
 
-    splits: groups whose operands are held together; a split begins when the one before it is done. bytes_of: the bytes
-    of `memory` that each search takes, by the group's name. partial: a file from which finished searches are read, and
-    to which new ones are added. progress: called with (done, total, the name of the group that is waited for).
+    It depends neither on `jobs`, the searches that run at once on a rank, nor on how many ranks share them out;
+    searches that take the most bytes begin first.
+
+    splits: groups whose operands are held together; a split begins when the one before it is done. known: assignments
+    that need no search. bytes_of: the bytes of `memory` that each search takes, by the group's name. partial: a file
+    from which finished searches are read, and to which those of this rank are added. progress: called with (done on all
+    ranks, total, the name of a group that is waited for).
     """
-    scratch = Scratch(memory)
-
-    def find(group: SiteGroup) -> Assignment:
-        known = partial and partial.get(group.name, device)
-        if known:
-            return known
-        with scratch.taken(bytes_of[group.name]):
-            return search(group)
-
+    scratch, total = Scratch(memory), sum(map(len, splits))
     found = dict[str, Assignment]()
-    total = sum(map(len, splits))
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for split in splits:
-                for group, waiting in [(group, pool.submit(find, group)) for group in split]:
-                    if progress is not None:
-                        progress(len(found), total, group.name)
-                    found[group.name] = waiting.result()
-                    if partial is not None and not partial.get(group.name):
-                        partial.add(group.name, found[group.name])
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+    def told(names: Iterable[str]) -> None:
+        waiting = next((name for name in names if name not in found), None)
+        if progress is not None and waiting is not None:
+            progress(len(found), total, waiting)
+
+    for split in splits:
+        groups = {group.name: group for group in sorted(split, key=lambda group: -bytes_of[group.name])}
+        stored = {name: each for name in groups if partial and (each := partial.get(name, device))}
+        found.update({name: known[name] for name in groups if name in known} | stored)
+        for name in groups:
+            if partial is not None and ranks.first and name in found and name not in stored:
+                partial.add(name, found[name])
+
+        def find(name: str, groups: Mapping[str, SiteGroup] = groups) -> Assignment:
+            with scratch.taken(bytes_of[name]):
+                return search(groups[name])
+
+        def finished(name: str, assignment: Assignment, own: bool, groups: Iterable[str] = groups) -> None:
+            found[name] = assignment
+            if partial is not None and own:
+                partial.add(name, assignment)
+            told(groups)
+
+        told(groups)
+        found.update(
+            ranks.shared(list(groups), find, coded=coded(device), threads=jobs, known=found, finished=finished)
+        )
     return found

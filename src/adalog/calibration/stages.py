@@ -10,7 +10,7 @@ from adalog.calibration.compensate import corrected
 from adalog.calibration.evolution import evolved
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import reconstructed
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import Progress, coded_list
 from adalog.calibration.shared import Shared
 from adalog.choices import BlockRefinement, Correction, Fitting, Stage
 from adalog.config import Config
@@ -19,6 +19,7 @@ from adalog.graph.capture import take
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup
 from adalog.quantizers import Assignment
+from adalog.ranks import ALONE, Ranks
 
 Judge = Callable[[SiteGroup, Assignment], Assignment]  # an assignment with the SQNR that it has
 
@@ -32,8 +33,8 @@ def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
         )
 
 
-def changed_by(
-    stage: Stage,
+def staged(
+    stages: Sequence[Stage],
     program: Program,
     images: Sequence[Tensor],
     unlabelled: Sequence[Tensor],
@@ -45,11 +46,52 @@ def changed_by(
     memory: int,
     partial: Partial | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments after one stage. images: those that calibrate. unlabelled: those that may be fitted.
+    """The assignments after all of these stages. images: those that calibrate. unlabelled: those that may be fitted.
 
-    partial: what stages that fit images have done so far is read from it, and written to it.
+    partial: what stages that fit images have done so far is read from it, and written to it. ranks: one of them does
+    the work for all, since each step of a stage begins with what the steps before it gave, and sums of parts of the
+    images would have other last bits than the sum of all.
     """
+
+    def run() -> list[Assignment]:
+        changed = list(assigned)
+        for stage in stages:
+            changed = _changed_by(
+                stage,
+                program,
+                images,
+                unlabelled,
+                changed,
+                shared,
+                judge,
+                seed=seed,
+                memory=memory,
+                partial=partial,
+                progress=progress,
+            )
+        return [assignment for _, assignment in changed]
+
+    found = ranks.by_first(run, coded_list(images[0].device))
+    return [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
+
+
+def _changed_by(
+    stage: Stage,
+    program: Program,
+    images: Sequence[Tensor],
+    unlabelled: Sequence[Tensor],
+    assigned: Assigned,
+    shared: Shared,
+    judge: Judge,
+    *,
+    seed: int,
+    memory: int,
+    partial: Partial | None,
+    progress: Progress | None,
+) -> list[tuple[SiteGroup, Assignment]]:
+    """The assignments after one stage; the arguments are those of `staged`."""
     if isinstance(stage, Fitting):
         fitted = take(unlabelled, range(stage.images))
         if isinstance(stage, Correction):

@@ -1,0 +1,308 @@
+"""The processes of one job, as `torchrun` starts them: work that they share out, and what they tell each other.
+
+Everything passes through the job's key-value store, which the launcher serves: claims are a counter in it, results are
+bytes. No result is large enough for collective operations, so there is no process group, and devices do not matter.
+"""
+
+import itertools
+import json
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from adalog.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+_PIECE = 4 << 20  # bytes of one value in the store: a TCPStore refuses those above 8 MiB
+_POLL = 0.1  # seconds between looks at the store
+_LAST_WORDS = 10.0  # seconds for which a rank that fails waits for the rank that failed first to say why
+
+
+@dataclass(frozen=True)
+class Coded(Generic[T]):
+    """How a result travels: `write` makes bytes of it, `read` makes it again of its name and these."""
+
+    write: Callable[[T], bytes]
+    read: Callable[[str, bytes], T]
+
+
+JSON: Coded[Any] = Coded(lambda value: json.dumps(value).encode(), lambda _, content: json.loads(content))
+
+
+class Memory:
+    """The store of a job that is one process; its methods are those of `torch.distributed.Store` that are used here."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first, and return it."""
+        with self._lock:
+            value = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(value).encode()
+            return value
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of the keys are there."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return self._values.pop(key, None) is not None
+
+
+class Ranks:
+    """This process, among those of one job; by default it is alone, and then torch.distributed is not imported.
+
+    rank: its number, of `world`. local: its number among the `neighbours` on this machine. restarts: how often the
+    launcher has started the job anew. All ranks have to make the same calls in the same order. A rank that dies is for
+    the launcher to notice: `torchrun` ends the others then, and starts all of them again where it may.
+    """
+
+    def __init__(
+        self,
+        store: "Store | Memory | None" = None,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        local: int = 0,
+        neighbours: int = 1,
+        restarts: int = 0,
+    ):
+        self.rank, self.world, self.local, self.neighbours, self.restarts = rank, world, local, neighbours, restarts
+        self._store: Any = store or Memory()
+        self._calls = itertools.count()
+
+    @staticmethod
+    def of_environment() -> "Ranks":
+        """The ranks of the job that `torchrun` started, by the variables that it sets; alone where there are none.
+
+        Raises RankError where the job's store cannot be reached.
+        """
+        told = os.environ
+        restarts, world = int(told.get("TORCHELASTIC_RESTART_COUNT", 0)), int(told.get("WORLD_SIZE", 1))
+        if world == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= told.keys():
+            return Ranks(restarts=restarts)
+        from torch.distributed.rendezvous import rendezvous
+
+        with _reached():
+            store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+        local, neighbours = int(told.get("LOCAL_RANK", 0)), int(told.get("LOCAL_WORLD_SIZE", 1))
+        return Ranks(store, rank, world, local=local, neighbours=neighbours, restarts=restarts)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def shared(
+        self,
+        names: Sequence[str],
+        make: Callable[[str], T],
+        *,
+        coded: Coded[T] = JSON,
+        threads: int = 1,
+        known: Mapping[str, T] | None = None,
+        finished: Callable[[str, T, bool], None] | None = None,
+    ) -> dict[str, T]:
+        """The results of all jobs of these names, on every rank. The rank that claims a job does it.
+
+        Jobs are claimed in this order, so long ones belong first. make: does the job of a name; its result must not
+        depend on the rank. threads: jobs that this rank does at a time. known: results that this rank has already; the
+        others need not have them. finished(name, result, own): called in the calling thread of every rank for each job
+        that was not known, as it is done by any rank; own: whether this rank did it.
+        Raises what a job on this rank raises, and RankError where another rank has failed or shares other jobs.
+        """
+        board = _Board(self._store, f"shared/{next(self._calls)}", self.rank, self.world)
+        with _reached():
+            found = board.agreed(names, dict(known or {}), coded)
+        waiting = [name for name in names if name not in found]
+        done: queue.SimpleQueue[tuple[str, T] | BaseException] = queue.SimpleQueue()
+        stopped = Event()
+
+        def work() -> None:
+            try:
+                while not stopped.is_set() and (number := board.claim()) < len(waiting):
+                    result = make(waiting[number])
+                    board.tell(waiting[number], result, coded)
+                    done.put((waiting[number], result))
+            except BaseException as error:
+                done.put(error)
+
+        def take(name: str, result: T, own: bool) -> None:
+            found[name] = result
+            if finished is not None:
+                finished(name, result, own)
+
+        with ThreadPoolExecutor(threads) as pool, _reached():
+            try:
+                for _ in range(min(threads, len(waiting))):
+                    pool.submit(work)
+                while len(found) < len(names):
+                    with suppress(queue.Empty):
+                        each = done.get(timeout=None if self.world == 1 else _POLL)
+                        if isinstance(each, BaseException):
+                            raise each
+                        take(*each, True)
+                    for name, content in board.news():
+                        take(name, coded.read(name, content), False)
+            finally:
+                stopped.set()
+        with _reached():
+            board.close()  # after the last claim
+        return {name: found[name] for name in names}
+
+    def by_first(self, make: Callable[[], T], coded: Coded[T] = JSON) -> T:
+        """What `make` gives on rank 0, on all ranks."""
+        board = _Board(self._store, f"by_first/{next(self._calls)}", self.rank, self.world)
+        with _reached():
+            if self.first:
+                board.tell("it", made := make(), coded)
+            else:
+                ((_, content),) = board.wait_for(board.news)
+                made = coded.read("it", content)
+            board.close()
+        return made
+
+    def meet(self) -> None:
+        """Wait for all ranks. Raises RankError where one has failed."""
+        board = _Board(self._store, f"meet/{next(self._calls)}", self.rank, self.world)
+        with _reached():
+            self._store.add(f"{board.key}/here", 1)
+            board.wait_for(lambda: self._store.add(f"{board.key}/here", 0) == self.world)
+
+    def failed(self, tell: Callable[[], int]) -> int:
+        """The exit code of a job that this rank fails, by `tell`, which says why and returns the code.
+
+        Only the first rank that fails says why; the others end with the same code.
+        """
+        with suppress(RuntimeError):  # the store may have ended before this rank
+            if self._store.add("failing", 1) == 1:
+                code = tell()
+                self._store.set("failed", str(code).encode())
+                return code
+            until = time.monotonic() + _LAST_WORDS
+            while not self._store.check(["failed"]) and time.monotonic() < until:
+                time.sleep(_POLL)
+            return int(self._store.get("failed")) if self._store.check(["failed"]) else 1
+        return tell() if self.first else 1
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Say what it means where the store of the job does not answer."""
+    try:
+        yield
+    except RuntimeError as cause:
+        if type(cause).__module__.startswith("torch.distributed"):
+            raise RankError(f"the other processes of this job cannot be reached: {type(cause).__name__}") from cause
+        raise
+
+
+class _Board:
+    """What the ranks tell each other in one call of `Ranks`, under a key of its own in the job's store."""
+
+    def __init__(self, store: Any, key: str, rank: int, world: int):
+        self.key, self._store, self._rank, self._world = key, store, rank, world
+        self._put_keys: list[str] = []
+        self._seen = 0  # how many of the results that were told this rank has looked at
+        self._own: set[str] = set()
+
+    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T]) -> dict[str, T]:
+        """The results that any rank knows before there are claims; the same on every rank."""
+        mine = [name for name in names if name in known]
+        if self._world == 1:
+            return {name: known[name] for name in mine}
+        self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
+        plans = [json.loads(self._awaited(f"rank{rank}")) for rank in range(self._world)]
+        if any(theirs != list(names) for theirs, _ in plans):
+            raise RankError(
+                "the processes of this job do different work: start all of them with the same arguments, on machines "
+                "with the same files and versions"
+            )
+        teller = {name: rank for rank, (_, theirs) in reversed(list(enumerate(plans))) for name in theirs}
+        for name in (name for name in mine if teller[name] == self._rank):
+            self._put(f"known/{name}", coded.write(known[name]))
+        told = [name for name in names if name in teller]
+        return {n: known[n] if n in known else coded.read(n, self._awaited(f"known/{n}")) for n in told}
+
+    def claim(self) -> int:
+        """A number that no other call of any rank gets, from 0 on."""
+        return int(self._store.add(f"{self.key}/claimed", 1)) - 1
+
+    def tell(self, name: str, result: T, coded: Coded[T]) -> None:
+        """Give all ranks the result of a job that was done here."""
+        if self._world > 1:
+            self._own.add(name)
+            self._put(f"result/{name}", coded.write(result))
+            number = self._store.add(f"{self.key}/told", 1) - 1
+            self._put(f"told/{number}", name.encode())
+
+    def news(self) -> list[tuple[str, bytes]]:
+        """Results of other ranks that were not there before. Raises RankError where a rank has failed."""
+        if self._world == 1:
+            return []
+        self._check()
+        begin, self._seen = self._seen, int(self._store.add(f"{self.key}/told", 0))
+        names = [self._awaited(f"told/{number}").decode() for number in range(begin, self._seen)]
+        return [(name, self._awaited(f"result/{name}")) for name in names if name not in self._own]
+
+    def wait_for(self, ready: Callable[[], T]) -> T:
+        """What `ready` gives as soon as that is true. Raises RankError where a rank has failed."""
+        while not (found := ready()):
+            self._check()
+            time.sleep(_POLL)
+        return found
+
+    def close(self) -> None:
+        """Remove what this rank has put into the store, once all ranks have read everything."""
+        if self._world == 1:
+            self._store.delete_key(f"{self.key}/claimed")
+            return
+        self._store.add(f"{self.key}/read", 1)
+        self.wait_for(lambda: self._store.add(f"{self.key}/read", 0) == self._world)
+        for key in self._put_keys:
+            self._store.delete_key(key)
+
+    def _check(self) -> None:
+        if self._store.check(["failed"]):
+            raise RankError("another process of this job has failed")
+
+    def _put(self, key: str, content: bytes) -> None:
+        """Store bytes of any length in pieces; the number of pieces comes last."""
+        pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
+        for number, piece in enumerate(pieces):
+            self._set(f"{self.key}/{key}/{number}", piece)
+        self._set(f"{self.key}/{key}", str(len(pieces)).encode())
+
+    def _set(self, key: str, content: bytes) -> None:
+        self._put_keys.append(key)
+        self._store.set(key, content)
+
+    def _awaited(self, key: str) -> bytes:
+        """The bytes of a key, once they are there."""
+        whole = f"{self.key}/{key}"
+        self.wait_for(lambda: self._store.check([whole]))
+        return b"".join(self._store.get(f"{whole}/{number}") for number in range(int(self._store.get(whole))))
