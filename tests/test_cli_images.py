@@ -16,7 +16,7 @@ from adalog import Config, QuantizedModel, Search, artifact, library
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.runtime import EXECUTORS
-from adalog.study.evaluate import predict
+from adalog.study.evaluate import Contest
 from commands import call, run, say
 
 # --- images of a folder ----------------------------------------------------------------------------------------------
@@ -90,25 +90,25 @@ def test_evaluate_in_integers(folder, monkeypatch, capsys, executor):
 
 
 def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
-    """Batches one after the other, each by all threads; the full-precision model's side by side."""
-    made, run = [], []
+    """It takes one batch at a time, with all threads; the full-precision model takes several side by side."""
+    made, alone = [], {}
     before = QuantizedModel.compile
 
     def compile_torch(model, executor, **choices):
         made.append((executor, choices))
         return before(model, "torch")
 
-    def record(network, *arguments, **named):
-        run.append((type(network).__name__, named["jobs"]))
-        return predict(network, *arguments, **named)
+    def record(networks, single, *rest):
+        alone.update({type(network).__name__: each for network, each in zip(networks, single, strict=True)})
+        return Contest(networks, single, *rest)
 
     monkeypatch.setattr(QuantizedModel, "compile", compile_torch)
-    monkeypatch.setattr("adalog.cli.evaluate.predict", record)
+    monkeypatch.setattr("adalog.cli.evaluate.Contest", record)
     folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "native"]
     say(monkeypatch, capsys, *arguments, "--threads", 3, "--model", f"{folder / 'own.py'}:model")
     assert made == [("native", {"threads": 3})]
-    assert set(run) == {("Compiled", 1), ("Sequential", 3)}
+    assert alone == {"Compiled": True, "Sequential": False}
 
 
 def test_an_executor_that_is_none(folder, monkeypatch, capsys):

@@ -2,7 +2,9 @@
 
 import collections
 import math
-from dataclasses import dataclass, fields
+import threading
+import time
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import nn
 
 from adalog import DataError
 from adalog.graph.program import Output
-from adalog.study.evaluate import Score, classify_by_nearest, mcnemar, predict, score, wilson
+from adalog.study.evaluate import Contest, Prepared, Score, classify_by_nearest, mcnemar, predict, score, tally, wilson
 
 # --- predict ---------------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,39 @@ def test_no_images_are_refused():
     for nothing in (IMAGES[:0], iter(())):
         with pytest.raises(DataError, match="no images"):
             predict(Model(), nothing)
+
+
+class Watched(torch.nn.Module):
+    """A model that notes how many of its batches run at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self.lock = 0, 0, threading.Lock()
+
+    def forward(self, images):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.01)
+        with self.lock:
+            self.now -= 1
+        return images.flatten(1)[:, :7]
+
+
+def test_networks_answer_side_by_side_or_in_turn():
+    images = torch.randn(90, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, 7, (90,), generator=torch.Generator().manual_seed(1))
+    networks, done = (Watched(), Watched()), []
+    contest = Contest(networks, (True, False))
+    tallies = contest.tallies(Prepared(images), labels, jobs=3, progress=done.append)
+    assert networks[0].most == 1
+    assert (len(done), done[-1], done) == (5, 90, sorted(done))
+    answers = predict(networks[1], images)
+    whole = tally(answers, labels, answers)
+    assert tallies[0] == replace(whole, kl=pytest.approx(whole.kl, abs=1e-9))
+    assert tallies[1] == tally(answers, labels)
+    with pytest.raises(DataError, match="no images"):
+        contest.tallies(Prepared(images[:0]), labels[:0])
 
 
 # --- intervals and tests ---------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on(calibration, fast, found, tmp_path, monkeypa
     judged = []
     losses = module._Judge.losses
     monkeypatch.setattr(
-        module._Judge, "losses", lambda self, changed, jobs: judged.extend(changed) or losses(self, changed, jobs)
+        module._Judge, "losses", lambda self, changed, *rest: judged.extend(changed) or losses(self, changed, *rest)
     )
     assert sensitivity(calibration, fast, [JUDGED], (3, 8), partial=place) == found
     assert len(judged) == len(found.rows) - finished

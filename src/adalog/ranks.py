@@ -132,10 +132,31 @@ class Ranks:
         that was not known, as it is done by any rank; own: whether this rank did it.
         Raises what a job on this rank raises, and RankError where another rank has failed or shares other jobs.
         """
-        board = _Board(self._store, f"shared/{next(self._calls)}", self.rank, self.world)
-        with _reached():
-            found = board.agreed(names, dict(known or {}), coded)
+        found = self.agreed(names, known or {}, coded)
         waiting = [name for name in names if name not in found]
+
+        def take(name: str, result: T, own: bool) -> None:
+            found[name] = result
+            if finished is not None:
+                finished(name, result, own)
+
+        if self.world == 1 and threads == 1:  # in the calling thread, which an interrupt reaches
+            for name in waiting:
+                take(name, make(name), True)
+        else:
+            self._share(waiting, make, coded, threads, take)
+        return {name: found[name] for name in names}
+
+    def _share(
+        self,
+        waiting: Sequence[str],
+        make: Callable[[str], T],
+        coded: Coded[T],
+        threads: int,
+        take: Callable[[str, T, bool], None],
+    ) -> None:
+        """Do the jobs in threads, and take the results of all ranks as they come."""
+        board, left = self._board(), len(waiting)
         done: queue.SimpleQueue[tuple[str, T] | BaseException] = queue.SimpleQueue()
         stopped = Event()
 
@@ -148,32 +169,38 @@ class Ranks:
             except BaseException as error:
                 done.put(error)
 
-        def take(name: str, result: T, own: bool) -> None:
-            found[name] = result
-            if finished is not None:
-                finished(name, result, own)
-
         with ThreadPoolExecutor(threads) as pool, _reached():
             try:
                 for _ in range(min(threads, len(waiting))):
                     pool.submit(work)
-                while len(found) < len(names):
+                while left:
                     with suppress(queue.Empty):
                         each = done.get(timeout=None if self.world == 1 else _POLL)
                         if isinstance(each, BaseException):
                             raise each
                         take(*each, True)
+                        left -= 1
                     for name, content in board.news():
                         take(name, coded.read(name, content), False)
+                        left -= 1
             finally:
                 stopped.set()
         with _reached():
             board.close()  # after the last claim
-        return {name: found[name] for name in names}
+
+    def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T] = JSON) -> dict[str, T]:
+        """Those of the named results that any rank knows, on every rank, in the order of the names."""
+        if self.world == 1:
+            return {name: known[name] for name in names if name in known}
+        board = self._board()
+        with _reached():
+            found = board.agreed(names, known, coded)
+            board.close()
+        return found
 
     def by_first(self, make: Callable[[], T], coded: Coded[T] = JSON) -> T:
         """What `make` gives on rank 0, on all ranks."""
-        board = _Board(self._store, f"by_first/{next(self._calls)}", self.rank, self.world)
+        board = self._board()
         with _reached():
             if self.first:
                 board.tell("it", made := make(), coded)
@@ -185,18 +212,19 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait for all ranks. Raises RankError where one has failed."""
-        board = _Board(self._store, f"meet/{next(self._calls)}", self.rank, self.world)
+        board = self._board()
         with _reached():
             self._store.add(f"{board.key}/here", 1)
             board.wait_for(lambda: self._store.add(f"{board.key}/here", 0) == self.world)
 
-    def failed(self, tell: Callable[[], int]) -> int:
+    def failed(self, tell: Callable[[], int], *, alike: bool = False) -> int:
         """The exit code of a job that this rank fails, by `tell`, which says why and returns the code.
 
-        Only the first rank that fails says why; the others end with the same code.
+        Only the first rank that fails says why; the others end with the same code. alike: all ranks fail for the same
+        reason, which rank 0 says.
         """
         with suppress(RuntimeError):  # the store may have ended before this rank
-            if self._store.add("failing", 1) == 1:
+            if self.first if alike else self._store.add("failing", 1) == 1:
                 code = tell()
                 self._store.set("failed", str(code).encode())
                 return code
@@ -205,6 +233,9 @@ class Ranks:
                 time.sleep(_POLL)
             return int(self._store.get("failed")) if self._store.check(["failed"]) else 1
         return tell() if self.first else 1
+
+    def _board(self) -> "_Board":
+        return _Board(self._store, f"call{next(self._calls)}", self.rank, self.world)
 
 
 ALONE = Ranks()
@@ -233,8 +264,6 @@ class _Board:
     def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T]) -> dict[str, T]:
         """The results that any rank knows before there are claims; the same on every rank."""
         mine = [name for name in names if name in known]
-        if self._world == 1:
-            return {name: known[name] for name in mine}
         self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
         plans = [json.loads(self._awaited(f"rank{rank}")) for rank in range(self._world)]
         if any(theirs != list(names) for theirs, _ in plans):
@@ -271,9 +300,11 @@ class _Board:
 
     def wait_for(self, ready: Callable[[], T]) -> T:
         """What `ready` gives as soon as that is true. Raises RankError where a rank has failed."""
+        pause = _POLL / 32
         while not (found := ready()):
             self._check()
-            time.sleep(_POLL)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL)
         return found
 
     def close(self) -> None:

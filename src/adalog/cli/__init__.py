@@ -50,6 +50,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cost": cost.command,
 }
 
+SHARED = ("quantize", "evaluate", "sensitivity", "pareto", "tables")  # those that several processes share
+
 app = typer.Typer(
     cls=Commands,
     help="Quantize vision transformers to 2 to 8 bits with adaptive logarithm quantizers.",
@@ -66,7 +68,13 @@ def _before_the_command(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    context.ensure_object(Session).debug = debug
+    session = context.ensure_object(Session)
+    session.debug = debug
+    if session.ranks.world > 1 and context.invoked_subcommand not in SHARED:
+        raise ValueError(
+            f"{context.invoked_subcommand} is the work of one process: start it without torchrun, which serves "
+            f"{', '.join(SHARED)}"
+        )
 
 
 def main() -> None:

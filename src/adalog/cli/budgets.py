@@ -87,6 +87,7 @@ def measured(
         memory=setup.memory // 2,
         partial=partial,
         progress=watch,
+        ranks=setup.ranks,
     )
 
 
@@ -123,6 +124,7 @@ def quantize(
             jobs=setup.searches,
             partial=partial,
             progress=watch,
+            ranks=setup.ranks,
         )
     note(told_of(chosen, found))
     widths_of = {name: dict(bits) for name, bits in chosen.plan.widths.items()}

@@ -7,12 +7,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from functools import partial
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,7 +22,8 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from adalog import AdalogError, DataError, files
-from adalog.errors import printable
+from adalog.errors import RankError, printable
+from adalog.ranks import ALONE, Ranks
 
 FAILED, BAD_INPUT = 1, 2  # exit codes; 0 is done
 _errors = Console(stderr=True)
@@ -36,8 +39,9 @@ class OutputError(Exception):
 
 @dataclass
 class Session:
-    """The options that stand before the command. debug: show the traceback of an error."""
+    """What all commands share. ranks: the processes of the job. debug: show the traceback of an error."""
 
+    ranks: Ranks = field(default_factory=Ranks)
     debug: bool = False
 
 
@@ -58,20 +62,51 @@ def run(app: Callable[..., Any]) -> None:
         sys.exit(FAILED)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be valid text
-    session = Session()
+    terminal, code, session = sys.stderr, 0, Session()
+    with ExitStack() as silence:
+        try:
+            session = Session(Ranks.of_environment())
+            if not session.ranks.first:
+                nowhere = silence.enter_context(Path(os.devnull).open("w"))
+                silence.enter_context(redirect_stdout(nowhere))
+                silence.enter_context(redirect_stderr(nowhere))
+            code = _ended(app, session)
+        except (Exception, Interrupted, KeyboardInterrupt) as error:
+            with redirect_stderr(terminal):
+                code = session.ranks.failed(partial(_explain, error, session.debug))
+    sys.exit(code)
+
+
+def _ended(app: Callable[..., Any], session: Session) -> int:
+    """The exit code of `app` on all ranks, once it has ended on all of them."""
+    code: Any = 0
     try:
         app(obj=session)
-    except (Interrupted, KeyboardInterrupt):
-        _errors.print("interrupted")
-        sys.exit(FAILED)
-    except Exception as error:
-        if session.debug:
-            traceback.print_exception(error)
-        sys.exit(_explain(error))
+    except SystemExit as end:  # typer has explained wrong arguments, which are the same on all ranks
+        code = end.code or 0
+    if code:
+        return session.ranks.failed(lambda: int(code), alike=True)
+    session.ranks.meet()
+    return 0
 
 
-def _explain(error: Exception) -> int:
+def job() -> Ranks:
+    """The processes that share the work of this command; by default there is this one."""
+    context = click.get_current_context(silent=True)
+    session = None if context is None else context.find_object(Session)
+    return ALONE if session is None else session.ranks
+
+
+def _explain(error: BaseException, debug: bool) -> int:
     """Print the one line that says what went wrong, and return the exit code."""
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        _errors.print("interrupted")
+        return FAILED
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, RankError):
+        _complain("failed", str(error))
+        return FAILED
     if isinstance(error, (AdalogError, ValueError)):
         _complain("error", str(error))
         return BAD_INPUT
@@ -113,8 +148,14 @@ def emit_json(result: Any, target: str | None) -> None:
     text = json.dumps(result, indent=1)
     if target == "-":
         say(text)
-        return
-    files.write_whole(Path(target), f"{text}\n".encode())
+    else:
+        write_file(Path(target), f"{text}\n".encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, on the rank that writes."""
+    if job().first:
+        files.write_whole(path, content)
 
 
 def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
@@ -132,16 +173,20 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
 
 
 def check_unfinished(partial: Path, resume: bool) -> None:
-    """Raise DataError if an earlier run left finished parts in `partial` and this one does not go on from them."""
-    left = _leftovers(partial)
-    if left and not resume:
+    """Raise DataError if an earlier run left finished parts in `partial` and this one does not go on from them.
+
+    A job that its launcher has started again goes on. Rank 0 asks for all: others may be late, and find its new file.
+    """
+    left = job().by_first(lambda: list(map(str, _leftovers(partial))))
+    if left and not resume and not job().restarts:
         raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
 
 
 def remove_finished(partial: Path) -> None:
     """Remove what a run kept of its finished parts, now that its result is written."""
+    job().meet()  # what is written is written, and the others have told all that they found
     for file in _leftovers(partial):
-        file.unlink()
+        file.unlink(missing_ok=True)  # another rank may be quicker
 
 
 def _leftovers(partial: Path) -> list[Path]:

@@ -4,16 +4,18 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from adalog import Config, DataError, artifact
 from adalog.cli.console import (
     emit_json,
     image_progress,
+    job,
     progress_bar,
     quiet,
     remove_finished,
@@ -25,7 +27,7 @@ from adalog.cli.options import Setup
 from adalog.detection import coco, demo, zoo
 from adalog.detection.boxes import extra_module
 from adalog.detection.demo.scenes import scene
-from adalog.detection.detector import KINDS, Detections, Detector
+from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch, batches_of, read
 from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
 from adalog.inputs import zoo as models
@@ -33,6 +35,7 @@ from adalog.inputs.images import draw_indices, find_images
 from adalog.ledger import float_lines, ledger_table
 from adalog.model import QuantizedModel
 from adalog.study.detectors import sensitivities
+from adalog.study.evaluate import in_batches
 from adalog.study.sensitivity import Sensitivity
 
 SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
@@ -91,9 +94,10 @@ def quantize(
             memory=setup.memory,
             partial=partial,
             progress=watch,
+            ranks=setup.ranks,
         )
     seconds = time.perf_counter() - start
-    size = save(quantized, out)
+    size = setup.ranks.by_first(lambda: save(quantized, out))
     remove_finished(partial)
     models = models_of(quantized)
     if json_out != "-":
@@ -131,6 +135,7 @@ def measured(
             memory=setup.memory,
             partial=partial,
             progress=watch,
+            ranks=setup.ranks,
         )
 
 
@@ -221,14 +226,19 @@ def evaluate(
     categories = coco.categories_of(detector.settings.names, annotated)
     with progress_bar() as progress, quiet():
         progress.add_task("images", total=len(annotated))
-        watch, resizing = image_progress(progress), detector.settings.resizing
+        resizing = detector.settings.resizing
 
-        def found() -> Iterator[Detections]:
-            for done, path in enumerate(annotated.paths, 1):
-                yield from detector(resizing.batch([read(path)]))
-                watch(done)
+        @torch.no_grad()  # a setting of each thread
+        def results_of(numbers: range) -> list[dict[str, Any]]:
+            found = (
+                each
+                for path in annotated.paths[numbers.start : numbers.stop]
+                for each in detector(resizing.batch([read(path)]))
+            )
+            return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
 
-        results = coco.results_of(found(), annotated.ids, categories)
+        by_image = in_batches(len(annotated), results_of, batch=1, ranks=job(), progress=image_progress(progress))
+        results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
     if json_out != "-":
         say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))

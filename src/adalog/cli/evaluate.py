@@ -6,13 +6,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress
-from torch import Tensor, nn
+from torch import nn
 
 import adalog
 from adalog import DataError, artifact
 from adalog.cli import detectors, views
-from adalog.cli.console import check_outputs, emit_json, image_progress, progress_bar, quiet, say, waiting
+from adalog.cli.console import check_outputs, emit_json, image_progress, job, progress_bar, quiet, say, waiting
 from adalog.cli.options import (
     CheckpointOption,
     DeviceOption,
@@ -24,9 +23,9 @@ from adalog.cli.options import (
 )
 from adalog.cli.targets import compiled, find_preprocessing, load_model, source_of, stranger
 from adalog.inputs import demo, zoo
-from adalog.inputs.images import ImageSet, find_support
+from adalog.inputs.images import find_support
 from adalog.runtime import EXECUTORS
-from adalog.study.evaluate import check_classes, classify_by_nearest, predict, score
+from adalog.study.evaluate import Contest, Prepared, check_classes, predict, score
 
 
 def command(
@@ -95,33 +94,26 @@ def command(
     runs = quantized if executor is None else compiled(file, quantized, executor, jobs)
     networks: list[nn.Module] = [runs] if loaded is None else [runs, loaded.module]
     images, labels = demo.test_images() if queries is None else (queries, queries.labels)
-
-    def run(network: nn.Module, given: Tensor | ImageSet, progress: Progress | None = None) -> Tensor:
-        batches = given if isinstance(given, Tensor) else given.batches(preprocessing, jobs=jobs)
-        watch = None if progress is None else image_progress(progress)
-        alone = place.type != "cpu" or (executor == "native" and network is runs)  # it has threads of its own
-        return predict(network, batches, jobs=1 if alone else jobs, device=place, progress=watch)
-
-    def answer(network: nn.Module, progress: Progress) -> Tensor:
-        if known is None:
-            return run(network, images, progress)
-        features = run(network, known, progress)
-        return classify_by_nearest(features, known.labels or (), run(network, images, progress))
-
+    truth = None if labels is None else torch.as_tensor(labels)
+    single = [place.type != "cpu" or (executor == "native" and network is runs) for network in networks]
+    given, nearest = Prepared(images, preprocessing), None
+    if known is not None:
+        nearest = Prepared(known, preprocessing), torch.tensor(known.labels or ())
     # Check on one image, before the long part, that the models take such images and have all their classes.
-    last = 0 if labels is None else int(torch.as_tensor(labels).argmax())
+    last = 0 if truth is None else int(truth.argmax())
     with waiting(f"try {file}"):
-        one = images[[last]] if isinstance(images, Tensor) else images.select([last])
-        tried = [run(network.to(place), one) for network in networks]
+        tried = [predict(network.to(place), given(range(last, last + 1)), device=place) for network in networks]
         folders = None if queries is None else queries.classes
         if known is None:
             check_classes(folders, tried[0], str(data), str(file))
-            score(tried[0], None if labels is None else [int(labels[last])], *tried[1:])
+            score(tried[0], None if truth is None else truth[[last]], *tried[1:])
     with progress_bar() as progress, quiet():
-        progress.add_task("images", total=len(networks) * (len(images) + len(known or ())))
-        answers = [answer(network, progress) for network in networks]
-    result = score(answers[0], labels, *answers[1:])
-    full = None if labels is None or reference is None else score(answers[1], labels)
+        progress.add_task("images", total=len(images) + len(known or ()))
+        tallies = Contest(networks, single, place, nearest).tallies(
+            given, truth, jobs=jobs, ranks=job(), progress=image_progress(progress)
+        )
+    result = tallies[0].score()
+    full = None if truth is None or reference is None else tallies[1].score()
     if json_out != "-":
         say(views.judgement(str(file), result, reference, full))
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}

@@ -9,7 +9,8 @@ import torch
 import typer
 
 from adalog import METHODS
-from adalog.cli.console import quiet
+from adalog.cli.console import job, quiet
+from adalog.ranks import ALONE, Ranks
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
@@ -54,7 +55,7 @@ MemoryOption = Annotated[
 
 @dataclass(frozen=True)
 class Setup:
-    """Which weights a command quantizes, and with what: threads (jobs), bytes of memory, a device."""
+    """Which weights a command quantizes, and with what: threads (jobs), bytes of memory, a device, the job's ranks."""
 
     no_pretrained: bool
     checkpoint: Path | None
@@ -63,6 +64,7 @@ class Setup:
     memory: int
     device: torch.device
     free_sizes: bool = False
+    ranks: Ranks = ALONE
 
     @property
     def searches(self) -> int:
@@ -71,12 +73,14 @@ class Setup:
 
 
 def thread_count(threads: int) -> int:
-    """The number of threads that an option asks for; 0 asks for one per core that this process may use."""
-    return threads or available_cores()
+    """The number of threads that an option asks for; 0 asks for a fair share of the cores that this process may use."""
+    return threads or max(1, available_cores() // job().neighbours)
 
 
 def find_device(name: str) -> torch.device:
-    """The device with that name. Raises ValueError if this machine does not have it."""
+    """The device with that name; "cuda" is one of its own for each rank. Raises ValueError if it is not there."""
+    if name == "cuda" and job().neighbours > 1:
+        name = f"cuda:{job().local}"
     try:
         with quiet():
             torch.zeros(1, device=name).item()

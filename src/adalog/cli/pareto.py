@@ -8,17 +8,19 @@ import torch
 import typer
 from rich.table import Table
 
-from adalog import Config, DataError, files
+from adalog import Config, DataError
 from adalog.cli import budgets, views
 from adalog.cli.console import (
     check_outputs,
     check_unfinished,
     emit_json,
+    job,
     progress_bar,
     quiet,
     remove_finished,
     say,
     site_progress,
+    write_file,
 )
 from adalog.cli.options import (
     WIDTHS,
@@ -47,6 +49,7 @@ from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_images
 from adalog.study import sensitivity as study
 from adalog.study.drawing import rendered
+from adalog.study.evaluate import Prepared
 from adalog.study.pareto import BUDGETS, Point, curve, pareto_figure
 
 
@@ -73,7 +76,8 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Draw what models within ten budgets keep, beside models with one width for all."""
-    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), read_size(memory), find_device(device))
+    jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
+    setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     if len(tried) < 2:
         raise ValueError(f"--widths {widths}: a curve takes two widths or more")
@@ -85,7 +89,7 @@ def command(
     check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(model, data, config, judged, setup)
-    labelled = _labelled(model, val, about, setup.jobs)
+    labelled = _labelled(model, val, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         found = known or budgets.measured(about, config, tried, progress, setup, partial)
@@ -100,10 +104,12 @@ def command(
             count=count,
             notes=about.notes,
             jobs=setup.searches,
+            partial=partial.with_name(f"{partial.name}.points"),
             progress=watch,
+            ranks=setup.ranks,
         )
         drawn = pareto_figure(points, found.measure, model)
-        files.write_whole(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
+        write_file(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
     remove_finished(partial)
     if json_out != "-":
         say(table_of(points, found.measure), str(out))
@@ -111,16 +117,17 @@ def command(
     emit_json(told | {"points": [dataclasses.asdict(each) for each in points]}, json_out)
 
 
-def _labelled(
-    model: str, val: Path | None, about: budgets.Subject, jobs: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Prepared, torch.Tensor] | None:
     """The images with labels, where there are any."""
     if val is None:
-        return demo.test_images() if model == "demo" else None
+        if model != "demo":
+            return None
+        bundled, labels = demo.test_images()
+        return Prepared(bundled), labels
     images = find_images(val)
     if images.labels is None:
         raise DataError(f"{val} has no labels: make a subfolder a class, or add a CSV file of file,label")
-    return images.load(about.loaded.prepared, jobs=jobs), torch.tensor(images.labels)
+    return Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
 
 
 def table_of(points: list[Point], measure: str) -> Table:

@@ -14,6 +14,7 @@ from adalog.cli.console import (
     check_outputs,
     check_unfinished,
     emit_json,
+    job,
     progress_bar,
     quiet,
     remove_finished,
@@ -116,7 +117,7 @@ def command(
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
     check_unfinished(partial, resume)
     place = find_device(device)
-    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes)
+    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes, job())
     if asked is not None:
         if free_sizes or place.type != "cpu":
             raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
@@ -132,7 +133,7 @@ def command(
         quantized, plan = budgets.quantize(model, data, config, limits, judged, sensitivity, setup, partial)
         told |= {"budget": plan}
     seconds = time.perf_counter() - start
-    written = quantized.save(out)
+    written = setup.ranks.by_first(lambda: quantized.save(out))
     remove_finished(partial)
     if json_out != "-":
         say(quantized.summary(), f"{out}: {written:,} bytes, in {seconds:.1f} s")
@@ -160,6 +161,7 @@ def _quantized(model: str, data: Path | None, config: Config, setup: Setup, part
             sizes="free" if setup.free_sizes else "fixed",
             progress=watch,
             partial=partial,
+            ranks=setup.ranks,
         ).cpu()
     quantized.note(preprocessing=dataclasses.asdict(loaded.prepared))
     return quantized

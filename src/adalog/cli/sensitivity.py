@@ -9,7 +9,16 @@ from rich.table import Table
 
 from adalog import Config
 from adalog.cli import budgets, detectors
-from adalog.cli.console import check_outputs, check_unfinished, emit_json, progress_bar, quiet, remove_finished, say
+from adalog.cli.console import (
+    check_outputs,
+    check_unfinished,
+    emit_json,
+    job,
+    progress_bar,
+    quiet,
+    remove_finished,
+    say,
+)
 from adalog.cli.options import (
     WIDTHS,
     CheckpointOption,
@@ -59,7 +68,8 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Measure what each operand of a model costs alone at each width, and write it to a file."""
-    setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), read_size(memory), find_device(device))
+    jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
+    setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = out.with_name(f"{out.name}.partial")

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from adalog import DataError, files
 from adalog.cli import views
-from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, waiting
+from adalog.cli.console import check_outputs, emit_json, job, progress_bar, quiet, say, waiting, write_file
 from adalog.cli.options import DeviceOption, JsonOption, find_device, thread_count
 from adalog.cli.targets import load_model, source_of
 from adalog.detection import zoo as detection
@@ -91,6 +91,7 @@ def command(
             device=place,
             work=places.rows,
             progress=finished,
+            ranks=job(),
         )
 
     _write(places, measured, markdown, json_out)
@@ -128,7 +129,7 @@ def _write(
         def finished(done: int, total: int, what: str, result: dict[str, Any]) -> None:
             progress.update(bar, completed=done, total=total, description=escape(what))
             progress.console.print(f"{done} of {total}: {escape(what)}", soft_wrap=True, highlight=False)
-            files.write_whole(places.text, text(result).encode())
+            write_file(places.text, text(result).encode())
             emit_json(result, str(places.json))
 
         result = measured(finished)
@@ -175,6 +176,7 @@ def _detected(
             jobs=thread_count(jobs),
             work=places.rows,
             progress=finished,
+            ranks=job(),
         )
 
     _write(places, measured, detectors.markdown, json_out)

@@ -25,6 +25,7 @@ from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
+from adalog.ranks import ALONE, Ranks
 
 KEY = artifact.DETECTOR
 FORMAT = 1
@@ -44,15 +45,16 @@ def quantize_detector(
     memory: int = MEMORY,
     partial: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Detector]:
     """The detector under each of these choices, with parts that are quantized models.
 
     Each part is calibrated by itself, and all operands are those of the float network. Heads are calibrated on at most
     2,048 regions, evenly drawn from what the float detector looks at.
     batches: images in tensors of one height and width; the first `images` of the choices calibrate, and stages may fit
-    all. parts: which kinds are quantized; the others stay float, in the same form. jobs, memory, partial, progress: as
-    of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises CaptureError and
-    CalibrationError, and ValueError for parts that there are not.
+    all. parts: which kinds are quantized; the others stay float, in the same form. jobs, memory, partial, progress,
+    ranks: as of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises
+    CaptureError and CalibrationError, and ValueError for parts that there are not.
     """
     check_parts(parts)
     counts = {config.images for config in configs}
@@ -78,7 +80,7 @@ def quantize_detector(
                 if _sizes(kind) == "fixed" and own.images_fitted:
                     own = own.fitting(len(given[0]))
                 file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
-                model = calibration.quantize(own, within(name, progress), jobs=jobs, partial=file)
+                model = calibration.quantize(own, within(name, progress), jobs=jobs, partial=file, ranks=ranks)
             model.note(part=name, calibration=digest([images[:count]]), images=count)
             found[number][name] = model
     return [Detector(models, detector.settings) for models in found]

@@ -22,6 +22,7 @@ from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel
+from adalog.ranks import ALONE, Ranks
 from adalog.study.cost import FLOAT_BITS, cost
 from adalog.study.sensitivity import Sensitivity, Unit, units_of
 
@@ -97,18 +98,20 @@ def quantize_within(
     jobs: int = 1,
     partial: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Chosen:
     """The model with the least loss within a budget, calibrated as a whole under these choices with its widths.
 
     Sites that the choices pin, and operands that they leave float, stay as they are. The file and its BOPs are counted
     as they are, and the plan is made again with less to spend where one is above the budget. Without a limit of
     operations or loss, narrower activations would save nothing: they keep the widths of the choices. notes: what the
-    provenance says besides the budget. partial: searches of each plan are kept in a file beside it. Raises DataError
-    for a budget that no widths meet, and for the sensitivity of another model.
+    provenance says besides the budget. partial: searches of each plan are kept in a file beside it. ranks: those
+    that share out the searches. Raises DataError for a budget that no widths meet, and for the sensitivity of another
+    model.
     """
     found = _free(calibration, config, found)
     fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
-    maker = _Maker(calibration, config, found, budget, notes or {}, jobs, partial, progress)
+    maker = _Maker(calibration, config, found, budget, notes or {}, jobs, partial, progress, ranks)
     extra = Totals(0.0, 0.0, 0.0)  # what stages add
     for _ in range(_TRIES):
         chosen = _without_stages(maker, budget, fixed, extra)
@@ -136,6 +139,7 @@ class _Maker:
     jobs: int
     partial: Path | None
     progress: Progress | None
+    ranks: Ranks
 
     def made(self, plan: Plan, config: Config) -> Chosen:
         """The model of a plan under these choices, with or without their stages."""
@@ -143,7 +147,7 @@ class _Maker:
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
         partial = None if self.partial is None else self.partial.with_name(f"{self.partial.name}.{name}")
         choices = replace(config, pinned=(*config.pinned, *pins))
-        model = self.calibration.quantize(choices, self.progress, jobs=self.jobs, partial=partial)
+        model = self.calibration.quantize(choices, self.progress, jobs=self.jobs, partial=partial, ranks=self.ranks)
         told = {"limits": asdict(self.budget), "foretold": plan.totals.loss}
         model.note(**self.notes, budget={**told, "measure": self.found.measure, "judged": self.found.images})
         return Chosen(model, plan, *taken(model))

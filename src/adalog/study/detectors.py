@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -32,11 +32,12 @@ from adalog.detection.quantized import (
 from adalog.errors import DataError
 from adalog.inputs.images import draw_indices, find_images
 from adalog.methods import labelled
+from adalog.ranks import ALONE, Ranks
 from adalog.study import paper
 from adalog.study.doctor import machine
 from adalog.study.paper import IMAGES, bits_name, plan, published
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
-from adalog.study.tables import Progress, kept
+from adalog.study.tables import Progress, kept, short_name
 
 TABLE = "C"
 _MEASURED = ("box_ap", "mask_ap", "seconds")
@@ -113,6 +114,7 @@ def sensitivities(
     memory: int = MEMORY,
     partial: Path | None = None,
     progress: schedule.Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Sensitivity]:
     """What each operand of each part costs alone, by the relative squared error of the part's own outputs.
 
@@ -136,11 +138,11 @@ def sensitivities(
                 memory=memory // 2,
                 partial=None if partial is None else partial.with_name(f"{partial.name}.{name}"),
                 progress=within(name, progress),
+                ranks=ranks,
             )
     return found
 
 
-@torch.no_grad()
 def run(
     benches: Sequence[DetectorBench],
     *,
@@ -151,6 +153,7 @@ def run(
     jobs: int = 1,
     work: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Measure the table and return it as JSON; the arguments are those of `tables.run`.
 
@@ -167,39 +170,62 @@ def run(
         "machine": machine(),
     }
     for bench in benches:
-        identity = bench.fingerprint()
-        model = "".join(letter if letter.isalnum() else "-" for letter in bench.name)
-
-        def finished(name: str, key: dict[str, Any], make: Callable[[], Any], same: Any = (identity, model)) -> Any:
-            path = None if work is None else work / f"{same[1]}-{name}.json"
-            return kept(path, {**same[0], **key}, make)
-
-        def whole(bench: DetectorBench = bench) -> dict[str, float | None]:
-            return _numbers(bench.judged(bench.detector))
-
-        result["models"][bench.name] = {
-            **finished("fp32", {}, whole),
-            "published": _published(bench.name, "fp32", "fp32"),
-        }
-        for config, row in planned.items():
-            records = []
-            for seed in range(seeds):
-                text = config.to_json()
-                short = f"{config.bits}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{seed}"
-
-                def make(bench: DetectorBench = bench, config: Config = config, seed: int = seed) -> dict[str, Any]:
-                    return _measured(bench, config, seed, jobs)
-
-                records.append(finished(short, {"config": text, "seed": seed}, make))
-                result["finished"] += 1
-            told = {"table": TABLE, "model": bench.name, "bits": config.bits, "names": list(row.names)}
-            beside = _published(bench.name, config.bits, row.method)
-            result["rows"].append({**told, "seeds": list(range(seeds)), **_joined(records), "published": beside})
-            if progress is not None:
-                progress(result["finished"], result["of"], f"{bench.name} {bits_name(config)} {row.names[0]}", result)
+        _run_bench(bench, planned, seeds, jobs, work, result, progress, ranks)
     return result
 
 
+def _run_bench(
+    bench: DetectorBench,
+    planned: Mapping[Config, paper.Row],
+    seeds: int,
+    jobs: int,
+    work: Path | None,
+    result: dict[str, Any],
+    progress: Progress | None,
+    ranks: Ranks,
+) -> None:
+    """Measure the rows of one detector, and add them to the result of all."""
+    identity, before = bench.fingerprint(), list(result["rows"])
+    model = "".join(letter if letter.isalnum() else "-" for letter in bench.name)
+    runs = {short_name(config, seed): (config, seed) for config in planned for seed in range(seeds)}
+    records: dict[Config, dict[int, dict[str, Any]]] = {}
+
+    def stored(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+        return kept(None if work is None else work / f"{model}-{name}.json", {**identity, **key}, make)
+
+    def measure(name: str) -> Any:
+        config, seed = runs[name]
+        key = {"config": config.to_json(), "seed": seed}
+        return stored(name, key, lambda: _measured(bench, config, seed, jobs))
+
+    def finished(name: str, record: dict[str, Any], _: bool) -> None:
+        config, seed = runs[name]
+        records[config] = dict(sorted({**records.get(config, {}), seed: record}.items()))
+        result["rows"] = before + [
+            _row(bench.name, each, planned[each], records[each]) for each in planned if each in records
+        ]
+        result["finished"] += 1
+        if progress is not None:
+            what = f"{bench.name} {bits_name(config)} {planned[config].names[0]}"
+            progress(result["finished"], result["of"], what, result)
+
+    whole = ranks.shared(["fp32"], lambda name: stored(name, {}, lambda: _full_precision(bench)))
+    result["models"][bench.name] = {**whole["fp32"], "published": _published(bench.name, "fp32", "fp32")}
+    ranks.shared(list(runs), measure, finished=finished)
+
+
+def _row(model: str, config: Config, row: paper.Row, records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """The row of a table from its measurements by seed."""
+    told = {"table": TABLE, "model": model, "bits": config.bits, "names": list(row.names), "seeds": list(records)}
+    return {**told, **_joined(list(records.values())), "published": _published(model, config.bits, row.method)}
+
+
+@torch.no_grad()  # a setting of each thread
+def _full_precision(bench: DetectorBench) -> dict[str, float | None]:
+    return _numbers(bench.judged(bench.detector))
+
+
+@torch.no_grad()
 def _measured(bench: DetectorBench, config: Config, seed: int, jobs: int) -> dict[str, Any]:
     """One row, judged in integers where native takes a part; or the reason why there is none."""
     begun = time.process_time()

@@ -1,20 +1,29 @@
 """How good a model is: top-1 and top-5 with intervals, and how far it is from the full-precision model."""
 
+import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from threading import Lock
+from typing import Any, TypeVar
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.errors import DataError
+from adalog.inputs.images import ImageSet, Preprocessing
+from adalog.ranks import ALONE, JSON, Coded, Ranks
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
+BATCH = 20  # images that run together: a quantized forward makes many temporaries, which then stay in the cache
 _ROWS = 1000  # rows judged at a time, which bounds the memory
+T = TypeVar("T")
 
 
 # --- what a model says -----------------------------------------------------------------------------------------------
@@ -24,7 +33,7 @@ def predict(
     model: Callable[[Tensor], Any],
     images: Tensor | Iterable[Tensor],
     *,
-    batch: int = 20,
+    batch: int = BATCH,
     jobs: int = 1,
     device: torch.device | str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -34,13 +43,12 @@ def predict(
     images: (N, 3, H, W), run `batch` at a time, or batches (B, 3, H, W), of which at most jobs + 1 are in memory.
     jobs: batches that run at the same time, in threads. device: where batches are moved first. progress(done): called
     with the number of images done. The output may be a tensor, a structure with `logits`, or a tuple that begins with
-    them; other outputs raise DataError. Batches are small since a quantized forward makes many temporaries, which then
-    stay in the cache.
+    them; other outputs raise DataError.
     """
 
     @torch.no_grad()  # a setting of each thread
     def run(given: Tensor) -> Tensor:
-        logits = _logits(model(given.to(device)), len(given))
+        logits = _logits(model(given.to(device, non_blocking=True)), len(given))
         if bool(logits.isnan().any()):
             raise DataError(f"{type(model).__name__} gives NaN: check its weights, and that the images are normalised")
         return logits.to("cpu", torch.float32)
@@ -66,6 +74,55 @@ def predict(
     if not done:
         raise DataError("there are no images to judge the model by: give at least one")
     return torch.cat(results)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Images that are read and prepared for a model when they are asked for; tensors are prepared already."""
+
+    images: Tensor | ImageSet
+    preprocessing: Preprocessing | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __call__(self, numbers: range) -> Tensor:
+        """The images of these consecutive numbers, (B, 3, H, W). Raises DataError for files that are no images."""
+        if isinstance(self.images, Tensor):
+            return self.images[numbers.start : numbers.stop]
+        assert self.preprocessing is not None
+        return self.images.select(numbers).load(self.preprocessing)
+
+
+def in_batches(
+    count: int,
+    make: Callable[[range], T],
+    *,
+    batch: int = BATCH,
+    jobs: int = 1,
+    ranks: Ranks = ALONE,
+    coded: Coded[T] = JSON,
+    progress: Callable[[int], None] | None = None,
+) -> list[T]:
+    """What `make` gives for the images of each batch, in their order.
+
+    make: takes the numbers of its images, of `count`, and reads them itself, so that memory holds no more than `jobs`
+    batches. It runs in `jobs` threads of each rank, and what it gives goes to all ranks as `coded` says.
+    progress(done): called with the number of images done. Raises DataError without images.
+    """
+    if not count:
+        raise DataError("there are no images to judge the model by: give at least one")
+    spans = {str(start): range(start, min(start + batch, count)) for start in range(0, count, batch)}
+    done = 0
+
+    def finished(name: str, result: T, own: bool) -> None:
+        nonlocal done
+        done += len(spans[name])
+        if progress is not None:
+            progress(done)
+
+    found = ranks.shared(list(spans), lambda name: make(spans[name]), coded=coded, threads=jobs, finished=finished)
+    return list(found.values())
 
 
 def _logits(output: Any, images: int) -> Tensor:
@@ -140,9 +197,56 @@ class Score:
     p_value: float | None = None
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Tally:
+    """What is counted of answers, as sums over images; None where it cannot be told.
+
+    right, right5: images whose label is the first answer, or among the first five. agreeing: images with the same first
+    answer as the full-precision model. kl: the sum of KL(full precision || model) [nats]. lost, gained: as of `Score`.
+    """
+
+    images: int
+    right: int | None = None
+    right5: int | None = None
+    agreeing: int | None = None
+    kl: float | None = None
+    lost: int | None = None
+    gained: int | None = None
+
+    @staticmethod
+    def total(parts: Sequence["Tally"]) -> "Tally":
+        """The tally of all images from those of parts of them, added up in this order."""
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tally)}
+        sums: dict[str, Any] = {name: None if None in each else sum(each) for name, each in columns.items()}
+        return Tally(**sums)
+
+    def score(self) -> Score:
+        """What these counts say."""
+        count = self.images
+        top1, top5 = (None if hits is None else _share(hits, count) for hits in (self.right, self.right5))
+        return Score(
+            count,
+            top1,
+            top5,
+            None if self.agreeing is None else self.agreeing / count,
+            None if self.kl is None else self.kl / count,
+            self.lost,
+            self.gained,
+            None if self.lost is None or self.gained is None else mcnemar(self.lost, self.gained),
+        )
+
+
 def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Score:
     """Judge a model's answers by labels, (N,), and compare them with `reference`, those of the full-precision model.
+
+    The arguments are those of `tally`.
+    """
+    return tally(answers, labels, reference).score()
+
+
+@torch.no_grad()
+def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Tally:
+    """Count how often answers are right by labels, (N,), and how they differ from `reference`, full-precision ones.
 
     Answers are logits (N, C) or predicted classes (N,); top-5 and KL need logits. Raises DataError if the arguments do
     not fit together.
@@ -152,23 +256,96 @@ def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
         raise DataError("there are no answers to judge: give those to at least one image")
     known = None if labels is None else torch.as_tensor(labels, device=answers.device)
     right = None if known is None else _right(answers, known)
-    top1 = None if right is None else _share(right)
-    top5 = None if known is None or answers.ndim < 2 or answers.shape[1] < 6 else _share(_right(answers, known, 5))
+    five = None if known is None or answers.ndim < 2 or answers.shape[1] < 6 else int(_right(answers, known, 5).sum())
+    hits = None if right is None else int(right.sum())
     if reference is None:
-        return Score(count, top1, top5)
+        return Tally(count, hits, five)
     both = answers.ndim == reference.ndim == 2
     if len(reference) != count or (both and answers.shape != reference.shape):
         raise DataError(
             f"answers {tuple(answers.shape)} cannot be compared with full-precision ones {tuple(reference.shape)}: "
             "both models have to answer for the same images and classes"
         )
-    agreement = (_first(answers) == _first(reference)).double().mean().item()
-    kl = divergence(reference, answers) if both else None
+    agreeing = int((_first(answers) == _first(reference)).sum())
+    kl = count * divergence(reference, answers) if both else None
     if known is None or right is None:
-        return Score(count, agreement=agreement, kl=kl)
+        return Tally(count, agreeing=agreeing, kl=kl)
     before = _right(reference, known)
-    lost, gained = int((before & ~right).sum()), int((right & ~before).sum())
-    return Score(count, top1, top5, agreement, kl, lost, gained, mcnemar(lost, gained))
+    return Tally(count, hits, five, agreeing, kl, int((before & ~right).sum()), int((right & ~before).sum()))
+
+
+_TALLIES: Coded[list[Tally]] = Coded(
+    lambda tallies: json.dumps([asdict(each) for each in tallies]).encode(),
+    lambda _, content: [Tally(**each) for each in json.loads(content)],
+)
+_TENSORS: Coded[list[Tensor]] = Coded(
+    lambda tensors: safetensors.torch.save({f"{number:06}": each.contiguous() for number, each in enumerate(tensors)}),
+    lambda _, content: [each for _, each in sorted(safetensors.torch.load(content).items())],
+)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Networks that answer for the same images, each of which is read once.
+
+    alone: which of the networks take one batch at a time, as those on a GPU, or with threads of their own. support:
+    labelled images, for networks without a classifier: the nearest one gives the label (`classify_by_nearest`).
+    """
+
+    networks: Sequence[Callable[[Tensor], Any]]
+    alone: Sequence[bool]
+    device: torch.device | None = None
+    support: tuple[Prepared, Tensor] | None = None
+
+    def tallies(
+        self,
+        images: Prepared,
+        labels: Tensor | None,
+        *,
+        jobs: int = 1,
+        ranks: Ranks = ALONE,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Tally]:
+        """What the first network gets right, beside the second if there is one, and what this gets right by labels.
+
+        labels: (N,). jobs: batches at a time on each rank. progress(done): counts images on all ranks.
+        """
+        features, before = self._features(jobs, ranks, progress), 0 if self.support is None else len(self.support[0])
+
+        def judged(numbers: range) -> list[Tally]:
+            answers = self._run(images(numbers))
+            if self.support is not None:
+                known = self.support[1]
+                answers = [classify_by_nearest(f, known, each) for f, each in zip(features, answers, strict=True)]
+            own = None if labels is None else labels[numbers.start : numbers.stop]
+            return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
+
+        watch = None if progress is None else lambda done: progress(before + done)
+        found = in_batches(len(images), judged, jobs=jobs, ranks=ranks, coded=_TALLIES, progress=watch)
+        return [Tally.total(column) for column in zip(*found, strict=True)]
+
+    def _features(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Tensor]:
+        """What each network says about the support."""
+        if self.support is None:
+            return []
+        images = self.support[0]
+        found = in_batches(
+            len(images), lambda n: self._run(images(n)), jobs=jobs, ranks=ranks, coded=_TENSORS, progress=progress
+        )
+        return [torch.cat(column) for column in zip(*found, strict=True)]
+
+    def _run(self, batch: Tensor) -> list[Tensor]:
+        if self.device is not None and self.device.type == "cuda":
+            batch = batch.pin_memory()  # by this thread, while another one has its turn on the GPU
+        found = []
+        for network, single in zip(self.networks, self.alone, strict=True):
+            with self._turn if single else nullcontext():
+                found.append(predict(network, batch, batch=len(batch), device=self.device))
+        return found
+
+    @cached_property
+    def _turn(self) -> Lock:
+        return Lock()
 
 
 def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:
@@ -202,8 +379,7 @@ def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
     return ((answers > own) | ((answers == own) & lower)).sum(dim=1) < first
 
 
-def _share(right: Tensor) -> Share:
-    hits, count = int(right.sum()), len(right)
+def _share(hits: int, count: int) -> Share:
     return Share(hits / count, *wilson(hits, count))
 
 

@@ -1,7 +1,9 @@
 """The curve of accuracy against size and operations: budgets between the narrowest and the widest operands."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial as partial_of
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,14 +11,16 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.calibration import Calibration
+from adalog.calibration.partial import Lines, fingerprint
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel, quickest
+from adalog.ranks import ALONE, Ranks
 from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
-from adalog.study.evaluate import predict, score
-from adalog.study.sensitivity import Sensitivity, loss_of, loss_terms
+from adalog.study.evaluate import Contest, Prepared, in_batches, predict, tally
+from adalog.study.sensitivity import Measure, Sensitivity, loss_of, loss_terms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,58 +56,101 @@ def curve(
     model: Callable[[Tensor], Any],
     judged: Tensor,
     *,
-    labelled: tuple[Tensor, Tensor] | None = None,
+    labelled: tuple[Prepared, Tensor] | None = None,
     count: int = BUDGETS,
     notes: dict[str, Any] | None = None,
     jobs: int = 1,
+    partial: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Point]:
     """Models of one width for all, and models within `count` budgets between the narrowest and the widest of these.
 
     model: the full-precision one. judged: images that judge without labels. labelled: images with their labels.
-    A budget that no widths meet has no point. progress(done, total, name): counts models. Raises DataError for the
-    sensitivity of one width alone.
+    A budget that no widths meet has no point. partial: a file from which finished points are read, and to which new
+    ones are added. progress(done, total, name): counts models. ranks: those that share out the searches and the images
+    of each model, which has more to share than the models have, since models have most searches in common. Raises
+    DataError for the sensitivity of one width alone.
     """
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
         raise DataError(f"the sensitivity has rows of {widths[0]} bits alone: a curve takes two widths or more")
-    expected = predict(model, judged, jobs=jobs)
+    judge = _Judge(found.measure, judged, predict(model, judged, jobs=jobs), labelled, jobs, ranks)
+    shares = np.linspace(0, 1, count + 1)[1:].tolist()  # at the narrowest width there is nothing to choose
+    names = [*(f"{width} bits for all" for width in widths), *(f"budget {share}" for share in shares)]
+    lines = None
+    if partial is not None:
+        made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
+        labels = "" if labelled is None else fingerprint(len(labelled[0]), [("labels", labelled[1])])
+        lines = Lines(partial, f"{calibration.fingerprint(config)} {made_of} {labels}", "points", ranks.rank)
+    points: dict[str, Point | None] = {}
+    for name, line in ranks.agreed(names, {} if lines is None else lines.found).items():
+        points[name] = None if line["point"] is None else Point(**line["point"])
 
-    def point(quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
-        runs, _, at_once = quickest(quantized, jobs)
-        output = predict(runs, judged, jobs=at_once)
-        error, power = loss_terms(found.measure, expected, output)
-        agreement = score(output, reference=expected).agreement if found.measure == "kl" else None
-        told = None if labelled is None else score(predict(runs, labelled[0], jobs=at_once), labelled[1]).top1
-        return Point(chosen, width, size, bops, loss_of(error, power), agreement, None if told is None else told.value)
+    def same_width(width: int) -> Point:
+        choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
+        quantized = calibration.quantize(choices, jobs=jobs, ranks=ranks)
+        quantized.note(**(notes or {}))
+        return judge.point(quantized, False, width, *taken(quantized))
 
-    def points() -> Iterator[Point | None]:
-        for width in widths:
-            choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
-            quantized = calibration.quantize(choices, jobs=jobs)
-            quantized.note(**(notes or {}))
-            yield (one := point(quantized, False, width, *taken(quantized)))
-            ends.append(one)
-        low, high = ends[0], ends[-1]
-        for share in np.linspace(0, 1, count + 1)[1:]:  # at the narrowest width there is nothing to choose
-            width = low.width + share * (high.width - low.width)
-            part = (width**2 - low.width**2) / (high.width**2 - low.width**2)  # BOPs grow with both operands' widths
-            limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
-            budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
-            try:
-                within = quantize_within(calibration, config, found, budget, notes=notes, jobs=jobs)
-            except DataError:  # close to the narrowest width the file's own header may not leave room for a choice
-                yield None
-            else:
-                yield point(within.model, True, float(width), within.bytes, within.bops)
+    def within(share: float) -> Point | None:
+        low, high = (points[names[number]] for number in (0, len(widths) - 1))
+        assert low is not None
+        assert high is not None
+        width = low.width + share * (high.width - low.width)
+        part = (width**2 - low.width**2) / (high.width**2 - low.width**2)  # BOPs grow with both operands' widths
+        limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
+        budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
+        try:
+            chosen = quantize_within(calibration, config, found, budget, notes=notes, jobs=jobs, ranks=ranks)
+        except DataError:  # close to the narrowest width the file's own header may not leave room for a choice
+            return None
+        return judge.point(chosen.model, True, width, chosen.bytes, chosen.bops)
 
-    ends: list[Point] = []
-    result: list[Point] = []
-    for done, each in enumerate(points(), 1):
-        result += [] if each is None else [each]
+    makes: list[Callable[[], Point | None]] = [partial_of(same_width, width) for width in widths]
+    makes += [partial_of(within, share) for share in shares]
+    for done, (name, make) in enumerate(zip(names, makes, strict=True), 1):
+        if name not in points:
+            points[name] = point = make()
+            if lines is not None and ranks.first:
+                lines.add(name, {"point": None if point is None else asdict(point)})
         if progress is not None:
-            progress(done, len(widths) + count, f"{result[-1].width:.1f} bits")
-    return result
+            progress(done, len(names), name)
+    return [point for point in points.values() if point is not None]
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """What judges the models of a curve. expected: what the full-precision one says about the images `judged`."""
+
+    measure: Measure
+    judged: Tensor
+    expected: Tensor
+    labelled: tuple[Prepared, Tensor] | None
+    jobs: int
+    ranks: Ranks
+
+    def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
+        """The point of a model; ranks share out its images."""
+        runs, _, at_once = quickest(quantized, self.jobs)
+
+        def alike(numbers: range) -> tuple[float, float, int]:
+            output, own = (each[numbers.start : numbers.stop] for each in (self.judged, self.expected))
+            output = predict(runs, output)
+            same = tally(output, reference=own).agreeing if self.measure == "kl" else 0
+            return *loss_terms(self.measure, own, output), same or 0
+
+        found = in_batches(len(self.judged), alike, jobs=at_once, ranks=self.ranks)
+        error, power, same = (sum(column) for column in zip(*found, strict=True))
+        agreement = same / len(self.judged) if self.measure == "kl" else None
+        return Point(chosen, width, size, bops, loss_of(error, power), agreement, self._top1(runs, at_once))
+
+    def _top1(self, runs: Callable[[Tensor], Any], at_once: int) -> float | None:
+        if self.labelled is None:
+            return None
+        images, labels = self.labelled
+        (counts,) = Contest([runs], [False]).tallies(images, labels, jobs=at_once, ranks=self.ranks)
+        return None if counts.right is None else counts.right / counts.images
 
 
 def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":

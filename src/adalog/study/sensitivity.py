@@ -6,8 +6,7 @@ float one on images that did not calibrate. On the bundled model the sum of thes
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +29,7 @@ from adalog.graph.sites import find_source
 from adalog.graph.tracing import trace
 from adalog.inputs.refusals import refusal
 from adalog.quantizers import FLOAT_BITS, Assignment, QuantizedTensor, UniformQuantizer, bounds_to_uniform
+from adalog.ranks import ALONE, Coded, Ranks
 from adalog.search.product import Product
 from adalog.stored import is_whole
 from adalog.study.cost import cost
@@ -112,10 +112,7 @@ class Sensitivity:
         """What `to_json` wrote. Raises DataError for anything else."""
         with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
-            rows = tuple(
-                Row(row["unit"], row["operand"], row["bits"], float(row["loss"]), tuple(row["widths"]))
-                for row in told["rows"]
-            )
+            rows = tuple(map(_row, told["rows"]))
             found = Sensitivity(told["measure"], told["images"], units, rows)
             for holds, what in _conditions(found):
                 if not holds:
@@ -162,6 +159,7 @@ def sensitivity(
     memory: int = 1 << 30,
     partial: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Sensitivity:
     """The loss of every operand alone at every width, by the search of these choices, without its stages.
 
@@ -169,16 +167,19 @@ def sensitivity(
     Sites that are pinned are left out. measure: by default "kl" where a linear makes the only output. memory: bytes for
     the values from which forwards start. partial: a file from which finished rows are read, and to which new ones are
     added; files beside it, with .2 to .8 behind its name, hold the searches of that width. progress(done, total, name):
-    counts searches and rows. Raises ValueError for widths that no operand can have, and for "kl" of other outputs.
+    counts searches and rows. ranks: those that share out both. Raises ValueError for widths that no operand can have,
+    and for "kl" of other outputs.
     """
     widths = sorted(set(widths))
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
     judge = _Judge(calibration.program, judged, measure, memory)
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, [x.shape[1:] for x in judged])
-    lines = None if partial is None else Lines(partial, _fingerprint(calibration, config, judge, judged), "rows")
+    named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
+    lines = None if partial is None else Lines(partial, named, "rows", ranks.rank)
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
+    rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
     searches = len(calibration.groups)
     for step, width in enumerate(widths):
         before, total = step * (searches + len(operands)), len(widths) * (searches + len(operands))
@@ -197,15 +198,21 @@ def sensitivity(
             lambda count, _, name, told=told: told(count, name),  # type: ignore[misc]
             jobs=jobs,
             partial=None if partial is None else partial.with_name(f"{partial.name}.{width}"),
+            ranks=ranks,
         )
         found = {group.name: assignment for group, assignment in assigned}
         alone = {key: _alone(calibration, groups[name], found, kind, choices) for key, (name, kind) in missing.items()}
-        for count, (key, loss) in enumerate(judge.losses({key: each for key, each in alone.items() if each}, jobs)):
+
+        def judged_one(
+            key: str, loss: float, own: bool, missing: Any = missing, found: Any = found, width: int = width
+        ) -> None:
             name, kind = missing[key]
             rows[key] = Row(name, kind, width, loss, _widths(groups[name], found, kind))
-            if lines is not None:
+            if lines is not None and own:
                 lines.add(key, asdict(rows[key]))
-            told(searches + count + 1, name)
+            told(searches + sum(key in rows for key in missing), name)
+
+        judge.losses({key: each for key, each in alone.items() if each}, jobs, judged_one, ranks)
     if progress is not None:
         progress(total, total, "")
     wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
@@ -329,10 +336,14 @@ def _key(name: str, kind: str, width: int) -> str:
     return f"{name} {kind} {width}"
 
 
+def _row(told: Mapping[str, Any]) -> Row:
+    return Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+
+
 def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
     with lines.refusing():
         told = lines.found[name]
-        row = Row(told["unit"], told["operand"], told["bits"], float(told["loss"]), tuple(told["widths"]))
+        row = _row(told)
         if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
             raise ValueError(f"the row {name!r} is odd")
         return row
@@ -340,6 +351,12 @@ def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
 
 def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
     return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
+
+
+_ROWS: Coded[Row] = Coded(
+    lambda row: json.dumps(asdict(row)).encode(),
+    lambda _, content: _row(json.loads(content)),
+)
 
 
 class _Judge:
@@ -359,10 +376,13 @@ class _Judge:
             raise ValueError(f"the KL divergence is of logits (images, classes), the outputs are {shapes}")
         self._original = {id(node) for node in program.nodes}
 
-    def losses(self, changed: Mapping[str, Assigned], jobs: int) -> Iterator[tuple[str, float]]:
-        """The loss of the model with each of these assignments alone, in their order.
+    def losses(
+        self, changed: Mapping[str, Assigned], jobs: int, finished: Callable[[str, float, bool], None], ranks: Ranks
+    ) -> None:
+        """Find the loss of the model with each of these assignments alone.
 
-        Values from which several of them start are computed once, for as many of them as the memory holds.
+        Values from which several of them start are computed once, for as many of them as the memory holds. finished:
+        called as by `Ranks.shared`.
         """
         waiting: dict[str, tuple[Program, list[str]]] = {}
         held: dict[str, int] = {}
@@ -371,11 +391,11 @@ class _Judge:
             starts = self._starts(program)
             more = {name: size_in_bytes(self._shapes[name]) for name in starts}
             if waiting and sum((held | more).values()) > self._memory:
-                yield from self._judged(waiting, held, jobs)
+                self._judge(waiting, held, jobs, finished, ranks)
                 waiting, held = {}, {}
             waiting[key] = program, starts
             held |= more
-        yield from self._judged(waiting, held, jobs)
+        self._judge(waiting, held, jobs, finished, ranks)
 
     def _starts(self, program: Program) -> list[str]:
         """The values that the operations from the first changed one on read, without sizes, inputs and tensors."""
@@ -385,9 +405,14 @@ class _Judge:
         names = dict.fromkeys((*read, *refs_of(program.output)))
         return [name for name in names if name not in made and not isinstance(self._shapes[name], int)]
 
-    def _judged(
-        self, waiting: Mapping[str, tuple[Program, list[str]]], held: Iterable[str], jobs: int
-    ) -> Iterator[tuple[str, float]]:
+    def _judge(
+        self,
+        waiting: Mapping[str, tuple[Program, list[str]]],
+        held: Iterable[str],
+        jobs: int,
+        finished: Callable[[str, float, bool], None],
+        ranks: Ranks,
+    ) -> None:
         if not waiting:
             return
         names = {*held, *self._outputs}
@@ -410,8 +435,7 @@ class _Judge:
                 raise DataError(f"{key} bits: the loss is {found}; look for images that give infinite outputs")
             return found
 
-        with ThreadPoolExecutor(jobs) as pool:
-            yield from zip(waiting, pool.map(loss, waiting), strict=True)
+        ranks.shared(list(waiting), loss, threads=jobs, finished=finished)
 
 
 def _is_float(value: Any) -> bool:

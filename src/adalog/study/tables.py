@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -29,10 +28,11 @@ from adalog.inputs.images import ImageSet, find_images
 from adalog.inputs.zoo import LoadedModel
 from adalog.model import quickest
 from adalog.quantize import sample_images
+from adalog.ranks import ALONE, Ranks
 from adalog.study import paper
 from adalog.study.cost import cost
 from adalog.study.doctor import machine
-from adalog.study.evaluate import check_classes, mcnemar, predict, score
+from adalog.study.evaluate import Prepared, check_classes, in_batches, mcnemar, predict, score
 from adalog.study.paper import IMAGES, bits_name, find_published, images_fitted, plan, published
 from adalog.version import source_hash
 
@@ -146,9 +146,13 @@ class Bench:
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device) -> Tensor:
         """The class that a network gives to each image: (N,)."""
-        judged = self.judged
-        images = judged if isinstance(judged, Tensor) else judged.batches(self.model.prepared, jobs=jobs)
-        return predict(network, images, jobs=jobs if device.type == "cpu" else 1, device=device).argmax(dim=1)
+        images = Prepared(self.judged, self.model.preprocessing)
+
+        def told(numbers: range) -> list[int]:
+            return predict(network, images(numbers), device=device).argmax(dim=1).tolist()
+
+        found = in_batches(len(images), told, jobs=jobs if device.type == "cpu" else 1)
+        return torch.tensor([label for batch in found for label in batch])
 
     def check(self, device: torch.device) -> None:
         """Raise DataError unless the model runs on its images and has their classes."""
@@ -178,6 +182,7 @@ def run(
     device: torch.device | None = None,
     work: Path | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Measure these tables and return them as JSON.
 
@@ -185,6 +190,7 @@ def run(
     firsts: only rows of these bits, and with these first names; empty for all. jobs:
     sites searched, and batches run, at a time. work: folder of finished rows, which are not measured again.
     progress(done, total, what, result) is called after each row, with the result of all that is finished by then.
+    ranks: those that share out the rows; each measures whole rows, and `work` is a folder that all of them see.
     Raises ValueError for a name that no table has.
     """
     planned, place = plan(names, images, bits, firsts), device or torch.device("cpu")
@@ -201,37 +207,44 @@ def run(
         "machine": machine(),
     }
     for bench in benches:
-        name, before = bench.model.name, list(result["rows"])
-        records: dict[Config, dict[int, dict[str, Any]]] = {}
-        bench.model.module.to(place)
-        calibrations: dict[int, Calibration] = {}  # one seed at a time, made when a row is first measured
-
-        def calibrated(seed: int, bench: Bench = bench, known: dict[int, Calibration] = calibrations) -> Calibration:
-            if seed not in known:
-                known.clear()
-                calibrates = bench.sample(images, seed, jobs).to(place)
-                more = bench.unlabelled(fitted, seed, jobs).to(place) if fitted else calibrates
-                known[seed] = Calibration(bench.model.module, calibrates, unlabelled=more, seed=seed)
-            return known[seed]
-
-        finished = _Finished(work, bench)
-        whole = finished("fp32", {}, partial(_full_precision, bench, calibrated, jobs, place))
-        told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
-        result["models"][name] = {"images": len(bench.labels), **told}
-        for config, seed in runs:
-            text = config.to_json()
-            short = f"{config.bits}-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{seed}"
-            make = partial(_measure, bench, calibrated, config, seed, whole, jobs, place)
-            record = finished(short, {"config": text, "seed": seed}, make)
-            records.setdefault(config, {})[seed] = record
-            result["executors"] = sorted({record["executor"], *result["executors"]})
-            result["rows"] = before + list(_rows(names, name, whole, records, images))
-            result["finished"] += 1
-            if progress is not None:
-                row = " ".join((name, bits_name(config), *planned[config].names))
-                what = f"{row}, seed {seed}: {100 * record['top1']:.2f} %, {record['seconds']:.0f} s"
-                progress(result["finished"], result["of"], what, result)
+        _run_bench(_Measured(bench, images, fitted, jobs, place, work), names, runs, planned, result, progress, ranks)
     return result
+
+
+def _run_bench(
+    rows: "_Measured",
+    names: Sequence[str],
+    runs: Sequence[tuple[Config, int]],
+    planned: Mapping[Config, paper.Row],
+    result: dict[str, Any],
+    progress: Progress | None,
+    ranks: Ranks,
+) -> None:
+    """Measure the runs of one model, and add them to the result of all."""
+    name, before = rows.bench.model.name, list(result["rows"])
+    records: dict[Config, dict[int, dict[str, Any]]] = {}
+    whole = ranks.shared(["fp32"], lambda _: rows.full_precision())["fp32"]
+    told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
+    result["models"][name] = {"images": len(rows.bench.labels), **told}
+    named = {short_name(config, seed): (config, seed) for config, seed in runs}
+
+    def finished(short: str, record: dict[str, Any], _: bool) -> None:
+        config, seed = named[short]
+        records[config] = dict(sorted({**records.get(config, {}), seed: record}.items()))
+        result["executors"] = sorted({record["executor"], *result["executors"]})
+        result["rows"] = before + list(_rows(names, name, whole, records, result["calibration_images"]))
+        result["finished"] += 1
+        if progress is not None:
+            row = " ".join((name, bits_name(config), *planned[config].names))
+            what = f"{row}, seed {seed}: {100 * record['top1']:.2f} %, {record['seconds']:.0f} s"
+            progress(result["finished"], result["of"], what, result)
+
+    ranks.shared(list(named), lambda short: rows.quantized(*named[short], whole), finished=finished)
+
+
+def short_name(config: Config, seed: int) -> str:
+    """A name for one row and one seed."""
+    return f"{config.bits}-{hashlib.sha256(config.to_json().encode()).hexdigest()[:8]}-{seed}"
 
 
 def _described(name: str) -> dict[str, Any]:
@@ -241,57 +254,69 @@ def _described(name: str) -> dict[str, Any]:
     return {"title": table.title, "columns": list(table.columns), "cost": table.cost, **notes}
 
 
-class _Finished:
-    """The finished measurements of one model: kept in a folder, or nowhere if `work` is None."""
+class _Measured:
+    """The measurements of one model; those that are finished are kept in the folder `work`, if there is one."""
 
-    def __init__(self, work: Path | None, bench: Bench):
+    def __init__(self, bench: Bench, images: int, fitted: int, jobs: int, device: torch.device, work: Path | None):
+        self.bench, self._images, self._fitted, self._jobs, self._device = bench, images, fitted, jobs, device
         self._work, self._key = work, bench.fingerprint()
         self._model = "".join(letter if letter.isalnum() else "-" for letter in bench.model.name)
+        self._known: tuple[int, Calibration] | None = None
+        bench.model.module.to(device)
 
-    def __call__(self, name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+    def full_precision(self) -> dict[str, Any]:
+        """How the model answers as it is."""
+
+        def measure() -> dict[str, Any]:
+            classes = self.bench.classes(self.bench.model.module, self._jobs, self._device)
+            right = classes == self.bench.labels
+            told = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
+            return told | _costs(self._calibration(0).program, self.bench)
+
+        return self._kept("fp32", {}, measure)
+
+    def quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """How it answers under these choices, judged in integers if native runs.
+
+        seconds: CPU time of its searches and all that follows.
+        """
+
+        def measure() -> dict[str, Any]:
+            calibration, jobs = self._calibration(seed), self._jobs
+            searches = jobs if self._device.type == "cpu" else 1
+            calibration.quantize(replace(config, stages=()), jobs=searches)
+            start = time.process_time()
+            quantized = calibration.quantize(config)
+            seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))
+            runs, executor, at_once = quickest(quantized, jobs)
+            classes = self.bench.classes(runs, at_once, self._device)
+            right = classes == self.bench.labels
+            return {
+                "executor": executor or "fake quantization",
+                "top1": float(right.double().mean()),
+                "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
+                "right": packed(right),
+                "seconds": round(seconds, 2),
+                **_costs(quantized.program, self.bench),
+            }
+
+        return self._kept(short_name(config, seed), {"config": config.to_json(), "seed": seed}, measure)
+
+    def _kept(self, name: str, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = None if self._work is None else self._work / f"{self._model}-{name}.json"
-        return kept(path, {**self._key, **key}, make)
+        found: dict[str, Any] = kept(path, {**self._key, **key}, make)
+        return found
 
-
-def _full_precision(
-    bench: Bench, calibrated: Callable[[int], Calibration], jobs: int, device: torch.device
-) -> dict[str, Any]:
-    classes = bench.classes(bench.model.module, jobs, device)
-    right = classes == bench.labels
-    return {
-        "classes": classes.tolist(),
-        "top1": float(right.double().mean()),
-        "right": packed(right),
-        **_costs(calibrated(0).program, bench),
-    }
-
-
-def _measure(
-    bench: Bench,
-    calibrated: Callable[[int], Calibration],
-    config: Config,
-    seed: int,
-    whole: Mapping[str, Any],
-    jobs: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """One configuration, judged in integers if native runs. seconds: CPU time of its searches and all that follows."""
-    calibration = calibrated(seed)
-    calibration.quantize(replace(config, stages=()), jobs=jobs if device.type == "cpu" else 1)
-    start = time.process_time()
-    quantized = calibration.quantize(config)
-    seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))
-    runs, executor, at_once = quickest(quantized, jobs)
-    classes = bench.classes(runs, at_once, device)
-    right = classes == bench.labels
-    return {
-        "executor": executor or "fake quantization",
-        "top1": float(right.double().mean()),
-        "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
-        "right": packed(right),
-        "seconds": round(seconds, 2),
-        **_costs(quantized.program, bench),
-    }
+    def _calibration(self, seed: int) -> Calibration:
+        """The calibration on the images of a seed: one at a time, made when a row is first measured."""
+        if self._known is None or self._known[0] != seed:
+            self._known = None
+            calibrates = self.bench.sample(self._images, seed, self._jobs).to(self._device)
+            more = calibrates
+            if self._fitted:
+                more = self.bench.unlabelled(self._fitted, seed, self._jobs).to(self._device)
+            self._known = seed, Calibration(self.bench.model.module, calibrates, unlabelled=more, seed=seed)
+        return self._known[1]
 
 
 def _costs(program: Program, bench: Bench) -> dict[str, Any]:
