@@ -348,14 +348,14 @@ def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration,
 def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, monkeypatch):
     measured = []
 
-    def measure(bench, calibrated, config, seed, whole, jobs, device):
+    def measure(self, config, seed, whole):
         measured.append(seed)
         shares = {"top1": (seed + 1) / 8, "agreement": 0.5}
         return {**whole, **shares, "executor": "native", "seconds": 1.0}
 
     whole = {"classes": [], "top1": 1.0, "right": "00", "fixops": 1, "bytes": 1}
-    monkeypatch.setattr(tables, "_measure", measure)
-    monkeypatch.setattr(tables, "_full_precision", lambda *args: whole)
+    monkeypatch.setattr(tables._Measured, "_quantized", measure)
+    monkeypatch.setattr(tables._Measured, "_full_precision", lambda self: whole)
     tables.run(["1"], [bench], work=tmp_path)
     for count in (1, 0):  # what is left to be measured of the second seed
         measured.clear()

@@ -266,41 +266,37 @@ class _Measured:
 
     def full_precision(self) -> dict[str, Any]:
         """How the model answers as it is."""
-
-        def measure() -> dict[str, Any]:
-            classes = self.bench.classes(self.bench.model.module, self._jobs, self._device)
-            right = classes == self.bench.labels
-            told = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
-            return told | _costs(self._calibration(0).program, self.bench)
-
-        return self._kept("fp32", {}, measure)
+        return self._kept("fp32", {}, self._full_precision)
 
     def quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """How it answers under these choices, judged in integers if native runs.
+        """How it answers under these choices. whole: what `full_precision` gives."""
+        key = {"config": config.to_json(), "seed": seed}
+        return self._kept(short_name(config, seed), key, lambda: self._quantized(config, seed, whole))
 
-        seconds: CPU time of its searches and all that follows.
-        """
+    def _full_precision(self) -> dict[str, Any]:
+        classes = self.bench.classes(self.bench.model.module, self._jobs, self._device)
+        right = classes == self.bench.labels
+        told = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
+        return told | _costs(self._calibration(0).program, self.bench)
 
-        def measure() -> dict[str, Any]:
-            calibration, jobs = self._calibration(seed), self._jobs
-            searches = jobs if self._device.type == "cpu" else 1
-            calibration.quantize(replace(config, stages=()), jobs=searches)
-            start = time.process_time()
-            quantized = calibration.quantize(config)
-            seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))
-            runs, executor, at_once = quickest(quantized, jobs)
-            classes = self.bench.classes(runs, at_once, self._device)
-            right = classes == self.bench.labels
-            return {
-                "executor": executor or "fake quantization",
-                "top1": float(right.double().mean()),
-                "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
-                "right": packed(right),
-                "seconds": round(seconds, 2),
-                **_costs(quantized.program, self.bench),
-            }
-
-        return self._kept(short_name(config, seed), {"config": config.to_json(), "seed": seed}, measure)
+    def _quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Judged in integers if native runs. seconds: CPU time of its searches and all that follows."""
+        calibration, jobs = self._calibration(seed), self._jobs
+        calibration.quantize(replace(config, stages=()), jobs=jobs if self._device.type == "cpu" else 1)
+        start = time.process_time()
+        quantized = calibration.quantize(config)
+        seconds = time.process_time() - start + sum(searched.seconds for searched in calibration.search(config))
+        runs, executor, at_once = quickest(quantized, jobs)
+        classes = self.bench.classes(runs, at_once, self._device)
+        right = classes == self.bench.labels
+        return {
+            "executor": executor or "fake quantization",
+            "top1": float(right.double().mean()),
+            "agreement": float((classes == torch.tensor(whole["classes"])).double().mean()),
+            "right": packed(right),
+            "seconds": round(seconds, 2),
+            **_costs(quantized.program, self.bench),
+        }
 
     def _kept(self, name: str, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         path = None if self._work is None else self._work / f"{self._model}-{name}.json"
