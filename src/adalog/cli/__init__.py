@@ -26,7 +26,7 @@ from adalog.cli import (
     tape,
     vectors,
 )
-from adalog.cli.console import Commands, Session, run
+from adalog.cli.console import Commands, Session, job, run
 
 # In the order in which `adalog --help` lists them.
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -68,9 +68,8 @@ def _before_the_command(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    session = context.ensure_object(Session)
-    session.debug = debug
-    if session.ranks.world > 1 and context.invoked_subcommand not in SHARED:
+    context.ensure_object(Session).debug = debug
+    if job().world > 1 and context.invoked_subcommand not in SHARED:
         raise ValueError(
             f"{context.invoked_subcommand} is the work of one process: start it without torchrun, which serves "
             f"{', '.join(SHARED)}"

@@ -8,13 +8,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -27,6 +27,7 @@ from adalog.ranks import ALONE, Ranks
 
 FAILED, BAD_INPUT = 1, 2  # exit codes; 0 is done
 _errors = Console(stderr=True)
+_job = ContextVar("_job", default=ALONE)  # set while a command runs
 
 
 class Interrupted(Exception):
@@ -39,9 +40,8 @@ class OutputError(Exception):
 
 @dataclass
 class Session:
-    """What all commands share. ranks: the processes of the job. debug: show the traceback of an error."""
+    """The options that stand before the command. debug: show the traceback of an error."""
 
-    ranks: Ranks = field(default_factory=Ranks)
     debug: bool = False
 
 
@@ -62,22 +62,33 @@ def run(app: Callable[..., Any]) -> None:
         sys.exit(FAILED)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be valid text
-    terminal, code, session = sys.stderr, 0, Session()
-    with ExitStack() as silence:
-        try:
-            session = Session(Ranks.of_environment())
-            if not session.ranks.first:
-                nowhere = silence.enter_context(Path(os.devnull).open("w"))
-                silence.enter_context(redirect_stdout(nowhere))
-                silence.enter_context(redirect_stderr(nowhere))
-            code = _ended(app, session)
-        except (Exception, Interrupted, KeyboardInterrupt) as error:
-            with redirect_stderr(terminal):
-                code = session.ranks.failed(partial(_explain, error, session.debug))
+    session, ranks, terminal = Session(), ALONE, sys.stderr
+    try:
+        ranks = Ranks.of_environment()
+        with _among(ranks):
+            code = _ended(app, session, ranks)
+    except (Exception, Interrupted, KeyboardInterrupt) as error:
+        with redirect_stderr(terminal):
+            code = ranks.failed(partial(_explain, error, session.debug))
     sys.exit(code)
 
 
-def _ended(app: Callable[..., Any], session: Session) -> int:
+@contextmanager
+def _among(ranks: Ranks) -> Iterator[None]:
+    """Let the block work for these ranks, and print nothing on any but the first."""
+    token = _job.set(ranks)
+    try:
+        with ExitStack() as silence:
+            if not ranks.first:
+                nowhere = silence.enter_context(Path(os.devnull).open("w"))
+                silence.enter_context(redirect_stdout(nowhere))
+                silence.enter_context(redirect_stderr(nowhere))
+            yield
+    finally:
+        _job.reset(token)
+
+
+def _ended(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
     """The exit code of `app` on all ranks, once it has ended on all of them."""
     code: Any = 0
     try:
@@ -85,16 +96,14 @@ def _ended(app: Callable[..., Any], session: Session) -> int:
     except SystemExit as end:  # typer has explained wrong arguments, which are the same on all ranks
         code = end.code or 0
     if code:
-        return session.ranks.failed(lambda: int(code), alike=True)
-    session.ranks.meet()
+        return ranks.failed(lambda: int(code), alike=True)
+    ranks.meet()
     return 0
 
 
 def job() -> Ranks:
     """The processes that share the work of this command; by default there is this one."""
-    context = click.get_current_context(silent=True)
-    session = None if context is None else context.find_object(Session)
-    return ALONE if session is None else session.ranks
+    return _job.get()
 
 
 def _explain(error: BaseException, debug: bool) -> int:
