@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from adalog.errors import DataError
 from adalog.inputs.images import IMAGENET_MEAN, IMAGENET_STD, read_image
+from adalog.inputs.shards import Member
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def batches_of(images: Sequence[Image.Image], resizing: Resizing, count: int = 2
     return [resizing.batch(images[start : start + count], size) for start in range(0, len(images), count)]
 
 
-def read(path: Path) -> Image.Image:
+def read(path: Path | Member) -> Image.Image:
     """An image file, as `inputs.images.read_image` reads it. Raises DataError, also for one too thin to be resized."""
     image = read_image(path)
     if max(image.size) > 256 * min(image.size):

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from adalog.errors import DataError
+from adalog.inputs.ground_truth import find_labels
+from adalog.inputs.shards import SUFFIX, Member, find_shards, read_shards
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
 
@@ -48,7 +51,7 @@ def draw_indices(total: int, count: int, seed: int) -> Tensor:
 # --- one image -------------------------------------------------------------------------------------------------------
 
 
-def read_image(path: str | Path) -> Image.Image:
+def read_image(path: str | Path | Member) -> Image.Image:
     """Read an image file in RGB, 8 bits per channel, the right way up.
 
     The EXIF orientation is applied, transparent pixels become white, and CMYK is converted without its profile. Grey
@@ -57,11 +60,7 @@ def read_image(path: str | Path) -> Image.Image:
     numbers without a known range (float, 32 bits).
     """
     try:
-        odd = Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir())
-        if odd:  # reading a pipe or a device might never end
-            raise ValueError("not a regular file")
-        # Given a path, Pillow maps the file into memory, and then scrambles uncompressed TIFFs that need turning.
-        with Path(path).open("rb") as file, Image.open(file) as image:
+        with _opened(path) as file, Image.open(file) as image:
             # Pillow itself only warns, up to twice its limit.
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise Image.DecompressionBombError
@@ -81,6 +80,15 @@ def read_image(path: str | Path) -> Image.Image:
     except Exception as cause:  # Pillow's readers raise all kinds of errors on damaged files
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
         raise DataError(f"{path} cannot be read as an image: {reason}; replace it, or leave it out") from cause
+
+
+def _opened(path: str | Path | Member) -> BinaryIO:
+    """The bytes of an image; given a path, Pillow would map the file, and scramble TIFFs that need turning."""
+    if isinstance(path, Member):
+        return BytesIO(path.read())
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        raise ValueError("not a regular file")  # reading a pipe or a device might never end
+    return Path(path).open("rb")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -198,12 +206,12 @@ def side_before_crop(side: int, crop_share: float) -> int:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Image files in an order that is the same on every machine, with labels where these are known.
+    """Images in files or tar files, in an order that is the same on every machine, with labels where these are known.
 
     classes: the names of the classes by label, where each class is a folder; the labels of a CSV file have no names.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path | Member, ...]
     labels: tuple[int, ...] | None = None
     classes: tuple[str, ...] | None = None
 
@@ -268,10 +276,13 @@ def find_images(folder: str | Path) -> ImageSet:
     If the folder has a CSV file, the images are the files that it names, with their labels: its columns are `file`
     (relative to the folder, with forward slashes) and `label`. Otherwise, if there are subfolders with images, each is
     a class, as in ImageNet, and the label is the rank of its name. Otherwise the images of the folder itself have no
-    labels. The order is by folder and name. Raises DataError for a folder of another layout, without images, or with a
-    wrong CSV file.
+    labels, unless they are ImageNet's for validation (`ground_truth`). If it has tar files and no images, or is a tar
+    file, the images are in these (`shards`). The order is by folder and name, within tar files theirs. Raises DataError
+    for a folder of another layout, without images, or with a wrong CSV file.
     """
     folder = Path(folder)
+    if folder.suffix.lower() == SUFFIX and folder.is_file():
+        return _in_shards(folder.parent, [folder])
     try:
         files, folders = _list(folder)
         tables = [name for name in files if Path(name).suffix.lower() == ".csv"]
@@ -285,7 +296,10 @@ def find_images(folder: str | Path) -> ImageSet:
         raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
     empty = [name for name, images in classes.items() if not images]
     if flat and len(empty) == len(classes):
-        return ImageSet(tuple(folder / name for name in flat))
+        return ImageSet(tuple(folder / name for name in flat), _truth(folder, flat))
+    shards = [folder / name for name in find_shards(files)]
+    if shards and len(empty) == len(classes):
+        return _in_shards(folder, shards)
     if flat:
         raise DataError(
             f"{folder} has images both in itself and in subfolders: keep one kind, or list them in a CSV file of "
@@ -302,6 +316,22 @@ def find_images(folder: str | Path) -> ImageSet:
     return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs), tuple(classes))
 
 
+def _in_shards(folder: Path, shards: Sequence[Path]) -> ImageSet:
+    """The images of tar files in a folder."""
+    images, labels = read_shards(shards, SUFFIXES)
+    if not images:
+        raise DataError(f"{shards[0]} has no images: give tar files with images, as KEY.jpg and KEY.cls")
+    found = _truth(folder, [image.name for image in images]) if labels is None else tuple(labels)
+    return ImageSet(tuple(images), found)
+
+
+def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
+    try:
+        return find_labels(folder, names)
+    except OSError as cause:
+        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
+
+
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
     """The images of a folder `data` without those of `support`, and the images of `support`, which have labels.
 
@@ -314,7 +344,7 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     known, place, root = None, Path(support).absolute(), Path(data).absolute()  # without following links
     if place.is_relative_to(root):
         folder = Path(data) / place.relative_to(root)
-        inside = [path.is_relative_to(folder) for path in images.paths]
+        inside = [isinstance(path, Path) and path.is_relative_to(folder) for path in images.paths]
         if any(inside):
             known = images.select(index for index, belongs in enumerate(inside) if belongs)
             images = images.select(index for index, belongs in enumerate(inside) if not belongs)

@@ -161,7 +161,9 @@ class Bench:
         one = judged[[last]] if isinstance(judged, Tensor) else judged.select([last]).load(self.model.prepared)
         logits = predict(self.model.module.to(device), one, device=device)
         if isinstance(judged, ImageSet):
-            check_classes(judged.classes, logits, str(judged.paths[0].parents[1]), self.model.name)
+            first = judged.paths[0]
+            place = first.parents[1] if isinstance(first, Path) else first.archive
+            check_classes(judged.classes, logits, str(place), self.model.name)
         score(logits, self.labels[[last]])
 
     @property

@@ -1,0 +1,101 @@
+"""The labels of ImageNet's validation images, which lie flat in one folder, from the files of its development kit.
+
+These images are named ILSVRC2012_val_00000001.JPEG and so on. The kit's ground truth has one ILSVRC number (1 to 1000)
+a line, in their order, and says elsewhere to which synset a number belongs: in meta.mat (2012), or in map_clsloc.txt
+(later kits), with lines of SYNSET NUMBER NAME. The class of a synset is its rank. Caffe's val.txt has lines of FILE
+CLASS. They are looked for in the folder and the one above it, and where the kit's own folders are unpacked there.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from adalog.errors import DataError
+
+_IMAGE = re.compile(r"ILSVRC2012_val_([0-9]{8})\.[A-Za-z]+")
+_KITS = ("", "data", "devkit/data", "ILSVRC2012_devkit_t12/data", "ILSVRC/devkit/data")
+_TRUTH = re.compile(r"ILSVRC20[0-9]{2}(_clsloc)?_validation_ground_truth\.txt")
+_CLASSES = 1000
+_MOST_BYTES = 2**24
+
+
+def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
+    """The labels of images of these names in a folder; None where they are not ImageNet's, or have no such files.
+
+    Raises DataError for files that hold something else, and OSError where they cannot be read.
+    """
+    numbers = [int(found[1]) if (found := _IMAGE.fullmatch(name)) else 0 for name in names]
+    if not names or 0 in numbers:
+        return None
+    for place in (root / kit for root in (folder, folder.resolve().parent) for kit in _KITS):
+        if (place / "val.txt").is_file():
+            return _listed(place / "val.txt", names)
+        for truth in sorted(place.glob("ILSVRC20*ground_truth.txt")) if place.is_dir() else ():
+            if _TRUTH.fullmatch(truth.name):
+                return _numbered(truth, numbers)
+    return None
+
+
+def _lines(path: Path) -> list[list[str]]:
+    """The words of each line."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise DataError(f"{path} is too long for labels of ImageNet: remove it")
+    return [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+
+
+def _number(word: str, most: int) -> int | None:
+    return int(word) if word.isascii() and word.isdecimal() and len(word) < 6 and int(word) <= most else None
+
+
+def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
+    """The labels that lines of FILE CLASS give."""
+    found: dict[str, int] = {}
+    for number, words in enumerate(_lines(path), 1):
+        label = _number(words[-1], _CLASSES - 1)
+        if len(words) != 2 or label is None:
+            raise DataError(f"{path}, line {number} is not a file and its class from 0 to {_CLASSES - 1}: remove it")
+        found[Path(words[0]).name] = label
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise DataError(f"{path} has no class for {missing[0]}: add its line, or remove the file")
+    return tuple(found[name] for name in names)
+
+
+def _numbered(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
+    """The labels of images with these numbers, from 1, by ILSVRC numbers of all images."""
+    classes = _classes(path)
+    told = [_number(words[0], _CLASSES) if len(words) == 1 else None for words in _lines(path)]
+    for number in numbers:
+        if number > len(told) or told[number - 1] not in classes:
+            raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {number}: fetch it again")
+    return tuple(classes[told[number - 1] or 0] for number in numbers)
+
+
+def _classes(truth: Path) -> dict[int, int]:
+    """The class of each ILSVRC number: the rank of its synset."""
+    text, binary = truth.with_name("map_clsloc.txt"), truth.with_name("meta.mat")
+    if text.is_file():
+        lines = [words for words in _lines(text) if len(words) >= 2]
+        synsets = {number: words[0] for words in lines if (number := _number(words[1], _CLASSES))}
+        source = text
+    elif binary.is_file():
+        synsets, source = _of_matlab(binary), binary
+    else:
+        raise DataError(f"{truth} numbers classes in its own way: put the kit's meta.mat or map_clsloc.txt beside it")
+    if len(synsets) != _CLASSES or len(set(synsets.values())) != _CLASSES:
+        raise DataError(f"{source} has {len(synsets)} numbered synsets, ImageNet has {_CLASSES}: fetch it again")
+    ranks = {synset: rank for rank, synset in enumerate(sorted(synsets.values()))}
+    return {number: ranks[synset] for number, synset in synsets.items()}
+
+
+def _of_matlab(path: Path) -> dict[int, str]:
+    """The synset of each ILSVRC number in meta.mat, which lists those without hyponyms first."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as cause:
+        raise DataError(f"{path} is read by SciPy: pip install 'adalog[imagenet]'") from cause
+    try:
+        rows = loadmat(path, squeeze_me=True)["synsets"]
+        return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows if int(row["num_children"]) == 0}
+    except Exception as cause:  # SciPy raises all kinds of errors on damaged files
+        raise DataError(f"{path} is not the meta.mat of ImageNet's kit ({cause}): fetch it again") from cause
