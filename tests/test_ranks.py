@@ -1,0 +1,351 @@
+"""Ranks of one job share out work: each job is done once, all get the same results, and who fails ends all."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.distributed import DistNetworkError, HashStore
+
+import adalog
+from adalog import Calibration, Config
+from adalog.calibration.partial import Partial
+from adalog.choices import Correction
+from adalog.errors import RankError
+from adalog.quantizers import Assignment
+from adalog.ranks import _PIECE, Coded, Memory, Ranks
+from adalog.study.evaluate import Contest, Prepared
+from adalog.study.sensitivity import sensitivity
+from commands import run
+from stored import serialise
+
+
+def together(work, world=2, store=None):
+    """What `work` gives for each rank of a job, whose ranks are threads."""
+    store = store or Memory()
+    with ThreadPoolExecutor(world) as pool:
+        jobs = [pool.submit(work, Ranks(store, rank, world)) for rank in range(world)]
+        return [job.result() for job in jobs]
+
+
+# --- work that is shared out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "threads"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_each_job_is_done_once_and_all_get_its_result(world, threads):
+    names = [f"job {number}" for number in range(20)]
+    done, lock = [], threading.Lock()
+
+    def make(name):
+        with lock:
+            done.append(name)
+        time.sleep(0.002)
+        return {"of": name, "number": 0.1 * len(done)}
+
+    def work(ranks):
+        told = []
+        found = ranks.shared(names, make, threads=threads, finished=lambda *each: told.append(each))
+        again = ranks.shared(names, make, known=found)  # what is known needs nobody
+        return found, again, told
+
+    results = together(work, world)
+    assert sorted(done) == sorted(names)
+    for found, again, told in results:
+        assert found == again == results[0][0]
+        assert list(found) == names
+        assert {name: result for name, result, _ in told} == found
+        assert len(told) == len(names)
+    owners = [[name for name, _, own in told if own] for _, _, told in results]
+    assert sorted(itertools.chain(*owners)) == sorted(names)
+
+
+@pytest.mark.parametrize("store", [Memory, HashStore])
+def test_jobs_are_claimed_in_their_order_as_ranks_are_free(store):
+    """One rank is busy with the first job, so the other one does all the rest."""
+    other_has_all, claimed = threading.Event(), []
+
+    def work(ranks):
+        def make(name):
+            claimed.append((ranks.rank, name))
+            if name == "first":
+                assert other_has_all.wait(10)
+            elif name == "fourth":
+                other_has_all.set()
+            return 1
+
+        return ranks.shared(["first", "second", "third", "fourth"], make)
+
+    assert together(work, store=store()) == [dict.fromkeys(["first", "second", "third", "fourth"], 1)] * 2
+    slow = next(rank for rank, name in claimed if name == "first")
+    assert [name for rank, name in claimed if rank != slow] == ["second", "third", "fourth"]
+
+
+def test_what_any_rank_knows_is_done_by_none():
+    def work(ranks):
+        known = {f"of {ranks.rank}": ranks.rank, "of both": 9}
+        return ranks.shared(["of both", "of 1", "of 0", "new"], lambda name: name, known=known)
+
+    assert together(work) == [{"of both": 9, "of 1": 1, "of 0": 0, "new": "new"}] * 2
+
+
+def test_large_results_and_none_travel_whole():
+    content = random.Random(0).randbytes(2 * _PIECE + 5)
+    coded = Coded(lambda value: value, lambda name, value: value)
+    payloads = {"large": content, "none": b"", "a piece": content[:_PIECE]}
+    assert together(lambda ranks: ranks.by_first(lambda: content, coded)) == [content] * 2
+    assert together(lambda ranks: ranks.shared(list(payloads), payloads.get, coded=coded)) == [payloads] * 2
+
+
+def test_results_leave_the_store_once_all_have_read_them():
+    store = Memory()
+    together(lambda ranks: ranks.shared(["a", "b"], lambda name: "x" * 1000), store=store)
+    assert sum(map(len, store._values.values())) < 200
+    ranks = Ranks()
+    for _ in range(3):
+        ranks.shared(["a", "b"], str, threads=2)
+    assert not ranks._store._values
+
+
+def test_all_meet():
+    arrived = []
+
+    def work(ranks):
+        time.sleep(0.05 * ranks.rank)
+        arrived.append(ranks.rank)
+        ranks.meet()
+        return sorted(arrived)
+
+    assert together(work, 3) == [[0, 1, 2]] * 3
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_who_fails_says_why_and_ends_all():
+    said = []
+
+    def tell(rank):
+        time.sleep(0.05)
+        said.append(rank)
+        return 2
+
+    def work(ranks):
+        try:
+            if ranks.rank == 1:
+                raise ValueError("odd")
+            ranks.shared(["one", "two"], lambda name: time.sleep(0.01), known=None)
+        except (ValueError, RankError) as error:
+            return type(error), ranks.failed(lambda: tell(ranks.rank))
+
+    assert together(work) == [(RankError, 2), (ValueError, 2)]
+    assert said == [1]
+
+
+def test_an_error_in_a_job_ends_its_rank_and_then_the_others():
+    def work(ranks):
+        def make(name):
+            if name == "bad":
+                raise ArithmeticError(name)
+            return name
+
+        try:
+            ranks.shared(["good", "bad", "third"], make)
+        except (ArithmeticError, RankError) as error:
+            return type(error), ranks.failed(lambda: 1)
+
+    found = together(work)
+    assert {kind for kind, _ in found} == {ArithmeticError, RankError}
+    assert [code for _, code in found] == [1, 1]
+
+
+def test_what_all_ranks_refuse_is_said_by_the_first():
+    said = []
+    codes = together(lambda ranks: ranks.failed(lambda: said.append(ranks.rank) or 2, alike=True), 3)
+    assert (codes, said) == ([2, 2, 2], [0])
+
+
+def test_ranks_that_do_different_work_are_told_so():
+    def work(ranks):
+        with pytest.raises(RankError, match="different work: start all of them with the same arguments"):
+            ranks.shared([f"of {ranks.rank}"], str)
+        return True
+
+    assert together(work) == [True, True]
+
+
+class Gone:
+    """A store whose server has ended."""
+
+    def __getattr__(self, name):
+        def fail(*arguments):
+            raise DistNetworkError("Broken pipe")
+
+        return fail
+
+
+def test_a_store_that_is_gone():
+    ranks = Ranks(Gone(), 0, 2)
+    for call in (ranks.meet, lambda: ranks.by_first(str), lambda: ranks.shared(["x"], str)):
+        with pytest.raises(RankError, match="the other processes of this job cannot be reached"):
+            call()
+    assert ranks.failed(lambda: 7) == 7
+    assert Ranks(Gone(), 1, 2).failed(lambda: 7) == 1
+
+
+def test_alone_where_no_launcher_says_otherwise(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert (Ranks.of_environment().world, Ranks.of_environment().first) == (1, True)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # someone else's
+    assert Ranks.of_environment().world == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert Ranks.of_environment().restarts == 2
+
+
+# --- the work of the library -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [(), pytest.param((Correction(images=4),), marks=pytest.mark.slow)])
+def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, fast, stages):
+    config = Config(images=4, search=fast.search, stages=stages)
+    alone, *calibrations = (Calibration(tiniest, images) for _ in range(3))
+    path, wanted = tmp_path / "partial", serialise(alone.quantize(config))
+
+    def work(ranks):
+        return serialise(calibrations[ranks.rank].quantize(config, ranks=ranks, partial=path))
+
+    assert together(work) == [wanted] * 2
+    files = [path, path.with_name("partial.rank1")]
+    names = [json.loads(line)["name"] for file in files for line in file.read_text().splitlines()[1:]]
+    assert len(names) == len(set(names))
+    assert len(files[1].read_text().splitlines()) > 1
+
+
+def test_every_rank_reads_what_any_rank_has_finished(tmp_path):
+    path = tmp_path / "partial"
+    for rank in range(3):
+        Partial(path, "these", rank).add(f"of {rank}", Assignment(None, None, None, float(rank)))
+    for rank in (None, 0, 1, 7):
+        read = Partial(path, "these") if rank is None else Partial(path, "these", rank)
+        assert [read.get(f"of {each}").sqnr for each in range(3)] == [0.0, 1.0, 2.0]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        *("partial", "partial.rank1", "partial.rank2", "partial.rank7")
+    ]
+    (tmp_path / "partial.rank1").write_text('{"searches": "others"}\n')
+    with pytest.raises(adalog.DataError, match=r"partial\.rank1 holds searches of another model"):
+        Partial(path, "these")
+
+
+@pytest.mark.slow
+def test_sensitivity_and_answers_are_the_same(tmp_path, tiniest, images, fast):
+    judged = torch.randn(50, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    labels = torch.randint(0, 10, (50,), generator=torch.Generator().manual_seed(6))
+    calibrations = [Calibration(tiniest, images) for _ in range(3)]
+    other = calibrations[0].quantize(fast)
+
+    def work(ranks):
+        rows = sensitivity(
+            calibrations[ranks.rank], fast, [judged[:8]], (4, 8), ranks=ranks, partial=tmp_path / f"of{ranks.world}"
+        )
+        return rows, Contest([other, tiniest], [False, False]).tallies(Prepared(judged), labels, ranks=ranks)
+
+    alone = work(Ranks())
+    assert together(work, 2) == [alone] * 2
+    assert together(work, 3) == [alone] * 3
+
+
+# --- commands under torchrun -----------------------------------------------------------------------------------------
+
+OWN = """
+import os, torch, adalog
+from adalog.inputs.demo.model import DemoViT
+
+def model():
+    torch.manual_seed(0)
+    return DemoViT(width=32, depth=2, heads=2).eval(), adalog.Preprocessing((32, 32), (32, 32))
+
+def odd():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such weights here")
+    return model()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model and images."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "own.py").write_text(OWN)
+    (folder / "images").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 32, 3), dtype=np.uint8)
+    for number, each in enumerate(pixels):
+        Image.fromarray(each).save(folder / "images" / f"{number:02}.png")
+    return folder
+
+
+def start(folder, *arguments, restarts=0):
+    """`adalog ARGUMENTS` on two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, f"--max-restarts={restarts}", "-m", "adalog", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=environment)
+
+
+def workers(process):
+    """The ids of the processes that a launcher has started."""
+    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def finished_in(folder, name):
+    return sum(path.read_bytes().count(b"\n") for path in folder.glob(f"{name}.partial*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_file_is_the_same(place):
+    arguments = ("quantize", "own.py:model", "--data", "images", "--bits", "w3a3", "--threads", 1)
+    told = run(*arguments, "-o", "one.st", cwd=place).splitlines()
+    process = start(place, *arguments, "-o", "two.st", restarts=3)
+    for lines, rank in ((3, 1), (7, 0)):
+        while process.poll() is None and finished_in(place, "two.st") < lines:
+            time.sleep(0.02)
+        with suppress(IndexError, ProcessLookupError):
+            os.kill(workers(process)[rank], signal.SIGKILL)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert (place / "two.st").read_bytes() == (place / "one.st").read_bytes()
+    assert output.splitlines()[:-1] == told[:-1]  # the last line has the seconds
+    assert not list(place.glob("*.partial*"))
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
+    process = start(place, "quantize", "own.py:odd", "--data", "images", "-o", "odd.st")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 1  # the launcher's own; the ranks end with 2
+    assert output == ""
+    assert errors.count("no such weights here") == 1
+    assert "exitcode  : 2" in errors
+    assert not list(place.glob("odd.st*"))
+
+
+@pytest.mark.slow
+def test_commands_for_one_process_say_so(place):
+    process = start(place, "inspect", "own.py:model")
+    output, errors = process.communicate(timeout=300)
+    assert output == ""
+    assert errors.count("error: inspect is the work of one process: start it without torchrun, which serves") == 1
