@@ -28,7 +28,7 @@ from adalog.quantizers import Assignment
 from adalog.ranks import _PIECE, Coded, Memory, Ranks
 from adalog.study.evaluate import Contest, Prepared
 from adalog.study.sensitivity import sensitivity
-from commands import run
+from commands import call, run
 from stored import serialise
 
 
@@ -343,9 +343,10 @@ def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
     assert not list(place.glob("odd.st*"))
 
 
-@pytest.mark.slow
-def test_commands_for_one_process_say_so(place):
-    process = start(place, "inspect", "own.py:model")
-    output, errors = process.communicate(timeout=300)
-    assert output == ""
-    assert errors.count("error: inspect is the work of one process: start it without torchrun, which serves") == 1
+def test_commands_for_one_process_say_so(monkeypatch, capsys):
+    monkeypatch.setattr(Ranks, "of_environment", lambda: Ranks(Memory(), 0, 2))
+    told = (
+        "error: inspect is the work of one process: start it without torchrun, which serves quantize, evaluate, "
+        "sensitivity, pareto, tables\n"
+    )
+    assert call(monkeypatch, capsys, "inspect", "some.safetensors") == (2, told)

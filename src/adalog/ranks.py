@@ -102,10 +102,12 @@ class Ranks:
         restarts, world = int(told.get("TORCHELASTIC_RESTART_COUNT", 0)), int(told.get("WORLD_SIZE", 1))
         if world == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= told.keys():
             return Ranks(restarts=restarts)
+        from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         with _reached():
             store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=5)))
+        store = PrefixStore(f"adalog/{restarts}", store)  # the launcher may serve one store to all starts of a job
         local, neighbours = int(told.get("LOCAL_RANK", 0)), int(told.get("LOCAL_WORLD_SIZE", 1))
         return Ranks(store, rank, world, local=local, neighbours=neighbours, restarts=restarts)
 

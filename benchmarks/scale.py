@@ -1,0 +1,331 @@
+"""What several processes of one job gain, and that they change nothing.
+
+    python benchmarks/scale.py [PART]... [--times 1] [--kills 10] [--links 50000] [--seed 0] [--realbench DIR]
+        [--work DIR] [--json FILE]
+
+Parts, all by default:
+
+- `quantize`: `adalog quantize` of DeiT-T with random weights at W4A4, by one process of one thread, and by two under
+  `torchrun`. First the machine's own limit: L is the time of one such run alone over that of two side by side that have
+  nothing to do with each other; two cores of one machine may share caches and power. `wall_ratio` is the time of two
+  ranks over that of one process, times L, both as the command tells its seconds (from loading to the result); `whole`
+  has the commands from start to end, with what Python takes to import PyTorch. `memory` is the largest resident set of
+  a rank over that of one process.
+- `evaluate`: the counts on the 2,000 test images of the bundled model, by 1, 2 and 3 processes.
+- `tables`: table 1 of the bundled model at W4A4 by one process and by two.
+- `kills`: as many times, a rank of `quantize` or of `tables` is killed at a random moment under --max-restarts 3, and
+  the file or the rows are compared with an undisturbed run's.
+- `stream`: `adalog evaluate` on a folder of 50,000 links to the 2,000 images of --realbench, or to the test images of
+  the bundled model: how much the resident set grows from the first tenth to the end, and the time that was foretold
+  after a tenth over the time that it took.
+
+Everything runs on the CPU, with one thread a process. Prints one JSON object and saves it as
+benchmarks/results/scale.json; parts that are finished for the same sources are kept in --work.
+"""
+
+from benchmarks.publish import RESULTS, publish
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from PIL import Image
+
+from adalog.inputs import demo
+from adalog.study.doctor import machine
+from adalog.study.tables import kept
+
+MODEL = "timm:deit_tiny_patch16_224"
+LINKS = 50_000
+_POLL = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--times", type=int, default=1, help="runs of each kind that is timed; medians count")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--links", type=int, default=LINKS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if odd := set(given.parts) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(sorted(odd))}")
+    found: dict[str, Any] = {}
+    for part in given.parts or PARTS:
+        key = {"times": given.times, "kills": given.kills, "links": given.links, "seed": given.seed}
+        path = None if given.work is None else given.work / f"{part}.json"
+        with tempfile.TemporaryDirectory() as folder:
+            found[part] = kept(path, key, lambda part=part, folder=folder: PARTS[part](Path(folder), given))
+    result = {**found, "seed": given.seed, "machine": machine()}
+    publish(result, RESULTS / "scale.json" if given.json is None else given.json)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def command(world: int, *arguments: object, restarts: int = 0) -> list[str]:
+    """The words that start `adalog` on so many processes of one thread each."""
+    plain = ["-m", "adalog", *map(str, arguments)]
+    if world == 1:
+        return [sys.executable, *plain]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    return [sys.executable, *launcher, f"--max-restarts={restarts}", *plain]
+
+
+def start(folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    errors = (folder / "errors.txt").open("w")
+    return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that a launcher has started, or the process itself."""
+    with suppress(OSError):
+        path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return [int(word) for word in path.read_text().split()] or [process.pid]
+    return []
+
+
+def resident(pid: int, field: str = "VmHWM") -> int:
+    """The largest resident set of a process so far [bytes], or its present one (VmRSS); 0 once it has ended."""
+    with suppress(OSError):
+        found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return 0 if found is None else 1024 * int(found[1])
+    return 0
+
+
+def finish(folder: Path, *processes: subprocess.Popen[str]) -> dict[str, float]:
+    """Wait for all of them: seconds from now to the last, and the largest resident set of a process of theirs."""
+    begun, peak = time.perf_counter(), 0
+    while any(process.poll() is None for process in processes):
+        peak = max([peak, *(resident(pid) for process in processes for pid in workers(process))])
+        time.sleep(_POLL)
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"a run failed: {(folder / 'errors.txt').read_text()[-2000:]}")
+    return {"seconds": time.perf_counter() - begun, "peak_rss_bytes": peak}
+
+
+def run(folder: Path, world: int, *arguments: object) -> dict[str, float]:
+    return finish(folder, start(folder, command(world, *arguments)))
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def noise(folder: Path, count: int, seed: int) -> Path:
+    """A folder of images of noise, as large as DeiT's."""
+    draw = random.Random(seed)
+    (folder / "images").mkdir()
+    for number in range(count):
+        Image.frombytes("RGB", (256, 256), draw.randbytes(3 * 256 * 256)).save(folder / "images" / f"{number:02}.png")
+    return folder / "images"
+
+
+def quantize(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    images = noise(folder, 32, given.seed)
+
+    def words(world: int, name: str) -> list[str]:
+        options = ("--no-pretrained", "--data", images, "--bits", "w4a4", "--threads", 1)
+        return command(world, "quantize", MODEL, *options, "-o", f"{name}.st", "--json", f"{name}.json")
+
+    def told(name: str) -> float:
+        return float(json.loads((folder / f"{name}.json").read_text())["seconds"])
+
+    rows = []
+    for _ in range(given.times):
+        alone = finish(folder, start(folder, words(1, "alone")))
+        beside = finish(folder, start(folder, words(1, "left")), start(folder, words(1, "right")))
+        ranks = finish(folder, start(folder, words(2, "ranks")))
+        side = max(told("left"), told("right"))
+        rows.append(
+            {
+                "alone": told("alone"),
+                "beside": side,
+                "ranks": told("ranks"),
+                "limit": told("alone") / side,
+                "ratio": told("ranks") / told("alone"),
+                "whole": {"alone": alone["seconds"], "beside": beside["seconds"], "ranks": ranks["seconds"]},
+                "memory": ranks["peak_rss_bytes"] / alone["peak_rss_bytes"],
+                "peak_rss_bytes": ranks["peak_rss_bytes"],
+            }
+        )
+    limit = median(row["limit"] for row in rows)
+    files = [(folder / f"{name}.st").read_bytes() for name in ("alone", "left", "right", "ranks")]
+    return {
+        "model": MODEL,
+        "wall_ratio": median(row["ratio"] for row in rows) * limit,
+        "L": limit,
+        "same_bytes": len(set(files)) == 1,
+        "memory": max(row["memory"] for row in rows),
+        "runs": rows,
+    }
+
+
+def evaluate(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    run(folder, 1, "quantize", "demo", "--method", "minmax", "--threads", 1, "-o", "model.st")
+    found = []
+    for world in (1, 2, 3):
+        options = ("--executor", "native", "--threads", 1, "--json", f"{world}.json")
+        run(folder, world, "evaluate", "model.st", *options)
+        found.append(json.loads((folder / f"{world}.json").read_text()))
+    counts = [
+        {name: each[name] for name in ("images", "top1", "top5", "agreement", "lost", "gained", "p_value")}
+        for each in found
+    ]
+    return {
+        "equal_counts": all(each == counts[0] for each in counts),
+        "equal_kl": len({e["kl"] for e in found}) == 1,
+        "images": found[0]["images"],
+        "top1": found[0]["top1"]["value"],
+    }
+
+
+def rows_of(path: Path) -> list[Any]:
+    """What the rows of a table say, but for seconds."""
+    rows = json.loads(path.read_text())["rows"]
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+TABLE = ("tables", 1, "--models", "demo", "--bits", "w4a4", "--jobs", 1)
+
+
+def tables(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    one = run(folder, 1, *TABLE, "-o", "one")
+    pair = [start(folder, command(1, *TABLE, "-o", name)) for name in ("left", "right")]
+    beside = finish(folder, *pair)
+    two = run(folder, 2, *TABLE, "-o", "two")
+    limit = one["seconds"] / beside["seconds"]
+    equal = [rows_of(folder / f"{name}.json") == rows_of(folder / "one.json") for name in ("two", "left")]
+    return {
+        "wall_ratio": two["seconds"] / one["seconds"] * limit,
+        "L": limit,
+        "equal_rows": all(equal),
+        "seconds": {"one": one["seconds"], "beside": beside["seconds"], "two": two["seconds"]},
+    }
+
+
+def kills(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Every second kill is of `tables`. A run that ends before its moment counts too, and says so."""
+    draw, moments = random.Random(given.seed), []
+    files = ("quantize", "demo", "--threads", 1)
+    some = (*TABLE, "--rows", "minmax,percentile,repq-vit")
+    seconds = {"quantize": run(folder, 2, *files, "-o", "whole.st")["seconds"]}
+    seconds["tables"] = run(folder, 2, *some, "-o", "whole")["seconds"]
+    equal = 0
+    for number in range(given.kills):
+        kind = ("quantize", "tables")[number % 2]
+        name = f"killed{number}.st" if kind == "quantize" else f"killed{number}"
+        words = command(2, *(files if kind == "quantize" else some), "-o", name, restarts=3)
+        process, moment = start(folder, words), draw.uniform(0.1, 0.95) * seconds[kind]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moment)
+        running = process.poll() is None
+        if running:
+            with suppress(ProcessLookupError, IndexError):
+                os.kill(workers(process)[draw.randrange(2)], signal.SIGKILL)
+        finish(folder, process)
+        if kind == "quantize":
+            same = (folder / name).read_bytes() == (folder / "whole.st").read_bytes()
+        else:
+            same = rows_of(folder / f"{name}.json") == rows_of(folder / "whole.json")
+        equal += same
+        moments.append({"of": kind, "second": round(moment, 2), "running": running, "equal": same})
+    return {"tried": given.kills, "equal": equal, "moments": moments, "undisturbed": seconds}
+
+
+def stream(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The images are files, whatever model judges them."""
+    (folder / "files").mkdir()
+    if given.realbench is None:
+        pixels, labels = demo.test_images()
+        pixels = ((pixels - pixels.amin()) / (pixels.amax() - pixels.amin()) * 255).to(torch.uint8)
+        names = [folder / "files" / f"{number}.png" for number in range(len(pixels))]
+        for name, each in zip(names, pixels, strict=True):
+            Image.fromarray(each.permute(1, 2, 0).numpy()).save(name)
+        classes = labels.tolist()
+    else:
+        names = sorted(path for kind in ("support", "query") for path in (Path(given.realbench) / kind).iterdir())
+        classes = [number % 10 for number in range(len(names))]
+    lines = ["file,label"]
+    for number in range(given.links):
+        source = names[number % len(names)]
+        (folder / "files" / f"link{number:05}{source.suffix}").symlink_to(source.resolve())
+        lines.append(f"link{number:05}{source.suffix},{classes[number % len(names)]}")
+    (folder / "files" / "labels.csv").write_text("\n".join(lines))
+    run(folder, 1, "quantize", "demo", "--method", "minmax", "--threads", 1, "-o", "model.st")
+    options = ("--data", "files", "--executor", "native", "--threads", 1, "--json", "out.json")
+    return watched(folder, command(1, "evaluate", "model.st", *options), given.links)
+
+
+WATCH = """
+import json, sys, time
+from adalog.cli import console, main
+before, marks = console.image_progress, []
+def image_progress(progress):
+    watch, (bar,) = before(progress), progress.tasks
+    def update(done):
+        watch(done)
+        marks.append((time.time(), done, bar.time_remaining))
+        if len(marks) % 50 == 1:
+            open("marks.json", "w").write(json.dumps(marks))
+    return update
+console.image_progress = image_progress
+import adalog.cli.evaluate
+adalog.cli.evaluate.image_progress = image_progress
+main()
+"""
+
+
+def watched(folder: Path, words: list[str], count: int) -> dict[str, Any]:
+    """The growth of the resident set of a run over images, and what its bar foretold."""
+    (folder / "watch.py").write_text(WATCH)
+    process = start(folder, [sys.executable, "watch.py", *words[words.index("adalog") + 1 :]])
+    sizes: list[tuple[float, int]] = []
+    while process.poll() is None:
+        sizes.append((time.time(), resident(process.pid, "VmRSS")))
+        time.sleep(0.2)
+    ended = time.time()
+    if process.returncode:
+        raise RuntimeError((folder / "errors.txt").read_text()[-2000:])
+    marks = json.loads((folder / "marks.json").read_text())
+    tenth = next(mark for mark in marks if mark[1] >= count / 10)
+    begun = marks[0][0]
+    early = max(size for moment, size in sizes if begun <= moment <= tenth[0])
+    late = max(size for moment, size in sizes if moment >= begun)
+    foretold = tenth[2] if tenth[2] is not None else (tenth[0] - begun) / tenth[1] * (count - tenth[1])
+    return {
+        "images": json.loads((folder / "out.json").read_text())["images"],
+        "growth_bytes": late - early,
+        "peak_rss_bytes": late,
+        "eta_after_a_tenth": foretold,
+        "eta_over_true": foretold / max(ended - tenth[0], 1e-9),
+        "seconds": ended - begun,
+    }
+
+
+PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
+    "quantize": quantize,
+    "evaluate": evaluate,
+    "tables": tables,
+    "kills": kills,
+    "stream": stream,
+}
+
+if __name__ == "__main__":
+    main()
