@@ -6,12 +6,15 @@ import ast
 import functools
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+import adalog
 from adalog import Config, Search
 
 ROOT = Path(__file__).parent.parent
@@ -182,6 +185,26 @@ def test_deployment_runs(name, monkeypatch, tmp_path):
     assert names["same"] >= 0.75  # of four noisy images one may stand between two classes
     assert names["answer"].shape == names["logits"].shape == (4, 10)
     assert abs(names["answer"] - names["logits"]).max() < 0.2 * abs(names["logits"]).max()
+
+
+@pytest.mark.slow
+def test_several_processes_run(tmp_path):
+    """The commands and the script of run-on-several-processes, on two processes of this machine."""
+    name = "run-on-several-processes"
+    page = ROOT / "docs" / "how-to" / f"{name}.md"
+    shell = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    (tmp_path / "own.py").write_text("import torch\n\ntorch.set_num_threads(1)\n" + python_of(page))
+    here = {"adalog": "-m adalog", "torchrun": "-m torch.distributed.run"}
+    lines = [*shell.strip().splitlines(), "torchrun --standalone --nproc-per-node 2 own.py"]
+    for line in lines:
+        first, _, rest = line.partition(" ")
+        words = [sys.executable, *here[first].split(), *rest.split()] if first in here else line.split()
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (line, done.stderr)
+    files = [tmp_path / f"{each}.safetensors" for each in ("one", "two", "mine")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    sites = [[row.sqnr for row in adalog.load(file).ledger] for file in files]
+    assert sites[0] == sites[2]
 
 
 def test_every_how_to_with_python_is_run():

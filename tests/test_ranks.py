@@ -197,9 +197,9 @@ class Gone:
 
 def test_a_store_that_is_gone():
     ranks = Ranks(Gone(), 0, 2)
-    for call in (ranks.meet, lambda: ranks.by_first(str), lambda: ranks.shared(["x"], str)):
+    for work in (ranks.meet, lambda: ranks.by_first(str), lambda: ranks.shared(["x"], str)):
         with pytest.raises(RankError, match="the other processes of this job cannot be reached"):
-            call()
+            work()
     assert ranks.failed(lambda: 7) == 7
     assert Ranks(Gone(), 1, 2).failed(lambda: 7) == 1
 
