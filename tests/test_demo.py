@@ -1,5 +1,8 @@
 """What the demo compares; `test_cli.py` runs it."""
 
+import subprocess
+import sys
+
 from adalog.cli import demo
 from adalog.study.figures import LEVEL_METHODS
 
@@ -19,3 +22,12 @@ def test_what_is_made_by_a_correction_has_a_file_of_its_own():
     chosen = demo._planned("w4a4,w2a2", "adalog+")
     assert [demo._file_name(*plan) for plan in chosen] == ["demo-w4a4+.safetensors", "demo-w2a2+.safetensors"]
     assert list(demo._compared(chosen)) == ["adalog+"]
+
+
+def test_the_bundled_model_is_an_attribute_of_the_package():
+    """In a process where nothing has imported it before."""
+    code = "import adalog; print(adalog.demo.load_model.__name__)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "load_model\n"
+    )

@@ -73,7 +73,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'adalog' has no attribute {name!r}")
-    value = getattr(import_module(f"adalog.{_MODULE_OF[name]}"), name)
+    module = import_module(f"adalog.{_MODULE_OF[name]}")
+    value = getattr(module, name) if hasattr(module, name) else import_module(f"{module.__name__}.{name}")
     globals()[name] = value
     return value
 
