@@ -17,6 +17,7 @@ from adalog.quantizers import QuantizedTensor
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
+from stored import serialise
 from toys import Toy
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
@@ -187,6 +188,15 @@ def test_a_norm_folds_by_the_rows_that_its_linears_read():
     assert not folded.refusals
     plain = adalog.quantize(model, images, dataclasses.replace(config, fold_rows=10**6))
     assert sqnr(folded(images), model(images)) > sqnr(plain(images), model(images)) + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_quantized_in_float32(tiny, images, fast, dtype):
+    half = copy.deepcopy(tiny).to(dtype)
+    found = adalog.quantize(half, images.to(dtype), fast)
+    expected = adalog.quantize(copy.deepcopy(half).float(), images.to(dtype).float(), fast)
+    assert serialise(found) == serialise(expected)
+    assert {value.dtype for value in half.parameters()} == {dtype}
 
 
 def test_a_model_without_multiplications_is_refused():

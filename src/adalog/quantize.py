@@ -41,7 +41,8 @@ def quantize(
     jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
     finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
     bytes on each rank, and sizes: as of `Calibration`. ranks: the processes that share out the searches, each of which
-    makes this call (`Ranks.of_environment`); all get the same model. The model is not changed.
+    makes this call (`Ranks.of_environment`); all get the same model. The model is not changed;
+    one in half precision is quantized in float32.
     Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
     `pinned` matches no site, or where memory is too little.
     """

@@ -1,5 +1,6 @@
 """A captured model with the operands of its sites, and the steps that make a quantized model of it."""
 
+import copy
 import functools
 import hashlib
 import time
@@ -44,6 +45,7 @@ from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
 from adalog.version import source_hash
 
+_HALVES = (torch.float16, torch.bfloat16)
 MEMORY = 2 << 30  # bytes: half of them hold the sites' operands, half the temporaries of the searches of all jobs
 
 
@@ -97,10 +99,10 @@ class Calibration:
         fit, every n-th row is taken, or for attention and convolutions every n-th image or window (`Observed`).
         Raises ValueError for a memory too small for 1,024 rows, CalibrationError without sites or for infinite images.
         """
-        inputs = batched(images)
+        inputs = _in_float32(batched(images))
         self.images = _finite(inputs)
-        self.unlabelled = self.images if unlabelled is None else _finite(batched(unlabelled))
-        self.program = capture(model, inputs, sizes)
+        self.unlabelled = self.images if unlabelled is None else _finite(_in_float32(batched(unlabelled)))
+        self.program = capture(_of_float32(model), inputs, sizes)
         self.sites = find_sites(self.program)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
@@ -336,6 +338,18 @@ def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
     unknown = set(names) - {site.name for site in sites}
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `sites` lists all {len(sites)}")
+
+
+def _of_float32(model: nn.Module) -> nn.Module:
+    """The model; where weights or buffers are in half precision, a copy in float32, in which all is computed."""
+    values = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model).float() if any(value.dtype in _HALVES for value in values) else model
+
+
+def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs, those in half precision in float32."""
+    halves = [isinstance(value, Tensor) and value.dtype in _HALVES for value in inputs]
+    return tuple(value.float() if half else value for value, half in zip(inputs, halves, strict=True))
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
