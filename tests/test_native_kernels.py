@@ -381,7 +381,7 @@ def fill(structure, size):
         elif name == "bits":
             structure.bits = random.randrange(1, 10)
         elif name == "most":
-            structure.most = random.choice([0, 1, 2, 3, 4])
+            structure.most = random.choice([0, 1, 2, 3])
         elif name == "top":
             structure.top = random.randrange(256)
         elif name == "transposed":
@@ -478,7 +478,7 @@ def under_sanitizers(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(2))
 def test_kernels_stay_within_their_memory(under_sanitizers, seed):
     """Structures of random sizes: refused, or done in bounds."""
-    assert int(under_sanitizers(FUZZ, seed, 60)) > 3  # not all were refused
+    assert int(under_sanitizers(FUZZ, seed, 300)) > 3  # not all were refused
 
 
 @pytest.mark.slow
