@@ -16,8 +16,8 @@ Parts, all by default:
 - `kills`: as many times, a rank of `quantize` or of `tables` is killed at a random moment under --max-restarts 3, and
   the file or the rows are compared with an undisturbed run's.
 - `stream`: `adalog evaluate` on a folder of 50,000 links to the 2,000 images of --realbench, or to the test images of
-  the bundled model: how much the resident set grows from the first tenth to the end, and the time that was foretold
-  after a tenth over the time that it took.
+  the bundled model: how much the resident set grows from the first tenth to the end, and the time that the bar on a
+  terminal foretold after a tenth over the time that it took.
 
 Everything runs on the CPU, with one thread a process. Prints one JSON object and saves it as
 benchmarks/results/scale.json; parts that are finished for the same sources are kept in --work.
@@ -28,8 +28,10 @@ from benchmarks.publish import RESULTS, publish
 import argparse
 import json
 import os
+import pty
 import random
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -50,6 +52,7 @@ from adalog.study.tables import kept
 
 MODEL = "timm:deit_tiny_patch16_224"
 LINKS = 50_000
+ETA = re.compile(r"eta(?:\s|\x1b\[[\d;]*m)*(\d+):(\d\d):(\d\d)")  # on a terminal with colours
 _POLL = 0.05
 
 
@@ -270,51 +273,39 @@ def stream(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     (folder / "files" / "labels.csv").write_text("\n".join(lines))
     run(folder, 1, "quantize", "demo", "--method", "minmax", "--threads", 1, "-o", "model.st")
     options = ("--data", "files", "--executor", "native", "--threads", 1, "--json", "out.json")
-    return watched(folder, command(1, "evaluate", "model.st", *options), given.links)
+    return watched(folder, command(1, "evaluate", "model.st", *options))
 
 
-WATCH = """
-import json, sys, time
-from adalog.cli import console, main
-before, marks = console.image_progress, []
-def image_progress(progress):
-    watch, (bar,) = before(progress), progress.tasks
-    def update(done):
-        watch(done)
-        marks.append((time.time(), done, bar.time_remaining))
-        if len(marks) % 50 == 1:
-            open("marks.json", "w").write(json.dumps(marks))
-    return update
-console.image_progress = image_progress
-import adalog.cli.evaluate
-adalog.cli.evaluate.image_progress = image_progress
-main()
-"""
-
-
-def watched(folder: Path, words: list[str], count: int) -> dict[str, Any]:
-    """The growth of the resident set of a run over images, and what its bar foretold."""
-    (folder / "watch.py").write_text(WATCH)
-    process = start(folder, [sys.executable, "watch.py", *words[words.index("adalog") + 1 :]])
+def watched(folder: Path, words: list[str]) -> dict[str, Any]:
+    """The growth of the resident set of a run over images, and what its bar on a terminal foretold."""
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=follower)
+    os.close(follower)
     sizes: list[tuple[float, int]] = []
+    told: list[tuple[float, int]] = []  # when the bar said how many seconds are left
+    text = ""
     while process.poll() is None:
         sizes.append((time.time(), resident(process.pid, "VmRSS")))
-        time.sleep(0.2)
+        ready, _, _ = select.select([leader], [], [], 0.2)
+        with suppress(OSError):  # the terminal ends with the process
+            text = text[-200:] + (os.read(leader, 1 << 16).decode(errors="replace") if ready else "")
+        found = ETA.findall(text)
+        told += [(time.time(), 3600 * int(found[-1][0]) + 60 * int(found[-1][1]) + int(found[-1][2]))] if found else []
+    os.close(leader)
     ended = time.time()
     if process.returncode:
-        raise RuntimeError((folder / "errors.txt").read_text()[-2000:])
-    marks = json.loads((folder / "marks.json").read_text())
-    tenth = next(mark for mark in marks if mark[1] >= count / 10)
-    begun = marks[0][0]
-    early = max(size for moment, size in sizes if begun <= moment <= tenth[0])
+        raise RuntimeError(f"a run failed: {text}")
+    begun = told[0][0]
+    tenth, foretold = next(each for each in told if each[0] - begun >= (ended - begun) / 10)
+    early = max(size for moment, size in sizes if begun <= moment <= tenth)
     late = max(size for moment, size in sizes if moment >= begun)
-    foretold = tenth[2] if tenth[2] is not None else (tenth[0] - begun) / tenth[1] * (count - tenth[1])
     return {
         "images": json.loads((folder / "out.json").read_text())["images"],
         "growth_bytes": late - early,
         "peak_rss_bytes": late,
         "eta_after_a_tenth": foretold,
-        "eta_over_true": foretold / max(ended - tenth[0], 1e-9),
+        "eta_over_true": foretold / max(ended - tenth, 1e-9),
         "seconds": ended - begun,
     }
 
