@@ -55,55 +55,28 @@ def staged(
     images would have other last bits than the sum of all.
     """
 
-    def run() -> list[Assignment]:
-        changed = list(assigned)
-        for stage in stages:
-            changed = _changed_by(
-                stage,
-                program,
-                images,
-                unlabelled,
-                changed,
-                shared,
-                judge,
-                seed=seed,
-                memory=memory,
-                partial=partial,
-                progress=progress,
+    def changed_by(stage: Stage, assigned: Assigned) -> Assigned:
+        if isinstance(stage, Fitting):
+            fitted = take(unlabelled, range(stage.images))
+            if isinstance(stage, Correction):
+                return corrected(program, fitted, assigned, stage, memory, partial, progress)
+            return reconstructed(
+                program, fitted, assigned, stage, seed=seed, memory=memory, partial=partial, progress=progress
             )
+        if isinstance(stage, BlockRefinement):
+            changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
+        else:
+            changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed))
+        return [
+            (group, before if after is before else judge(group, after))
+            for (group, before), (_, after) in zip(assigned, changed, strict=True)
+        ]
+
+    def run() -> list[Assignment]:
+        changed = assigned
+        for stage in stages:
+            changed = changed_by(stage, changed)
         return [assignment for _, assignment in changed]
 
     found = ranks.by_first(run, coded_list(images[0].device))
     return [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
-
-
-def _changed_by(
-    stage: Stage,
-    program: Program,
-    images: Sequence[Tensor],
-    unlabelled: Sequence[Tensor],
-    assigned: Assigned,
-    shared: Shared,
-    judge: Judge,
-    *,
-    seed: int,
-    memory: int,
-    partial: Partial | None,
-    progress: Progress | None,
-) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments after one stage; the arguments are those of `staged`."""
-    if isinstance(stage, Fitting):
-        fitted = take(unlabelled, range(stage.images))
-        if isinstance(stage, Correction):
-            return corrected(program, fitted, assigned, stage, memory, partial, progress)
-        return reconstructed(
-            program, fitted, assigned, stage, seed=seed, memory=memory, partial=partial, progress=progress
-        )
-    if isinstance(stage, BlockRefinement):
-        changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
-    else:
-        changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed))
-    return [
-        (group, before if after is before else judge(group, after))
-        for (group, before), (_, after) in zip(assigned, changed, strict=True)
-    ]
