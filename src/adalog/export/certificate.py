@@ -218,7 +218,7 @@ def _compare(
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
             given = inputs_of(few, names)
             inner = {**given, **_run(inside, given, found.engine)}
-            own += _answers(leaves_of(compiled(*few)), leaves_of(compiled(*_moved(few))))
+            own += _answers([value[: len(few[0])] for value in wanted], leaves_of(compiled(*_moved(few))))
             codes = compiled.codes(*few)
             found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
         seen += len(batch[0])
