@@ -59,6 +59,12 @@ def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
     return asked
 
 
+def check_setup(setup: Setup) -> None:
+    """Raise ValueError for a setup that no detector has."""
+    if setup.free_sizes or setup.device.type != "cpu":
+        raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
+
+
 def load_float(spec: str, no_pretrained: bool, checkpoint: Path | None) -> Detector:
     """The detector of that name, loaded behind a spinner."""
     with waiting(f"load {spec}"):

@@ -119,8 +119,7 @@ def command(
     place = find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes, job())
     if asked is not None:
-        if free_sizes or place.type != "cpu":
-            raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
+        detectors.check_setup(setup)
         if limits is not None:
             raise ValueError("a detector has no budget yet: give --bits, and --parts")
         detectors.quantize(model, data, out, config, asked, setup, partial, json_out)

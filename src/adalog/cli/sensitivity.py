@@ -79,6 +79,7 @@ def command(
     given = detectors.parts_asked(model, parts)
     told: dict[str, Any] = {"model": model, "method": method, "calibration_images": images, "seed": seed}
     if given is not None:
+        detectors.check_setup(setup)
         by_part = detectors.measured(model, data, config, judged, tried, given, setup, partial)
         told |= {"parts": {name: found.to_json() for name, found in by_part.items()}}
         tables = [table_of(found, name) for name, found in by_part.items()]
