@@ -911,17 +911,8 @@ INLINE I without_fraction(F a) { return _mm512_cvttps_epi32(a); }
 INLINE F either(F a, F b, Some some) { return _mm512_mask_mov_ps(b, some.mask, a); }
 INLINE float total(F a) { return _mm512_reduce_add_ps(a); }
 INLINE float largest(F a) { return _mm512_reduce_max_ps(a); }
-// 2^x for x of at most about zero, to 2e-7 of itself.
-INLINE F power_of_two(F x) {
-    F whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = sub(x, whole);
-    F y = set(0.0013276466634124517f);
-    y = fma(y, rest, set(0.009675540961325169f));
-    y = fma(y, rest, set(0.05550713464617729f));
-    y = fma(y, rest, set(0.24022120237350464f));
-    y = fma(y, rest, set(0.6931469440460205f));
-    y = fma(y, rest, set(1.0000001192092896f));
-    return _mm512_scalef_ps(y, whole);
-}
+INLINE F whole_of(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE F times_power(F y, F whole) { return _mm512_scalef_ps(y, whole); }
 
 #elif ADALOG_LEVEL == 1
 
@@ -998,15 +989,8 @@ INLINE float largest(F a) {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
-INLINE F power_of_two(F x) {
-    x = most(x, set(-126.0f));
-    F whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), rest = sub(x, whole);
-    F y = set(0.0013276466634124517f);
-    y = fma(y, rest, set(0.009675540961325169f));
-    y = fma(y, rest, set(0.05550713464617729f));
-    y = fma(y, rest, set(0.24022120237350464f));
-    y = fma(y, rest, set(0.6931469440460205f));
-    y = fma(y, rest, set(1.0000001192092896f));
+INLINE F whole_of(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE F times_power(F y, F whole) {
     return mul(y, _mm256_castsi256_ps(_mm256_slli_epi32(add(_mm256_cvtps_epi32(whole), set(127)), 23)));
 }
 
@@ -1081,15 +1065,8 @@ INLINE F either(F a, F b, Some some) {
 }
 INLINE float total(F a) { return vaddvq_f32(a); }
 INLINE float largest(F a) { return vmaxnmvq_f32(a); }
-INLINE F power_of_two(F x) {
-    x = most(x, set(-126.0f));
-    F whole = vrndnq_f32(x), rest = sub(x, whole);
-    F y = set(0.0013276466634124517f);
-    y = fma(y, rest, set(0.009675540961325169f));
-    y = fma(y, rest, set(0.05550713464617729f));
-    y = fma(y, rest, set(0.24022120237350464f));
-    y = fma(y, rest, set(0.6931469440460205f));
-    y = fma(y, rest, set(1.0000001192092896f));
+INLINE F whole_of(F x) { return vrndnq_f32(x); }
+INLINE F times_power(F y, F whole) {
     return mul(y, vreinterpretq_f32_s32(vshlq_n_s32(add(to_nearest(whole), set(127)), 23)));
 }
 
@@ -1132,6 +1109,20 @@ INLINE float total(F a) { return a; }
 INLINE float largest(F a) { return a; }
 INLINE F power_of_two(F x) { return std::exp2(x); }
 
+#endif
+
+#if ADALOG_LEVEL
+// 2^x for x from -126 to about zero, to 2e-7 of itself.
+INLINE F power_of_two(F x) {
+    const F whole = whole_of(x), rest = sub(x, whole);
+    F y = set(0.0013276466634124517f);
+    y = fma(y, rest, set(0.009675540961325169f));
+    y = fma(y, rest, set(0.05550713464617729f));
+    y = fma(y, rest, set(0.24022120237350464f));
+    y = fma(y, rest, set(0.6931469440460205f));
+    y = fma(y, rest, set(1.0000001192092896f));
+    return times_power(y, whole);
+}
 #endif
 
 // body(i, which) for the vectors of n entries.
