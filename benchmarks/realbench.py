@@ -33,7 +33,7 @@ from adalog import METHODS, Calibration, Config
 from adalog.inputs.images import ImageSet, Preprocessing, find_images
 from adalog.model import quickest
 from adalog.study.doctor import machine
-from adalog.study.evaluate import classify_by_nearest, predict, score
+from adalog.study.evaluate import Nearest, predict, score
 from adalog.study.tables import kept, p_value, packed
 
 IMAGES = 32
@@ -74,7 +74,7 @@ class RealBench:
     def classes(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
         """The label that the features of a network give to each query. jobs: batches that run at once."""
         features = predict(network, self.images.batches(self.preprocessing, batch=batch, jobs=jobs), jobs=jobs)
-        return classify_by_nearest(features[self.support], self.labels[self.support], features[~self.support])
+        return Nearest(features[self.support], self.labels[self.support])(features[~self.support])
 
     @property
     def truth(self) -> Tensor:

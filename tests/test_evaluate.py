@@ -16,7 +16,7 @@ from torch import nn
 
 from adalog import DataError
 from adalog.graph.program import Output
-from adalog.study.evaluate import Contest, Prepared, Score, classify_by_nearest, mcnemar, predict, score, tally, wilson
+from adalog.study.evaluate import Contest, Nearest, Prepared, Score, mcnemar, predict, score, tally, wilson
 
 # --- predict ---------------------------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ def test_nearest_by_hand():
     """Without the mean's being taken off they would be 8, 7, 6, 5; by distance the last would be 5."""
     support = torch.tensor([[11.0, 10.0], [10.0, 12.0], [8.0, 9.0], [11.0, 9.0]])  # mean (10, 10)
     query = torch.tensor([[40.0, 10.0], [10.1, 11.0], [-90.0, -40.0], [10.001, 9.999]])
-    found = classify_by_nearest(support, [5, 6, 7, 8], query)
+    found = Nearest(support, [5, 6, 7, 8])(query)
     assert found.tolist() == [5, 6, 7, 8]
     assert score(found, [5, 6, 7, 0]).top1.value == 0.75
 
@@ -333,7 +333,7 @@ def test_nearest_is_a_loop():
     for row in asked[::50] - mean:
         cosines = [row @ other / np.linalg.norm(row) / np.linalg.norm(other) for other in known - mean]
         want.append(int(labels[int(np.argmax(cosines))]))
-    assert classify_by_nearest(support, labels, query)[::50].tolist() == want
+    assert Nearest(support, labels)(query)[::50].tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -347,4 +347,4 @@ def test_nearest_is_a_loop():
 )
 def test_features_that_do_not_fit_are_refused(support, labels, query, told):
     with pytest.raises(DataError, match=told):
-        classify_by_nearest(support, labels, query)
+        Nearest(support, labels)(query)

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import asdict, dataclass, field, fields
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -145,25 +144,36 @@ def _logits(output: Any, images: int) -> Tensor:
     )
 
 
-@torch.no_grad()
-def classify_by_nearest(support: Tensor, support_labels: Tensor | Sequence[int], query: Tensor) -> Tensor:
-    """The label of the support image that is nearest each query: (N,).
+class Nearest:
+    """Judges a model without a classifier: an image has the label of the support image that is nearest.
 
-    support: (S, C) features, query: (N, C). The support's mean is taken off both; nearest by cosine, the first of
-    several. Judges a model without a classifier.
+    support: (S, C) features, whose mean is taken off all. Nearest is by cosine, the first of several.
     """
-    labels = torch.as_tensor(support_labels)
-    if not len(support) or labels.shape != (len(support),):
-        raise DataError(f"{len(support)} support features have labels {tuple(labels.shape)}: give one label for each")
-    if support.ndim != 2 or query.ndim != 2 or support.shape[1] != query.shape[1]:
-        raise DataError(
-            f"features of the shapes {tuple(support.shape)} and {tuple(query.shape)} cannot be compared: both have to "
-            "be (images, channels), of the same model"
-        )
-    mean = support.double().mean(dim=0)
-    known = F.normalize(support.double() - mean)
-    nearest = [(F.normalize(part.double() - mean) @ known.t()).argmax(dim=1) for part in query.split(_ROWS)]
-    return labels[torch.cat(nearest).to(labels.device)]
+
+    def __init__(self, support: Tensor, labels: Tensor | Sequence[int]):
+        self._labels = torch.as_tensor(labels)
+        if not len(support) or self._labels.shape != (len(support),):
+            told = tuple(self._labels.shape)
+            raise DataError(f"{len(support)} support features have labels {told}: give one label for each")
+        if support.ndim != 2:
+            told = tuple(support.shape)
+            raise DataError(f"features of the shape {told} cannot be compared: they have to be (images, channels)")
+        self._mean = support.double().mean(dim=0)
+        self._known = F.normalize(support.double() - self._mean)
+
+    @torch.no_grad()  # a setting of each thread
+    def __call__(self, query: Tensor) -> Tensor:
+        """The labels of the images with these features, (N, C): (N,)."""
+        known = self._known.shape
+        if query.ndim != 2 or known[1] != query.shape[1]:
+            raise DataError(
+                f"features of the shapes {tuple(known)} and {tuple(query.shape)} cannot be compared: both have to "
+                "be (images, channels), of the same model"
+            )
+        nearest = [
+            (F.normalize(part.double() - self._mean) @ self._known.t()).argmax(dim=1) for part in query.split(_ROWS)
+        ]
+        return self._labels[torch.cat(nearest).to(self._labels.device)]
 
 
 # --- what that is worth ----------------------------------------------------------------------------------------------
@@ -216,7 +226,7 @@ class Tally:
     @staticmethod
     def total(parts: Sequence["Tally"]) -> "Tally":
         """The tally of all images from those of parts of them, added up in this order."""
-        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tally)}
+        columns = {each.name: [getattr(part, each.name) for part in parts] for each in fields(Tally)}
         sums: dict[str, Any] = {name: None if None in each else sum(each) for name, each in columns.items()}
         return Tally(**sums)
 
@@ -289,13 +299,14 @@ class Contest:
     """Networks that answer for the same images, each of which is read once.
 
     alone: which of the networks take one batch at a time, as those on a GPU, or with threads of their own. support:
-    labelled images, for networks without a classifier: the nearest one gives the label (`classify_by_nearest`).
+    labelled images, for networks without a classifier (`Nearest`).
     """
 
     networks: Sequence[Callable[[Tensor], Any]]
     alone: Sequence[bool]
     device: torch.device | None = None
     support: tuple[Prepared, Tensor] | None = None
+    _turn: Any = field(default_factory=Lock, init=False, repr=False)
 
     def tallies(
         self,
@@ -310,13 +321,12 @@ class Contest:
 
         labels: (N,). jobs: batches at a time on each rank. progress(done): counts images on all ranks.
         """
-        features, before = self._features(jobs, ranks, progress), 0 if self.support is None else len(self.support[0])
+        nearest, before = self._nearest(jobs, ranks, progress), 0 if self.support is None else len(self.support[0])
 
         def judged(numbers: range) -> list[Tally]:
             answers = self._run(images(numbers))
-            if self.support is not None:
-                known = self.support[1]
-                answers = [classify_by_nearest(f, known, each) for f, each in zip(features, answers, strict=True)]
+            if nearest:
+                answers = [label(each) for label, each in zip(nearest, answers, strict=True)]
             own = None if labels is None else labels[numbers.start : numbers.stop]
             return [tally(answers[0], own, *answers[1:]), *(tally(each, own) for each in answers[1:])]
 
@@ -324,15 +334,15 @@ class Contest:
         found = in_batches(len(images), judged, jobs=jobs, ranks=ranks, coded=_TALLIES, progress=watch)
         return [Tally.total(column) for column in zip(*found, strict=True)]
 
-    def _features(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Tensor]:
-        """What each network says about the support."""
+    def _nearest(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Nearest]:
+        """What labels the features of each network, by those that it gives the support."""
         if self.support is None:
             return []
-        images = self.support[0]
+        images, labels = self.support
         found = in_batches(
             len(images), lambda n: self._run(images(n)), jobs=jobs, ranks=ranks, coded=_TENSORS, progress=progress
         )
-        return [torch.cat(column) for column in zip(*found, strict=True)]
+        return [Nearest(torch.cat(column), labels) for column in zip(*found, strict=True)]
 
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":
@@ -342,10 +352,6 @@ class Contest:
             with self._turn if single else nullcontext():
                 found.append(predict(network, batch, batch=len(batch), device=self.device))
         return found
-
-    @cached_property
-    def _turn(self) -> Lock:
-        return Lock()
 
 
 def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:
