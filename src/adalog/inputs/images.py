@@ -18,7 +18,7 @@ from torch import Tensor
 
 from adalog.errors import DataError
 from adalog.inputs.ground_truth import find_labels
-from adalog.inputs.shards import SUFFIX, Member, find_shards, read_shards
+from adalog.inputs.shards import SUFFIX, Member, read_shards
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos", "nearest"]
 
@@ -297,7 +297,7 @@ def find_images(folder: str | Path) -> ImageSet:
     empty = [name for name, images in classes.items() if not images]
     if flat and len(empty) == len(classes):
         return ImageSet(tuple(folder / name for name in flat), _truth(folder, flat))
-    shards = [folder / name for name in find_shards(files)]
+    shards = [folder / name for name in files if Path(name).suffix.lower() == SUFFIX]
     if shards and len(empty) == len(classes):
         return _in_shards(folder, shards)
     if flat:

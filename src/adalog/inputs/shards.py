@@ -5,7 +5,8 @@ time, in the order of the files one after another.
 """
 
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,8 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
     for path in paths:
         found, classes = _read_shard(path, suffixes)
         keys = [_key(member.member) for member in found]
-        twice = next((key for key in classes if keys.count(key) > 1), None) if len(set(keys)) < len(keys) else None
+        counts = Counter(keys)
+        twice = next((key for key in classes if counts[key] > 1), None)
         if twice is not None:
             raise DataError(f"{path} has several images {twice}.*, and one label {twice}.cls: give each its own")
         images += found
@@ -109,8 +111,3 @@ def _label(path: Path, name: str, content: bytes) -> int:
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
         raise DataError(f"{path}:{name}: label {text!r} is not a class index: give a whole number, from 0")
     return int(text)
-
-
-def find_shards(names: Sequence[str]) -> Iterator[str]:
-    """Those of a folder's files that are tar files by name."""
-    return (name for name in names if Path(name).suffix.lower() == SUFFIX)

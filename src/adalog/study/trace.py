@@ -23,7 +23,7 @@ _LEAST = 5  # runs, at least
 class Work:
     """What a call cannot do without.
 
-    shape: the sizes that decide it, as `_SHAPES` names them. products: of two bytes. exps: values of a softmax. erfs:
+    shape: the sizes that decide it, as `SHAPES` names them. products: of two bytes. exps: values of a softmax. erfs:
     values of an activation function, which kernels find without erf. bytes: of its operands and results. weights: bytes
     of a stored weight.
     """
