@@ -157,11 +157,15 @@ def realbench_table() -> str:
     note = (
         f"{result['queries']:,} queries, {result['calibration_images']} support images for calibration, "
         f"{draws_text(result)}, torch {result['machine']['torch']}; p: McNemar's exact test beside full precision "
-        f"and beside adalog at the same bits{several}; figures: `benchmarks/results/realbench.json`."
+        f"and beside adalog at the same bits{several}; `easyquant` was measured before ties of its cosine went to the "
+        "least squared error; figures: `benchmarks/results/realbench.json`."
     )
     renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
     if renewed:
-        note += f" †: measured again later, on an {' and '.join(renewed)} (`realbench-renewed.json`)."
+        note += (
+            f" †: measured again later, on an {' and '.join(renewed)} (`realbench-renewed.json`), no p beside "
+            "adalog; their seconds are not to be compared with the others."
+        )
     return "\n".join([*lines, "", note])
 
 
@@ -274,14 +278,17 @@ def paper_tables() -> str:
     text = (
         "## The paper's tables, on the bundled model\n\n"
         "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`, with the same images and the same judge. The "
-        "command has gained rows since: those of `-released` readings, of `erq` and of reconstruction are not here. "
+        "command has gained rows since: not here are those of `repq-vit-released`, `ptq4vit-released`, `erq` and "
+        "reconstruction, and those of the released search in Tables 2 to 5. Size is that of the tensors, without the "
+        "file's header. "
         "One top-1 on 2,000 images has a standard error of about 0.7 points; agreement with full precision tells "
         "quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
     if renewed:
         text += (
             f" Rows with † were measured again later, on an {' and '.join(renewed)} "
-            "(`tables-demo-renewed*.json`); their seconds compare with one another."
+            "(`tables-demo-renewed*.json`); their seconds compare with one another, and their p beside adalog is "
+            "beside an adalog of their own run."
         )
     return f"{text}\n\n{markdown(result, '### ').strip()}"
 
@@ -352,8 +359,8 @@ def stages_table() -> str:
         lines.append(f"| {STAGES[stage]} | {images:,} | {' | '.join(found)} |")
     note = (
         f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {more_images_note()} "
-        "No image that is fitted is "
-        "judged, and no label is used. The search always has 32 images."
+        "No query or test image is fitted, and no label. On TinyViT the images that are fitted are among the 1,000 "
+        "whose features and labels then judge. The search always has 32 images."
     )
     return "\n".join([*lines, "", note])
 
@@ -409,7 +416,7 @@ def detector_table() -> str:
         f"AP [%] of boxes and masks on {result['images']} scenes; full precision has {100 * whole['box_ap']:.1f} and "
         f"{100 * whole['mask_ap']:.1f}. {result['calibration_images']} scenes calibrate"
         + (f", mean ± standard deviation over {draws} draws" if draws > 1 else " (seed 0)")
-        + f". Every part is quantized; a file of W4A4 takes {size / 1e6:.2f} MB. Figures: "
+        + f". All parts are quantized; a file of W4A4 takes {size / 1e6:.2f} MB. Figures: "
         "`benchmarks/results/detection-demo.json`.",
     ]
     return "\n".join(lines)
@@ -436,7 +443,7 @@ def budgets_table() -> str:
         notes.append(
             f"{model[0].upper()}{model[1:]}: {'one draw' if draws == 1 else f'means of {draws} draws'} of 32 images "
             f"that calibrate and {result['judged_by']} that choose; the foretold and the measured losses of "
-            f"{len(result['mixes'])} random mixes have Spearman's correlation {spearman:.2f}."
+            f"{len(result['mixes'])} random mixes of the first draw have Spearman's correlation {spearman:.2f}."
         )
     return "\n".join(
         [

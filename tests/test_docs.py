@@ -187,20 +187,41 @@ def test_deployment_runs(name, monkeypatch, tmp_path):
     assert abs(names["answer"] - names["logits"]).max() < 0.2 * abs(names["logits"]).max()
 
 
+def run_lines(lines, folder):
+    """Commands of a page, by the Python and the package of this test."""
+    here = {"adalog": "-m adalog", "torchrun": "-m torch.distributed.run"}
+    for line in lines:
+        first, _, rest = line.partition(" ")
+        words = [sys.executable, *here[first].split(), *rest.split()] if first in here else line.split()
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (line, done.stderr)
+
+
+def shell_of(page):
+    """The lines of a page's first block of commands."""
+    return re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)[0].strip().splitlines()
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept(tmp_path):
+    """The commands of fit-a-budget."""
+    lines = shell_of(ROOT / "docs" / "how-to" / "fit-a-budget.md")
+    run_lines(lines, tmp_path)
+    assert "--budget 2MB" in lines[1]
+    assert (tmp_path / "small.safetensors").stat().st_size <= 2_000_000
+    widths = {row.right.partition("-bit")[0] for row in adalog.load(tmp_path / "small.safetensors").ledger}
+    assert len(widths) > 1
+    assert widths <= {"4", "6", "8"}
+    assert "blocks.0.attn.qkv" in (tmp_path / "small.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_several_processes_run(tmp_path):
     """The commands and the script of run-on-several-processes, on two processes of this machine."""
     name = "run-on-several-processes"
     page = ROOT / "docs" / "how-to" / f"{name}.md"
-    shell = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
     (tmp_path / "own.py").write_text("import torch\n\ntorch.set_num_threads(1)\n" + python_of(page))
-    here = {"adalog": "-m adalog", "torchrun": "-m torch.distributed.run"}
-    lines = [*shell.strip().splitlines(), "torchrun --standalone --nproc-per-node 2 own.py"]
-    for line in lines:
-        first, _, rest = line.partition(" ")
-        words = [sys.executable, *here[first].split(), *rest.split()] if first in here else line.split()
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, (line, done.stderr)
+    run_lines([*shell_of(page), "torchrun --standalone --nproc-per-node 2 own.py"], tmp_path)
     files = [tmp_path / f"{each}.safetensors" for each in ("one", "two", "mine")]
     assert files[0].read_bytes() == files[1].read_bytes()
     sites = [[row.sqnr for row in adalog.load(file).ledger] for file in files]

@@ -86,9 +86,9 @@ SETTINGS: dict[str, str] = {
         - The method `adalog+` corrects weights in closed form after the search, from 128 images by default, and
           `Reconstruction` trains blocks by gradients ([what is measured of both](docs/measured.md)).
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
-        - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AVX2, AVX-512-VNNI or
-          AMX) and on ARM, whose kernels were tested under emulation and never timed; `.compile("torch")` does so
-          with PyTorch's products, wherever PyTorch runs.
+        - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AMX, AVX-512-VNNI, AVX2,
+          or slowly without any of these) and on ARM, whose kernels were tested under emulation and never timed;
+          `.compile("torch")` does so with PyTorch's products, wherever PyTorch runs.
     """,
     COST: """
         - A product of b1 by b2 bits is therefore b1 · b2 / 64 FixOPs, and a product of two float32 numbers 16.
