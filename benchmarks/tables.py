@@ -5,7 +5,7 @@
 With --check nothing is written; the exit code is 1 if a table is out of date.
 """
 
-from benchmarks import speed_tables
+from benchmarks import speed_tables, stage_tables
 from benchmarks.publish import RESULTS, ROOT, measured
 
 import json
@@ -304,87 +304,6 @@ def sides_table() -> str:
     return "\n".join(lines)
 
 
-def stages_results() -> dict[str, dict[str, Any]]:
-    """What was measured of the stages after the search, by the name of the model in the tables."""
-    named = {"the bundled ViT": "reconstruct-demo.json", "TinyViT": "reconstruct-realbench.json"}
-    found = {name: json.loads((RESULTS / file).read_text()) for name, file in named.items()}
-    later = more_images()
-    found["TinyViT"]["rows"] += [row for row in later["rows"] if row["images"] == 1000]
-    return found
-
-
-def more_images() -> dict[str, Any]:
-    """What was measured later of TinyViT, with 1,000 images, on other machines; rows of fewer are for comparison.
-
-    A row that names a processor was measured on that one, the others on the file's.
-    """
-    return json.loads((RESULTS / "reconstruct-realbench-1000.json").read_text())
-
-
-def more_images_note() -> str:
-    """How the rows of TinyViT with 1,000 images compare with the others."""
-    later = {(row["bits"], row["stage"], row["images"]): 100 * row["top1"] for row in more_images()["rows"]}
-    return (
-        "TinyViT's rows of 1,000 images are of other processors, on which the search has "
-        f"{later['w4a4', 'search', 32]:.1f} % at W4A4 and {later['w3a3', 'search', 32]:.1f} % at W3A3, and a "
-        f"correction from 128 images {later['w4a4', 'correction', 128]:.1f} % at W4A4."
-    )
-
-
-STAGES = {"search": "`adalog`, the search alone", "correction": "`adalog+`, a correction after it"}
-STAGES["reconstruction"] = "reconstruction after that"
-
-
-def stages_table() -> str:
-    """Top-1 and agreement after each stage, the means over the seeds."""
-    cells: dict[tuple[str, int], dict[tuple[str, str], str]] = {}
-    notes, heads = [], []
-    for model, result in stages_results().items():
-        rows = result["rows"]
-        widths = sorted({row["bits"] for row in rows}, reverse=True)
-        heads += [(model, bits) for bits in widths]
-        for bits, stage, images in dict.fromkeys((row["bits"], row["stage"], row["images"]) for row in rows):
-            same = [row for row in rows if (row["bits"], row["stage"], row["images"]) == (bits, stage, images)]
-            top, agreement = (100 * mean(row[name] for row in same) for name in ("top1", "agreement"))
-            cells.setdefault((stage, images), {})[model, bits] = f"{top:.1f} % ({agreement:.1f})"
-        draws = len({row["seed"] for row in rows})
-        notes.append(
-            f"On {result['judged']:,} images {model} has {100 * result['fp32']:.2f} % in full precision; its figures "
-            f"are {'of one draw' if draws == 1 else f'means of {draws} draws'}."
-        )
-    lines = ["| stages | images | " + " | ".join(f"{model}, {bits.upper()}" for model, bits in heads) + " |"]
-    lines.append("|---" * (2 + len(heads)) + "|")
-    for stage, images in sorted(cells, key=lambda key: (list(STAGES).index(key[0]), key[1])):
-        found = [cells[stage, images].get(head, "") for head in heads]
-        lines.append(f"| {STAGES[stage]} | {images:,} | {' | '.join(found)} |")
-    note = (
-        f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {more_images_note()} "
-        "No query or test image is fitted, and no label. On TinyViT the images that are fitted are among the 1,000 "
-        "whose features and labels then judge. The search always has 32 images."
-    )
-    return "\n".join([*lines, "", note])
-
-
-def reconstruct_table() -> str:
-    """What the stages after the search give back, row by row."""
-    lines = ["| model | bits | stage | images | seed | top-1 | agreement | CPU s |", "|---" * 8 + "|"]
-    notes = []
-    for model, result in stages_results().items():
-        for row in result["rows"]:
-            cells = (model, row["bits"].upper(), row["stage"], str(row["images"]), str(row["seed"]))
-            cells += (f"{100 * row['top1']:.2f} %", f"{100 * row['agreement']:.2f} %", f"{row['cpu_seconds']:.0f}")
-            lines.append(f"| {' | '.join(cells)} |")
-        notes.append(f"{model} has {100 * result['fp32']:.2f} % in full precision, on {result['judged']:,} images")
-    told = "; ".join(notes)
-    support = ", for TinyViT from the 1,000 support images" if "TinyViT" in told else ""
-    note = (
-        f"{told[0].upper()}{told[1:]}. Images are drawn from 1,024 unlabelled ones{support}; a correction follows the "
-        "search of the same seed, a reconstruction the correction with as many images; the seconds of each come on "
-        f"top. {more_images_note()}"
-    )
-    return "\n".join([*lines, "", note])
-
-
 def detector_rows() -> tuple[dict[str, Any], dict[tuple[str, str], list[dict[str, Any]]]]:
     """detection-demo.json, and its rows of all draws by bits and method."""
     result = json.loads((RESULTS / "detection-demo.json").read_text())
@@ -422,40 +341,8 @@ def detector_table() -> str:
     return "\n".join(lines)
 
 
-def budgets_table() -> str:
-    """Models of one width for all beside models whose widths are chosen at no more bytes and BOPs."""
-    lines = ["| model | bits | widths | file [MB] | GBOPs | KL [nats] | agreement | top-1 |", "|---" * 8 + "|"]
-    notes = []
-    for model, file in (("the bundled ViT", "budgets-demo"), ("TinyViT", "budgets-realbench")):
-        result = json.loads((RESULTS / f"{file}.json").read_text())
-        rows = result[file.partition("-")[2]]
-        for bits in dict.fromkeys(row["bits"] for row in rows):
-            same = [row for row in rows if row["bits"] == bits]
-            for kind, words in (("uniform", "one for all"), ("budget", "**chosen**")):
-                size, bops = (mean(row[f"{name}_{kind}"] for row in same) for name in ("bytes", "bops"))
-                loss = f"{mean(row[f'kl_{kind}'] for row in same):.4f}" if f"kl_{kind}" in same[0] else ""
-                shares = [
-                    f"{100 * mean(row[f'{name}_{kind}'] for row in same):.1f} %" for name in ("agreement", "top1")
-                ]
-                cells = [model, bits.upper(), words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares]
-                lines.append("| " + " | ".join(cells) + " |")
-        draws, spearman = len({row["seed"] for row in rows}), result["spearman"][file.partition("-")[2]]
-        notes.append(
-            f"{model[0].upper()}{model[1:]}: {'one draw' if draws == 1 else f'means of {draws} draws'} of 32 images "
-            f"that calibrate and {result['judged_by']} that choose; the foretold and the measured losses of "
-            f"{len(result['mixes'])} random mixes of the first draw have Spearman's correlation {spearman:.2f}."
-        )
-    return "\n".join(
-        [
-            *lines,
-            "",
-            " ".join([*notes, "Figures: `benchmarks/results/budgets-demo.json` and `budgets-realbench.json`."]),
-        ]
-    )
-
-
 TABLES = (
-    ("README.md", "stages table", stages_table),
+    ("README.md", "stages table", stage_tables.stages_table),
     ("README.md", "real table", real_table),
     ("README.md", "demo table", demo_table),
     ("README.md", "detector table", detector_table),
@@ -471,9 +358,9 @@ TABLES = (
     ("docs/measured.md", "golden table", golden_table),
     ("docs/measured.md", "search table", search_table),
     ("docs/measured.md", "folds table", folds_table),
-    ("docs/measured.md", "reconstruct table", reconstruct_table),
+    ("docs/measured.md", "reconstruct table", stage_tables.reconstruct_table),
     ("docs/measured.md", "runtime table", speed_tables.runtime_table),
-    ("docs/measured.md", "budgets table", budgets_table),
+    ("docs/measured.md", "budgets table", stage_tables.budgets_table),
     ("docs/native.md", "limits table", speed_tables.limits_table),
     ("docs/native.md", "load table", speed_tables.load_table),
 )

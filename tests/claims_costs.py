@@ -344,8 +344,8 @@ def without_pytorch() -> str:
     row = next(row for row in results("load")["rows"] if "deit_small" in row["model"])
     ours, theirs = row["ways"]["run"], row["ways"]["native"]
     return (
-        f"A fresh process without PyTorch, `adalog.run` on NumPy, safetensors and the compiled library, is ready to answer for DeiT-S at "
-        f"{row['bits'].upper()} after {ours['ready_seconds']:.2f} CPU seconds, with "
+        "A fresh process without PyTorch, `adalog.run` on NumPy, safetensors and the compiled library, is ready to "
+        f"answer for DeiT-S at {row['bits'].upper()} after {ours['ready_seconds']:.2f} CPU seconds, with "
         f"{ours['beside_weights'] / 2**20:.0f} MiB beside the weights; with PyTorch it takes "
         f"{theirs['ready_seconds']:.1f} seconds and {theirs['beside_weights'] / 2**20:.0f} MiB."
     )
