@@ -220,7 +220,7 @@ def test_summary_tells_every_site_and_what_stays_float(quantized):
         assert row.site in text
         assert row.left in text
         assert row.right in text
-    assert f"{len(quantized.ledger)} sites, 0 of them float" in text
+    assert f"\nbits {quantized.config.bits}; {len(quantized.ledger)} sites, 0 of them float\n" in text
     last = text.splitlines()[-1]
     for name, count in quantized.float_operations().items():
         assert f"{name} x {count}" in last

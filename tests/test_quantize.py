@@ -271,6 +271,7 @@ def test_sites_keep_other_bits(calibration, images, tmp_path):
 def test_all_sites_kept_in_float_are_the_float_model(calibration, tiny, images):
     result = calibration.quantize(kept(("*", 32)))
     assert len(result.float_sites()) == len(result.ledger)
+    assert "\nbits w4a4 but where others are pinned; " in result.summary()
     assert torch.allclose(result(images), tiny(images), atol=1e-5)
     other = calibration.quantize(kept(("patch_embed.conv1", 32)))
     assert other.ledger[0].left == "float"

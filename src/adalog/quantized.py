@@ -99,7 +99,8 @@ class QuantizedProgram:
     def summary(self) -> str:
         """The ledger as text: one row per site, then what stays float and why."""
         lines = ledger_table(self.ledger)
-        lines.append(f"bits {self.config.bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
+        bits = f"bits {self.config.bits}{' but where others are pinned' if self.config.pinned else ''}"
+        lines.append(f"{bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
         lines += [f"height and width of {name} are free" for name in self.program.free]
         lines += float_lines(self.refusals, self.float_operations())
         return "\n".join(line.rstrip() for line in lines)
