@@ -1,6 +1,6 @@
 """The runtime alone: it has the bits of `native` without PyTorch, and a tape does nothing beyond its memory."""
 
-from benchmarks import load
+from benchmarks import load, throughput
 
 import copy
 import json
@@ -343,3 +343,14 @@ def test_the_benchmark_of_loading(file):
     assert rows.keys() == {"run"}
     assert min(rows["run"].values()) > 0
     assert rows["run"]["peak_bytes"] - rows["run"]["beside_weights"] == adalog.run.load(file).weight_bytes
+
+
+def test_the_benchmark_of_processes_and_threads(file, tmp_path):
+    copy = tmp_path / file.name
+    copy.write_bytes(file.read_bytes())
+    row = throughput.measured(copy, batch=2, rounds=1, seconds=0.05)
+    assert row["images_per_second"].keys() == throughput.KINDS.keys()
+    assert min(row["images_per_second"].values()) > 0
+    for kind, share in row["over_two"].items():
+        assert share == pytest.approx(row["images_per_second"][kind] / row["images_per_second"]["two"])
+    assert 0 <= row["idle"] < 1
