@@ -48,6 +48,11 @@ def engine(name: str) -> str:
     return f"**adalog {bits.upper()}, native**" if kind == "native" else ENGINES[name]
 
 
+def age(result: dict[str, Any]) -> str:
+    """What stands beside a file that was written before files named their commit."""
+    return "" if "commit" in result else ", earlier kernels"
+
+
 def runtime_results() -> list[dict[str, Any]]:
     """The files that `benchmarks/runtime.py` wrote."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("runtime-*.json"))]
@@ -65,7 +70,8 @@ def runtime_table() -> str:
         for row in result["rows"]:
             if row["name"] not in peers:
                 bits, ratios = row["name"].partition("/")[2], result["ratios"][f"{row['name']}/b{row['batch']}"]
-                cells = (name, result["level"], result["threads"], bits.upper(), row["batch"], f"{row['cpu_ms']:.1f}")
+                cells = (name, result["level"] + age(result), result["threads"], bits.upper(), row["batch"])
+                cells += (f"{row['cpu_ms']:.1f}",)
                 cells += (f"{row['logit_error']:.2f}", f"{row['weight_bytes'] / 1e6:.2f}")
                 cells += (f"{row['load_cpu_seconds']:.1f}",)
                 cells += tuple(
@@ -89,12 +95,14 @@ def speed_table() -> str:
         cells = (times[index].get((name, batch)) for index, batch in columns)
         told = ("" if value is None else f"{value:.1f} ms" for value in cells)
         lines.append(f"| {engine(name)} | {errors[name]:.2f} | {' | '.join(told)} |")
-    processors = dict.fromkeys(f"{LEVELS[result['level']]}: {result['machine']['processor']}" for result in results)
+    processors = dict.fromkeys(f"{LEVELS[one['level']]}: {one['machine']['processor']}{age(one)}" for one in results)
     text = (
         "DeiT-S on 224 x 224, random weights: CPU milliseconds of a batch on one thread, medians of calls in turn, and "
         "the largest relative error of the logits to the float model, after a short calibration on noise. "
-        f"{'; '.join(processors)}; shared with other work. Columns of different processors are different runs. All "
-        "figures: [measured](docs/measured.md)."
+        f"{'; '.join(processors)}; shared with other work. Columns of different processors are different runs; an "
+        "empty cell was not measured. Where a processor has more instructions than the heading says, PyTorch, "
+        "OpenVINO and our kernels do without them, and ONNX Runtime does not. All figures: "
+        "[measured](docs/measured.md)."
     )
     return "\n".join([*lines, "", text])
 
@@ -120,7 +128,7 @@ def accuracy_table() -> str:
     machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}" for each in results)
     text = (
         f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with "
-        f"other work). All are calibrated on the same 32 images; {'; '.join(tops)}."
+        f"other work). All that need calibration have the same 32 images; {'; '.join(tops)}."
     )
     return "\n".join([*lines, "", text])
 
