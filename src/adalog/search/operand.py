@@ -147,6 +147,7 @@ class Operand:
         """
         form = self.format
         kind = form.one_scale
+        values = values.contiguous()  # once for all candidates
         if kind is not None:
 
             def one_scale(points: Tensor, dtype: torch.dtype) -> Tensor:
