@@ -63,6 +63,7 @@ def test_images_of_several_tar_files(tmp_path):
     assert [reds(batch) for batch in images.batches(RAW, batch=2)] == [[1, 2], [3]]
     assert find_images(tmp_path / "b.tar") == images.select([2])
     assert find_support(tmp_path / "a.tar", tmp_path / "b.tar") == (images.select([0, 1]), images.select([2]))
+    assert find_support(tmp_path, tmp_path / "b.tar") == (images.select([0, 1]), images.select([2]))
 
 
 def test_images_without_labels_and_links(tmp_path):
@@ -119,6 +120,18 @@ def test_damaged_tar_files_are_refused(tmp_path):
         assert not isinstance(found, str) or "a.tar" in found
     (tmp_path / "a.tar").write_bytes(gzip.compress(whole))
     with pytest.raises(DataError, match="it has to be whole, uncompressed"):
+        find_images(tmp_path)
+
+
+@pytest.mark.parametrize("size", [-512, -1, -(2**60)])
+def test_sizes_below_zero_are_refused(tmp_path, size):
+    """In base 256 a size may be negative, and tarfile would go back by it, for ever; the checksum is right here."""
+    header = bytearray(tarfile.TarInfo("x.bin").tobuf())
+    header[124:136] = (size % 256**12).to_bytes(12, "big")
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(DataError, match=r"a\.tar is damaged in 'x\.bin': fetch it again"):
         find_images(tmp_path)
 
 

@@ -335,8 +335,9 @@ def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
     """The images of a folder `data` without those of `support`, and the images of `support`, which have labels.
 
-    support: a folder inside `data` or elsewhere; None: there are no such images. Raises DataError as `find_images`
-    does, and where either folder has no images, `support` has no labels, or the two have different classes.
+    support: a folder or tar file inside `data` or elsewhere; None: there are no such images. Raises DataError as
+    `find_images` does, and where either folder has no images, `support` has no labels, or the two have different
+    classes.
     """
     images = find_images(data)
     if support is None:
@@ -344,7 +345,8 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     known, place, root = None, Path(support).absolute(), Path(data).absolute()  # without following links
     if place.is_relative_to(root):
         folder = Path(data) / place.relative_to(root)
-        inside = [isinstance(path, Path) and path.is_relative_to(folder) for path in images.paths]
+        files = (path.archive if isinstance(path, Member) else path for path in images.paths)
+        inside = [file.is_relative_to(folder) for file in files]
         if any(inside):
             known = images.select(index for index, belongs in enumerate(inside) if belongs)
             images = images.select(index for index, belongs in enumerate(inside) if not belongs)

@@ -76,6 +76,8 @@ def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], di
         size = path.stat().st_size
         with tarfile.open(path, "r:") as archive:
             for member in archive:
+                if member.size < 0:  # tarfile would read the same header for ever
+                    raise DataError(f"{path} is damaged in {member.name!r}: fetch it again")
                 name, plain = PurePosixPath(member.name), member.isreg() and not member.issparse()
                 suffix = name.suffix.lower()
                 if not plain or name.name.startswith(".") or suffix not in (*suffixes, ".cls"):
