@@ -170,6 +170,12 @@ def test_annotations_are_read(told, tmp_path):
         (lambda told: told["annotations"][0].update(image_id=77), "image 77 is not in the file"),
         (lambda told: told["annotations"][0].update(category_id=77), "category 77 is not in the file"),
         (lambda told: told["annotations"][0].pop("bbox"), "is not of COCO's form: 'bbox'"),
+        (lambda told: told["annotations"][0].pop("area"), "annotation 1: the area None is not a number of pixels"),
+        (lambda told: told["annotations"][0].update(area=-1), "annotation 1: the area -1 is not"),
+        (lambda told: told["annotations"][0].pop("iscrowd"), "annotation 1: iscrowd is None; give 0"),
+        (lambda told: told["annotations"][0].update(iscrowd=[]), r"annotation 1: iscrowd is \[\]; give 0"),
+        (lambda told: told["images"][0].pop("height"), "image 0: its size of 256 x None is none"),
+        (lambda told: told["images"][0].update(width=0), "image 0: its size of 0 x 192 is none"),
         (lambda told: told["images"].append(told["images"][0]), "of one number twice"),
         (lambda told: told.pop("categories"), "lacks images, annotations or categories"),
         (lambda told: told.update(images=[], annotations=[]), "names no images"),
@@ -178,6 +184,40 @@ def test_annotations_are_read(told, tmp_path):
 def test_wrong_annotations_are_refused(told, change, words, tmp_path):
     with pytest.raises(DataError, match=words):
         coco.read_annotations(written(told, tmp_path, change), tmp_path)
+
+
+SQUARE = [9.0, 9.0, 20.0, 9.0, 20.0, 20.0, 9.0, 20.0]
+WRONG = [
+    *(None, [], [[]], [SQUARE[:4]], [SQUARE[:7]], SQUARE, [[*SQUARE, 1.0, math.nan]], {}, "x"),
+    *({"size": [256, 192], "counts": [256 * 192]}, {"size": [192, 256], "counts": [256 * 192, 1]}),
+    *({"size": [192, 256], "counts": text} for text in ("", "P", "\x7f0", None)),
+]
+
+
+@pytest.mark.parametrize("outline", WRONG)
+def test_wrong_outlines_are_refused(told, outline, tmp_path):
+    file = written(told, tmp_path, lambda told: told["annotations"][0].update(segmentation=outline))
+    with pytest.raises(DataError, match=r"annotation 1: its segmentation is neither .* nor a mask of 256 x 192 pixels"):
+        coco.read_annotations(file, tmp_path)
+
+
+@pytest.mark.parametrize("outline", [[SQUARE], [SQUARE, SQUARE], {"size": [192, 256], "counts": [9, 7, 49136]}])
+def test_outlines_of_each_kind_are_judged(scenes, told, outline, tmp_path):
+    def change(told):
+        told["annotations"][0].update(segmentation=outline)
+
+    found = coco.read_annotations(written(told, tmp_path, change), tmp_path)
+    results = coco.results_of([found_in(each) for _, each in scenes], found.ids, LABELS)
+    assert 0.5 < coco.average_precision(found.told, results)["mask_ap"] < 1
+
+
+def test_an_image_of_another_size_than_annotated(told, tmp_path):
+    """Masks of another size than the outlines' never overlap them, and mask AP would be 0 without a word."""
+    found = coco.read_annotations(written(told, tmp_path), tmp_path)
+    assert found.image(0).size == (256, 192)
+    Image.new("RGB", (192, 256)).save(found.paths[1])
+    with pytest.raises(DataError, match=r"1\.png has 192 x 256 pixels, its annotations are of 256 x 192"):
+        found.image(1)
 
 
 def test_a_file_that_is_no_json(tmp_path):

@@ -236,11 +236,7 @@ def evaluate(
 
         @torch.no_grad()  # a setting of each thread
         def results_of(numbers: range) -> list[dict[str, Any]]:
-            found = (
-                each
-                for path in annotated.paths[numbers.start : numbers.stop]
-                for each in detector(resizing.batch([read(path)]))
-            )
+            found = (each for index in numbers for each in detector(resizing.batch([annotated.image(index)])))
             return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
 
         by_image = in_batches(len(annotated), results_of, batch=1, ranks=job(), progress=image_progress(progress))

@@ -8,16 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from adalog.detection.boxes import extra_module
 from adalog.detection.detector import Detections
+from adalog.detection.images import read
 from adalog.errors import DataError
 from adalog.inputs.refusals import listed, refusal
+from adalog.stored import is_whole
 
 # The classes in the order of the public detectors (those of COCO 2017).
 NAMES = tuple(resources.files("adalog.detection").joinpath("coco_names.txt").read_text("utf-8").splitlines())
@@ -29,24 +32,37 @@ FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 class Annotated:
     """Images of a folder, and what an annotation file says of them: the whole file as `told`.
 
-    ids: COCO's number of each image, in the order of `paths`. categories: COCO's number of each class, by its name.
+    ids: COCO's number of each image, in the order of `paths`; sizes: its (height, width) as the file has it.
+    categories: COCO's number of each class, by its name.
     """
 
     paths: tuple[Path, ...]
     ids: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
     categories: Mapping[str, int]
     told: Mapping[str, Any]
 
     def __len__(self) -> int:
         return len(self.paths)
 
+    def image(self, index: int) -> Image.Image:
+        """One of the images in RGB. Raises DataError where it cannot be read, or is not of the size in the file."""
+        path, (height, width) = self.paths[index], self.sizes[index]
+        image = read(path)
+        if image.size != (width, height):
+            raise DataError(
+                f"{path} has {image.width} x {image.height} pixels, its annotations are of {width} x {height}: "
+                "give the image that was annotated"
+            )
+        return image
+
 
 def read_annotations(file: Path, folder: Path) -> Annotated:
     """An annotation file (instances_*.json) and its images.
 
-    Raises DataError for a file of another form, for images that are not in the folder, and for boxes that are not four
-    finite numbers or whose width or height is negative. Boxes without area, and crowds, are kept: pycocotools knows
-    what to do with them.
+    Raises DataError for a file of another form, for images that are not in the folder, for boxes that are not four
+    finite numbers or whose width or height is negative, and for outlines that are neither polygons nor a mask of the
+    image's size. Boxes without area, and crowds, are kept: pycocotools knows what to do with them.
     """
     with refusal(f"{file} cannot be read", "give an instances_*.json of COCO's form"):
         told = json.loads(file.read_text(encoding="utf-8"))
@@ -59,8 +75,9 @@ def read_annotations(file: Path, folder: Path) -> Annotated:
         images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
         if len(images) < len(told["images"]) or len(categories) < len(told["categories"]):
             raise DataError(f"{file} has images or categories of one number twice: mend it")
+        sizes = {int(each["id"]): _size_of(file, each) for each in told["images"]}
         for each in told["annotations"]:
-            _check_annotation(file, each, images, set(categories.values()))
+            _check_annotation(file, each, sizes, set(categories.values()))
     missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
     if missing:
         raise DataError(
@@ -68,21 +85,68 @@ def read_annotations(file: Path, folder: Path) -> Annotated:
         )
     if not images:
         raise DataError(f"{file} names no images: give a file that does")
-    return Annotated(tuple(folder / name for name in images.values()), tuple(images), categories, told)
+    return Annotated(
+        tuple(folder / name for name in images.values()), tuple(images), tuple(sizes.values()), categories, told
+    )
 
 
-def _check_annotation(file: Path, each: Mapping[str, Any], images: Mapping[int, str], categories: set[int]) -> None:
+def _size_of(file: Path, image: Mapping[str, Any]) -> tuple[int, int]:
+    """The (height, width) of an image, by its entry."""
+    height, width = size = (image.get("height"), image.get("width"))
+    if not (is_whole(height, 1) and is_whole(width, 1)):
+        raise DataError(f"{file}, image {image['id']}: its size of {width} x {height} is none; give height and width")
+    return cast(tuple[int, int], size)
+
+
+def _check_annotation(
+    file: Path, each: Mapping[str, Any], sizes: Mapping[int, tuple[int, int]], categories: set[int]
+) -> None:
+    """Refuse an annotation with which pycocotools would fail. sizes: (height, width) of each image, by its number."""
     box, where = each["bbox"], f"{file}, annotation {each['id']}"
-    if (
-        len(box) != 4
-        or not all(type(value) in (int, float) and math.isfinite(value) for value in box)
-        or min(box[2:]) < 0
-    ):
+    if len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
         raise DataError(f"{where}: the box {box} is not (x, y, width, height) of finite numbers; mend or remove it")
-    if each["image_id"] not in images:
+    if each["image_id"] not in sizes:
         raise DataError(f"{where}: image {each['image_id']} is not in the file; add it, or remove the annotation")
     if each["category_id"] not in categories:
         raise DataError(f"{where}: category {each['category_id']} is not in the file; add it, or remove the annotation")
+    if not _is_number(each.get("area")) or each["area"] < 0:
+        raise DataError(f"{where}: the area {each.get('area')!r} is not a number of pixels; give it, or remove this")
+    if type(each.get("iscrowd")) not in (int, bool) or each["iscrowd"] not in (0, 1):
+        raise DataError(f"{where}: iscrowd is {each.get('iscrowd')!r}; give 0 for one object, 1 for a crowd")
+    outline, size = each.get("segmentation"), sizes[each["image_id"]]
+    if not (_are_polygons(outline) if isinstance(outline, list) else _is_mask(outline, size)):
+        raise DataError(
+            f"{where}: its segmentation is neither polygons of three points or more nor a mask of {size[1]} x "
+            f"{size[0]} pixels; mend or remove it"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_polygons(outline: Sequence[Any]) -> bool:
+    """Whether these are one polygon or more, each (x, y) of three points or more in one list."""
+    return bool(outline) and all(
+        isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0 and all(map(_is_number, each))
+        for each in outline
+    )
+
+
+def _is_mask(outline: Any, size: tuple[int, int]) -> bool:
+    """Whether this is a mask of (height, width) `size` as COCO's run lengths: a list of them, or their compressed text.
+
+    In the text, each run is characters from "0" on of 5 bits each, all of which but the last have the sixth bit set.
+    """
+    if not isinstance(outline, dict) or outline.get("size") != list(size):
+        return False
+    runs = outline.get("counts")
+    if isinstance(runs, list):
+        return all(is_whole(run, 0) for run in runs) and sum(runs) == math.prod(size)
+    if not isinstance(runs, str) or not runs:
+        return False
+    pieces = [ord(each) - ord("0") for each in runs]
+    return all(0 <= piece < 64 for piece in pieces) and pieces[-1] < 32
 
 
 def results_of(detections: Iterable[Detections], ids: Sequence[int], categories: Sequence[int]) -> list[dict[str, Any]]:

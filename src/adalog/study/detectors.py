@@ -79,8 +79,8 @@ class DetectorBench:
         annotated = coco.read_annotations(self.data / "instances.json", self.data / "val")
 
         def found() -> Iterator[Detections]:
-            for path in annotated.paths:
-                yield from runs(runs.settings.resizing.batch([read(path)]))
+            for index in range(len(annotated)):
+                yield from runs(runs.settings.resizing.batch([annotated.image(index)]))
 
         categories = coco.categories_of(runs.settings.names, annotated)
         return coco.average_precision(annotated.told, coco.results_of(found(), annotated.ids, categories))
