@@ -1,5 +1,6 @@
 """Widths within a budget: against exhaustive choice, on real files, and where nothing fits."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -10,12 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from adalog import Config, DataError, artifact, load
+from adalog import Calibration, Config, DataError, artifact, load
 from adalog.cli.console import check_unfinished, remove_finished
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
 from adalog.study.budget import Budget, Totals, choose, quantize_within
 from adalog.study.cost import cost
+from adalog.study.pareto import curve
 from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite, sensitivity
 from commands import call, run
 
@@ -34,7 +36,7 @@ def problem(seed, count=4):
         for kind, bits in itertools.product(kinds, WIDTHS):
             loss = draw.uniform(0.2, 5) * 4.0**-bits
             rows.append(Row(f"site{number}", kind, bits, loss, (bits,)))
-    return Sensitivity("kl", 8, tuple(units), tuple(rows))
+    return Sensitivity("kl", 8, tuple(units), tuple(rows), "0" * 64, {})
 
 
 def every_choice(found):
@@ -208,6 +210,30 @@ def test_rows_of_a_wider_model_are_refused(calibration, fast, found):
     units = [dataclasses.replace(unit, sites=(dataclasses.replace(unit.sites[0], weights=7),)) for unit in found.units]
     with pytest.raises(DataError, match="is of another model"):
         quantize_within(calibration, fast, dataclasses.replace(found, units=tuple(units)), Budget(10**6))
+
+
+def test_rows_of_other_weights_are_refused(images, tiny, calibration, fast, found):
+    """Of a model of the same form, as another checkpoint of it is."""
+    other = copy.deepcopy(tiny)
+    with torch.no_grad():
+        other.head.bias[0] += 1
+    again = Calibration(other, images)
+    told = f"digest {found.tensors[:16]}, this one's have [0-9a-f]{{16}}: measure this one with `adalog sensitivity`"
+    with pytest.raises(DataError, match=told):
+        quantize_within(again, fast, found, Budget(10**6))
+    with pytest.raises(DataError, match=told):
+        curve(again, fast, found, other, JUDGED)
+
+
+def test_rows_of_another_method_are_refused(calibration, fast, found):
+    minmax = dataclasses.replace(Config.preset("w4a4", "minmax"), images=4)
+    with pytest.raises(DataError, match=r'of another method, in which "\w+" is .*, here it is .*: measure this one'):
+        quantize_within(calibration, minmax, found, Budget(10**6))
+    slower = dataclasses.replace(fast, search=dataclasses.replace(fast.search, steps=2))
+    with pytest.raises(DataError, match=r'in which "search\.steps" is 1, here it is 2: measure this one'):
+        curve(calibration, slower, found, calibration.program.run, JUDGED)
+    stages = Config.preset("w3a3", "adalog+").stages
+    found.check(calibration, dataclasses.replace(fast, images=2, weight_bits=3, pinned=(("*", 8),), stages=stages))
 
 
 def test_a_budget_below_everything(calibration, fast, found):

@@ -71,7 +71,7 @@ def told_of(rows, measure="kl", images=256):
         for sites, operands in kinds.items()
     )
     found = tuple(Row(sites[0], operand, bits, loss, (bits,) * len(sites)) for sites, operand, bits, loss in rows)
-    return Sensitivity(measure, images, units, found).to_json()
+    return Sensitivity(measure, images, units, found, "0" * 64, {}).to_json()
 
 
 def losses_of(quantized):

@@ -266,6 +266,10 @@ def test_a_file_reads_back(found, tmp_path):
         lambda told: told.pop("rows"),
         lambda told: told.update(measure="guess"),
         lambda told: told.update(images=0),
+        lambda told: told.update(tensors="0" * 63),
+        lambda told: told.update(tensors="\x1b" * 64),
+        lambda told: told.update(choices=[]),
+        lambda told: told.pop("choices"),
         lambda told: told["rows"][0].update(loss=float("nan")),
         lambda told: told["rows"][0].update(loss="x"),
         lambda told: told["rows"][0].update(bits=9),
@@ -286,6 +290,14 @@ def test_a_file_of_something_else_is_refused(found, tmp_path, change):
     change(told)
     (tmp_path / "rows.json").write_text(json.dumps(told))
     with pytest.raises(DataError, match=r"is not the JSON of `adalog sensitivity`"):
+        read(tmp_path / "rows.json")
+
+
+def test_a_file_of_an_earlier_version_says_how_to_get_another(found, tmp_path):
+    told = found.to_json()
+    del told["tensors"], told["choices"]
+    (tmp_path / "rows.json").write_text(json.dumps(told))
+    with pytest.raises(DataError, match=r"rows\.json: it does not say of which weights .*: measure again with `adalog"):
         read(tmp_path / "rows.json")
 
 

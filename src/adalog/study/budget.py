@@ -207,6 +207,7 @@ def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensi
     odd = [name for name, unit in units.items() if known.get(name) != unit]
     if odd:
         raise DataError(f"the sensitivity is of another model, in which {odd[0]} is otherwise: measure this one")
+    found.check(calibration, config)
     rows = (row for row in found.rows if row.unit in units)
     kept = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
     return replace(found, units=tuple(units.values()), rows=kept)

@@ -70,8 +70,9 @@ def curve(
     A budget that no widths meet has no point. partial: a file from which finished points are read, and to which new
     ones are added. progress(done, total, name): counts models. ranks: those that share out the searches and the images
     of each model, which has more to share than the models have, since models have most searches in common. Raises
-    DataError for the sensitivity of one width alone.
+    DataError for the sensitivity of one width alone, and for that of another model or method.
     """
+    found.check(calibration, config)
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
         raise DataError(f"the sensitivity has rows of {widths[0]} bits alone: a curve takes two widths or more")

@@ -4,6 +4,7 @@ One operand of sites that move together is quantized, all else stays float, and 
 float one on images that did not calibrate. On the bundled model the sum of these losses foretells that of a mix (docs).
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor
 from adalog.calibration.batches import Batches, size_in_bytes
 from adalog.calibration.calibration import Calibration, digest
 from adalog.calibration.operands import OperandKind, operand_kinds, together
-from adalog.calibration.partial import Lines
+from adalog.calibration.partial import Lines, raw_bytes
 from adalog.calibration.schedule import Progress
 from adalog.choices import Search
 from adalog.config import Config
@@ -89,13 +90,16 @@ class Sensitivity:
     """The rows of a model with what its units cost.
 
     measure: "kl" is the mean over images of KL(float || quantized) [nats], of a classifier; "relative squared error" is
-    that of features, or of several outputs, as the mean over these. images: how many judged.
+    that of features, or of several outputs, as the mean over these. images: how many judged. tensors: a digest of the
+    full-precision model's. choices: those that the rows depend on, as JSON, by name (see `_choices`).
     """
 
     measure: Measure
     images: int
     units: tuple[Unit, ...]
     rows: tuple[Row, ...]
+    tensors: str
+    choices: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON; each row also names the sites of its unit."""
@@ -103,6 +107,8 @@ class Sensitivity:
         return {
             "measure": self.measure,
             "images": self.images,
+            "tensors": self.tensors,
+            "choices": dict(self.choices),
             "units": [[asdict(site) for site in unit.sites] for unit in self.units],
             "rows": [asdict(row) | {"sites": names[row.unit]} for row in self.rows],
         }
@@ -113,11 +119,50 @@ class Sensitivity:
         with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
             rows = tuple(map(_row, told["rows"]))
-            found = Sensitivity(told["measure"], told["images"], units, rows)
+            if not {"tensors", "choices"} & told.keys():
+                raise DataError(
+                    "it does not say of which weights and choices it is, since an earlier version made it: measure "
+                    "again with `adalog sensitivity`"
+                )
+            found = Sensitivity(told["measure"], told["images"], units, rows, told["tensors"], told["choices"])
             for holds, what in _conditions(found):
                 if not holds:
                     raise ValueError(what)
             return found
+
+    def check(self, calibration: Calibration, config: Config) -> None:
+        """Raise DataError unless these are the rows of this model under these choices.
+
+        Bits, pins, stages and the number of images that calibrate may be others.
+        """
+        way_out = "measure this one with `adalog sensitivity`"
+        own = _digest(calibration.program)
+        if self.tensors != own:
+            told = f"whose tensors have the digest {self.tensors[:16]}, this one's have {own[:16]}"
+            raise DataError(f"the sensitivity is of another model, {told}: {way_out}")
+        mine = _choices(config)
+        for name in (*mine, *self.choices):
+            if self.choices.get(name) != mine.get(name):
+                given, wanted = (json.dumps(each.get(name))[:80] for each in (self.choices, mine))
+                told = f"in which {json.dumps(name)[:80]} is {given}, here it is {wanted}"
+                raise DataError(f"the sensitivity is of another method, {told}: {way_out}")
+
+
+def _digest(program: Program) -> str:
+    """A digest of the tensors of a program, by name, on whichever device they are."""
+    content = hashlib.sha256()
+    for name, value in sorted(program.tensors.items()):
+        content.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        content.update(raw_bytes(value))
+    return content.hexdigest()
+
+
+def _choices(config: Config) -> dict[str, Any]:
+    """The choices on which rows depend, as JSON; those of the search have "search." before their names."""
+    told = json.loads(replace(config, pinned=(), stages=()).to_json())
+    free = {"images", "keep", "refine", *(f"{kind}_bits" for kind in get_args(OperandKind))}
+    search = {f"search.{name}": value for name, value in told.pop("search").items()}
+    return {name: value for name, value in told.items() if name not in free} | search
 
 
 def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
@@ -126,6 +171,9 @@ def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
     sites = [site for unit in found.units for site in unit.sites]
     yield found.measure in get_args(Measure), f"the measure is none of {', '.join(get_args(Measure))}"
     yield is_whole(found.images, 1, _MOST), "the number of images is none"
+    yield isinstance(found.tensors, str) and len(found.tensors) == 64, "the digest of the tensors is none"
+    yield found.tensors.isalnum() and found.tensors.isascii(), "the digest of the tensors is none"
+    yield isinstance(found.choices, dict), "the choices are none"
     yield bool(found.rows), "it has no rows"
     yield len(units) == len(found.units), "a unit has no sites, or another one's name"
     yield all(isinstance(site.site, str) for site in sites), "the name of a site is no text"
@@ -216,9 +264,9 @@ def sensitivity(
     if progress is not None:
         progress(total, total, "")
     wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
-    return Sensitivity(
-        judge.measure, judge.count, tuple(units.values()), tuple(row for row in wanted if row is not None)
-    )
+    measured = tuple(row for row in wanted if row is not None)
+    of = _digest(calibration.program), _choices(config)
+    return Sensitivity(judge.measure, judge.count, tuple(units.values()), measured, *of)
 
 
 def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[float, float]:
