@@ -210,11 +210,42 @@ def test_answers_are_judged_as_far_as_they_tell_something():
     site = SiteReport("site", True, 10, 0, 0)
     for own, failures in ((0.0, 2), (0.12, 1), (0.2, 0)):
         found = Certificate("mixed", "engine", "torch", {}, {}, images=8, sites=[site], own_error=own)
-        judge(found, [(wanted, got)])
+        judge(found, [[(wanted, got)]])
         assert found.changed == [0, 1, 2]
         assert found.error["median"] == pytest.approx(0.3)
         assert len(found.failures) == failures
         assert ("are not judged" in found.text()) == (own > 0.1)
+
+
+def test_all_outputs_are_compared_and_the_first_has_the_largest():
+    """By hand: an error in a map of (images, 2, 3) beside logits that are the same, in two batches."""
+    logits, maps = torch.eye(4), torch.ones(4, 2, 3)
+    found = Certificate("mixed", "engine", "torch", {}, {}, images=8, sites=[SiteReport("site", True, 10, 0, 0)])
+    judge(found, [[(logits, logits), (maps, each)] for each in (maps, 2 * maps)])
+    assert found.argmax_changed == 0
+    assert found.error == {"median": 0.0, "largest": pytest.approx((6 / 7) ** 0.5)}
+    judge(found, [[(logits, logits), (maps, maps * float("nan"))]])
+    assert found.failures == ["the outputs have a median relative error of nan"]
+    assert json.loads(json.dumps(found.json(), allow_nan=False))["error"] == {"median": None, "largest": None}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_models_of_other_outputs_than_logits(images, count):
+    def heads(self, x):
+        x = self.conv(x).flatten(1)
+        logits = self.head(x)
+        return (logits, self.box(x)) if count else logits.argmax(1)
+
+    model = Toy(heads, conv=nn.Conv2d(3, 4, 16, 16), head=nn.Linear(16, 5), box=nn.Linear(16, 4)).eval()
+    quantized = Calibration(model, images).quantize(FAST).quantized
+    if count:
+        assert_certified(quantized, "integer", images)
+        return
+    found = certify(quantized, "digest", written.to_onnx(quantized, "integer", "digest"), [(images,)])
+    assert found.failures[0] == (
+        "the model puts out no floats to compare: quantize it without the argmax that it ends in"
+    )
+    assert not found.passed
 
 
 def test_cells_tell_every_threshold_apart():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ CHANGED = 0.01  # the share of images whose largest output may change through th
 ERROR = 0.2  # the median relative error of the outputs that this may cause
 MOVED = 1e-6  # by how much, relatively, inputs are moved to see what rounding alone does to the artifact's own outputs
 TELLING = 0.1  # where that is a larger median error than this, largest outputs tell nothing and are not judged
+Answers = list[tuple[Tensor, Tensor]]  # of a batch: for each float output, the artifact's and the file's
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class SiteReport:
 class Certificate:
     """What was found. failures: why the certificate fails; none where it does not.
 
-    argmax_changed: how many images have another largest output, with their numbers in `changed`; None where outputs are
-    not (images, classes). error: the median and the largest relative error of an image's outputs. own_error: the median
-    one that the artifact's own outputs have on the first images where its inputs are moved by a millionth.
+    argmax_changed: how many images have another largest value in the first output, with their numbers in `changed`;
+    None where that is not (images, classes). error: the median and the largest relative error of an image's outputs.
+    own_error: the median one that the artifact's own outputs have on the first images where its inputs are moved by a
+    millionth.
     """
 
     form: str
@@ -76,8 +79,11 @@ class Certificate:
         return bool(self.sites) and all(site.equal for site in self.sites)
 
     def json(self) -> dict[str, Any]:
-        """The certificate as JSON."""
+        """The certificate as JSON, with None for errors that are not finite."""
         told = asdict(self)
+        told["own_error"] = _finite(self.own_error)
+        if self.error is not None:
+            told["error"] = {name: _finite(value) for name, value in self.error.items()}
         return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **told}
 
     def text(self) -> str:
@@ -179,6 +185,10 @@ def changed_tensors(model: Any, replay: Replay) -> list[str]:
     return odd
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _versions(engine: str) -> dict[str, str]:
     found = {name: str(package(name).__version__) for name in ("torch", "onnx", engine)}
     return {"adalog": version.__version__, **found}
@@ -206,19 +216,18 @@ def _compare(
     plain, names = open_engine(found.engine, content), [each.name for each in model.graph.input]
     watched, values = _watched(model, replay)
     inside = open_engine(found.engine, watched)
-    answers: list[tuple[Tensor, Tensor]] = []
-    own: list[tuple[Tensor, Tensor]] = []
+    answers, own = list[Answers](), list[Answers]()
     seen = 0
     for batch in batches:
         given = inputs_of(batch, names)
         got = _run(plain, given, found.engine)
         wanted = leaves_of(compiled(*batch))
-        answers += _answers(wanted, [got.get(each.name) for each in model.graph.output])
+        answers.append(_answers(wanted, [got.get(each.name) for each in model.graph.output]))
         if seen < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
             given = inputs_of(few, names)
             inner = {**given, **_run(inside, given, found.engine)}
-            own += _answers([value[: len(few[0])] for value in wanted], leaves_of(compiled(*_moved(few))))
+            own.append(_answers([value[: len(few[0])] for value in wanted], leaves_of(compiled(*_moved(few)))))
             codes = compiled.codes(*few)
             found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
         seen += len(batch[0])
@@ -348,25 +357,31 @@ def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]
     ]
 
 
-def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Both outputs of each batch, the floats of every image in one row; first of all the first output alone."""
+def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
+    """The float outputs of a batch, the artifact's beside the file's. Raises ArtifactError where there is none."""
     both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
     for one, other in both:
         if one.shape != other.shape:
             raise ArtifactError(f"the file puts out {tuple(other.shape)}, the artifact {tuple(one.shape)}")
-    return [(one, other) for one, other in both if one.is_floating_point()][:1]
+    floats = [(one, other) for one, other in both if one.is_floating_point()]
+    if not floats:
+        raise ArtifactError("the model puts out no floats to compare: quantize it without the argmax that it ends in")
+    return floats
 
 
-def _errors(answers: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The relative error of each image's outputs: (images,)."""
-    wanted, got = (torch.cat([each.double() for each in side]).flatten(1) for side in zip(*answers, strict=True))
-    return (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)
+def _errors(answers: Sequence[Answers]) -> Tensor:
+    """The relative error of each image's outputs, all of them together: (images,)."""
+    found = []
+    for batch in answers:
+        wanted, got = (torch.cat([each.double().flatten(1) for each in side], 1) for side in zip(*batch, strict=True))
+        found.append((got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30))
+    return torch.cat(found)
 
 
-def judge(found: Certificate, answers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write what the outputs tell, and the failures that follow."""
+def judge(found: Certificate, answers: Sequence[Answers]) -> None:
+    """Write what the outputs of all batches tell, and the failures that follow."""
     errors = _errors(answers)
-    wanted, got = (torch.cat(list(side)) for side in zip(*answers, strict=True))
+    wanted, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
     found.error = {"median": float(errors.median()), "largest": float(errors.max())}
     if wanted.ndim == 2 and wanted.shape[1] > 1:
         found.changed = torch.nonzero(wanted.argmax(1) != got.argmax(1)).flatten().tolist()
