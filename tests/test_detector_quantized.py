@@ -202,7 +202,7 @@ def changed(content, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda told: told["settings"].update(score=math.inf), "score = inf is no setting"),
+        (lambda told: told["settings"].update(score=math.inf), "Infinity is no number of JSON"),
         (lambda told: told["settings"].update(stages=2), "stages = 2 is no setting"),
         (lambda told: told["settings"].update(stages=3), "has the parts backbone, neck, rpn, box_0"),
         (lambda told: told["settings"].update(proposals=10**9), "proposals = 1000000000 is no setting"),
@@ -212,6 +212,8 @@ def changed(content, change):
         (lambda told: told["settings"].pop("mask"), "a detector has the settings"),
         (lambda told: told["parts"].pop(), "other parts than it says"),
         (lambda told: told.update(format=99), "another format"),
+        (lambda told: told["settings"].update(names=["a\x1b[2J", *told["settings"]["names"][1:]]), "does not print"),
+        (lambda told: told["settings"].update(names=["x" * 2**23]), "more than 8388608"),
     ],
 )
 def test_files_that_are_no_detector(quantized, change, words, tmp_path):
@@ -219,6 +221,17 @@ def test_files_that_are_no_detector(quantized, change, words, tmp_path):
     whole.save(quantized, path)
     path.write_bytes(changed(path.read_bytes(), change))
     with pytest.raises(ArtifactError, match=words):
+        whole.load(path)
+
+
+def test_a_setting_that_is_there_twice(quantized, tmp_path):
+    path = tmp_path / "detector"
+    whole.save(quantized, path)
+    content = path.read_bytes()
+    twice = content.replace(b'\\"format\\":1', b'\\"format\\":1,\\"format\\":1', 1)
+    length = int.from_bytes(content[:8], "little") + len(twice) - len(content)
+    path.write_bytes(length.to_bytes(8, "little") + twice[8:])
+    with pytest.raises(ArtifactError, match="a JSON object has a key twice"):
         whole.load(path)
 
 

@@ -108,7 +108,7 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     check_text(header)
     # One metadata key only: the order of several is not fixed, and the bytes must be.
     content = to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
-    _table(content)
+    table_of(content)
     return content
 
 
@@ -182,7 +182,7 @@ def _damaged(name: str, cause: Exception) -> ArtifactError:
 def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """The JSON of an artifact of this format. Raises ArtifactError for bytes that are none."""
     try:
-        metadata = _table(content)["__metadata__"]
+        metadata = table_of(content)["__metadata__"]
         if DETECTOR in metadata:
             raise ValueError("it holds a detector, for `adalog evaluate --coco` and `adalog detect`")
         text = metadata[KEY]
@@ -203,8 +203,8 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     return header
 
 
-def _table(content: bytes) -> dict[str, Any]:
-    """The JSON at the start of a safetensors file."""
+def table_of(content: bytes) -> dict[str, Any]:
+    """The JSON at the start of a safetensors file. Raises ArtifactError or ValueError for bytes without one."""
     length = int.from_bytes(content[:8], "little")
     check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
     check(length <= MAX_JSON, f"its JSON takes {length} bytes, more than {MAX_JSON}")
@@ -224,7 +224,7 @@ def sizes(content: bytes) -> dict[str, int]:
 
 def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
     """The bytes of each tensor by what they hold, in the order of the program's tensors."""
-    entries = _table(content)
+    entries = table_of(content)
     counts: dict[str, dict[str, int]] = {name: {} for name in read_header(content)["dtypes"]}
     for key, entry in entries.items():
         if key != "__metadata__":

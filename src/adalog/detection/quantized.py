@@ -26,6 +26,7 @@ from adalog.graph.sites import find_sites
 from adalog.model import QuantizedModel, quickest
 from adalog.quantized import QuantizedProgram
 from adalog.ranks import ALONE, Ranks
+from adalog.stored import check_text, parse_json
 
 KEY = artifact.DETECTOR
 FORMAT = 1
@@ -206,11 +207,9 @@ def load(path: str | Path) -> Detector:
 
 
 def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
-    length = int.from_bytes(content[:8], "little")
-    if not 0 < length <= len(content) - 8:
-        raise ValueError("its header is cut off")
-    metadata = json.loads(content[8 : 8 + length]).get("__metadata__", {})
-    header = json.loads(metadata[KEY])
+    metadata = artifact.table_of(content).get("__metadata__", {})
+    header = parse_json(metadata[KEY])
+    check_text(header)
     if header.keys() != {"format", "parts", "settings"} or header["format"] != FORMAT:
         raise ValueError(f"it has another format than {FORMAT}")
     stored = parse_safetensors(content)
