@@ -442,6 +442,15 @@ def test_bad_input_is_told_in_one_line(file, monkeypatch, capsys, arguments, why
     assert not Path("report.html").exists()
 
 
+@pytest.mark.parametrize("full", [None, {}, {"images": 40}])
+def test_a_judgement_without_all_figures_is_shown(subject, measured, full, tmp_path):
+    told = {"images": 40, "sites": json.loads(measured["evaluation"].read_text())["sites"]}
+    (tmp_path / "told.json").write_text(json.dumps(told if full is None else told | {"full_precision": full}))
+    page = report(subject, evaluation=read_evaluation(tmp_path / "told.json", subject.quantized)).decode()
+    assert "On 40 images, by fake quantization" in page
+    assert "Agreement with full precision" not in page
+
+
 WRONG = {
     "evaluation": [
         (lambda told: told.pop("sites"), '"sites" is missing'),
@@ -451,6 +460,7 @@ WRONG = {
         (lambda told: told.update(kl="x"), '"kl" is missing, of the wrong type'),
         (lambda told: told.update(images=True), '"images" is missing, of the wrong type'),
         (lambda told: told.update(lost=10**400), "too large"),
+        (lambda told: told.pop("gained"), '"gained" is missing'),
     ],
     "bench": [
         (lambda told: told.update(rows=[3]), "an entry is no object"),

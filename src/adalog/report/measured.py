@@ -21,6 +21,7 @@ MEASURES: dict[Measure, str] = {
 }
 _MOST = 1e15  # no number is as large as this
 _SHARE = {"value": float, "low": float, "high": float}
+_JUDGED = {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float}
 _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "images_per_second": float, "repeats": int}
 
 
@@ -89,13 +90,17 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
                 if (share := score.get(name)) is not None:
                     _fields(share, _SHARE)
                     _check(all(-1e-9 <= share[key] <= 1 + 1e-9 for key in _SHARE), f'"{name}" is no share')
-            _optional(score, {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float})
+            _optional(score, _JUDGED)
+            if score.get("p_value") is not None:
+                _fields(score, {"lost": int, "gained": int})
         _optional(told, {"file": str, "executor": str, "reference": str})
     except ValueError as cause:
         raise _other(path, "evaluate", cause) from cause
     if told["sites"] != artifact.describe(quantized)["sites"]:
         raise DataError(f"{path} judges another artifact, whose sites differ: evaluate this one with --json")
-    return told | {"file": PurePath(told.get("file") or "").name}
+    absent = dict.fromkeys(("executor", "reference", "top1", "top5", *_JUDGED))
+    full = absent | (told.get("full_precision") or {})
+    return absent | told | {"file": PurePath(told.get("file") or "").name, "full_precision": full}
 
 
 def read_bench(path: Path) -> dict[str, Any]:
