@@ -202,19 +202,20 @@ def test_another_artifact_and_a_changed_node_are_noticed(one, images):
 
 
 def test_answers_are_judged_as_far_as_they_tell_something():
-    """By hand: of 8 images the largest output of 3 changes, at a relative error of .3."""
-    wanted = torch.eye(4).repeat(2, 1)
-    beside = torch.eye(4).roll(1, 1).repeat(2, 1)
-    got = wanted + 0.3 * beside
-    got[:3] = 0.7 * wanted[:3] + 0.75 * beside[:3]
+    """By hand: of 8 images the largest output of 3 changes, which the artifact prefers by .25, at an error of .3."""
+    wanted = torch.tensor([0.8, 0.6, 0.0, 0.0]).repeat(8, 1)
+    wanted[:3] = torch.tensor([0.8, 0.55, 0.0, (1 - 0.8**2 - 0.55**2) ** 0.5])
+    got = wanted + torch.tensor([0.0, 0.0, 0.3, 0.0])
+    got[:3] = wanted[:3] + torch.tensor([-0.14, 0.14, 0.0, 0.0]) * 1.5
     site = SiteReport("site", True, 10, 0, 0)
-    for own, failures in ((0.0, 2), (0.12, 1), (0.2, 0)):
+    for own, beyond, failures in ((0.0, 3, 2), (0.16, 3, 1), (0.24, 3, 1), (0.26, 0, 0)):
         found = Certificate("mixed", "engine", "torch", {}, {}, images=8, sites=[site], own_error=own)
         judge(found, [[(wanted, got)]])
         assert found.changed == [0, 1, 2]
+        assert found.beyond_own == beyond
         assert found.error["median"] == pytest.approx(0.3)
         assert len(found.failures) == failures
-        assert ("are not judged" in found.text()) == (own > 0.1)
+        assert f"own error explains: {beyond}\n" in found.text() + "\n"
 
 
 def test_all_outputs_are_compared_and_the_first_has_the_largest():
