@@ -251,6 +251,29 @@ def test_codes_are_the_quantizers_own(level, kind, width, table, seed):
     assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(values.abs().max()))
 
 
+@every_level
+@pytest.mark.parametrize("high", [15, 255])
+def test_codes_far_beyond_their_range(level, high):
+    """What is too large, or no number, has the last code, in whole vectors as in the rest of a row."""
+    values = [0.4, 3.0, 254.6, 4e4, 32767.5, 65535.0, 65536.0, 1e9, math.inf, math.nan, -0.6, -4e4, -1e9, -math.inf]
+    bias = torch.tensor(values).repeat(9)
+    scale, codes = torch.zeros_like(bias), torch.zeros(1, len(bias), dtype=torch.uint8)
+    top = torch.full((len(bias),), float(high))
+    top_bytes, x = top.to(torch.uint8), torch.randn(1, len(bias))
+    output = abi.Output(
+        kind=abi.CODES,
+        scale=scale.data_ptr(),
+        bias=bias.data_ptr(),
+        high=top.data_ptr(),
+        top=top_bytes.data_ptr(),
+        parameters=len(bias),
+        **products.place(codes),
+    )
+    told = {"data": x.data_ptr(), "bytes": x.nbytes, "row": len(bias), "rows": 1, "columns": len(bias)}
+    abi.Context(1, level).run("norm", abi.Norm(**told, epsilon=1e-6, out=output))
+    assert torch.equal(codes[0].float(), bias.nan_to_num(high).round().clamp(0, high))
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

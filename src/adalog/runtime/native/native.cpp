@@ -1313,8 +1313,9 @@ struct Finisher {
         uint8_t *bytes = static_cast<uint8_t*>(out.data) + at, *more = static_cast<uint8_t*>(out.more) + at;
         int64_t start = 0;
 #if ADALOG_LEVEL
-        // Packing brings to 0 ... 255, so what is left is the upper end, of all bytes of a vector at once.
-        auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(65535.0f))); };
+        // Packing brings to 0 ... 255, so what is left is the upper end, of all bytes of a vector at once. Half-way it
+        // reads 16 bits as signed, so that nothing may be larger than those hold.
+        auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(32767.0f))); };
         for (; KIND == CODES && start + 4 * W <= columns; start += 4 * W) {
             I codes = small_bytes_of(whole(start), whole(start + W), whole(start + 2 * W), whole(start + 3 * W));
             store(bytes + start, least_bytes(codes, load(out.top + first + start)));
