@@ -268,6 +268,18 @@ def test_what_a_tape_may_not_say(file, tmp_path, change, match):
     refused(file, tmp_path, changed(tape, change), match)
 
 
+def test_the_order_of_fields_does_not_matter(file, tmp_path):
+    """How many zero points the values have is told by the scores, which may come later."""
+    tape = adalog.run.tape_beside(file).read_bytes()
+
+    def change(header):
+        given = one("attention")(header)
+        given["scores"] = given.pop("scores")
+        given["values"]["zero"] = ["constants", len(parse(tape)["constants"])]
+
+    refused(file, tmp_path, changed(tape, change), "has 0 bytes, not")
+
+
 def test_sizes_that_do_not_fit_together(file, tmp_path, images):
     """Kernels find them when they are called, before they read or write."""
     tape = changed(adalog.run.tape_beside(file).read_bytes(), setting(one("norm"), "rows", 10**6))

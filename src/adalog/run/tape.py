@@ -168,7 +168,8 @@ class Calls:
         step, operation, given = call
         if operation in abi.KERNELS:
             arguments = abi.KERNELS[operation]()
-            self._fill(step, arguments, given, ())
+            _set_numbers(step, arguments, given)
+            self._set_pointers(step, arguments, given, ())
             self._alive.append(arguments)
             return step, self._context.bind(operation, arguments)
         check(operation in FLOATS, f"step {step} calls {operation!r}, which this package does not run without PyTorch")
@@ -181,22 +182,19 @@ class Calls:
             return tuple(map(self._argument, given))
         return self._memory.view(given) if isinstance(given, dict) else given
 
-    def _fill(self, step: str, structure: ctypes.Structure, given: Any, around: tuple[ctypes.Structure, ...]) -> None:
-        """Give a structure its fields: numbers first, by which the others are checked. around: those that hold it."""
-        kinds: Mapping[str, Any] = {name: kind for name, kind, *_ in structure._fields_}
-        check(isinstance(given, dict) and given.keys() <= kinds.keys(), f"step {step} has fields that no kernel takes")
-        inner = [name for name in given if issubclass(kinds[name], ctypes.Structure)]
-        pointers = [name for name in given if kinds[name] is ctypes.c_void_p]
-        for name in given.keys() - {*inner, *pointers}:
-            _set_number(step, structure, name, kinds[name], given[name])
-        for name in inner:
-            self._fill(step, getattr(structure, name), given[name], (structure, *around))
-        for name in pointers:
-            if isinstance(structure, abi.Linear) and name == "weights":
-                check(is_whole(given[name], 0, len(self._weights) - 1), f"step {step} has the weight {given[name]!r}")
-                structure.weights = self._weights[given[name]].pointer
-            else:
-                self._point(structure, name, given[name], around)
+    def _set_pointers(
+        self, step: str, structure: ctypes.Structure, given: Any, around: tuple[ctypes.Structure, ...]
+    ) -> None:
+        """Give a structure its pointers. Their extents are numbers, all of which are set; around: what holds it."""
+        kinds = _kinds(structure)
+        for name, value in given.items():
+            if issubclass(kinds[name], ctypes.Structure):
+                self._set_pointers(step, getattr(structure, name), value, (structure, *around))
+            elif isinstance(structure, abi.Linear) and name == "weights":
+                check(is_whole(value, 0, len(self._weights) - 1), f"step {step} has the weight {value!r}")
+                structure.weights = self._weights[value].pointer
+            elif kinds[name] is ctypes.c_void_p:
+                self._point(structure, name, value, around)
 
     def _point(self, structure: ctypes.Structure, name: str, place: Any, around: tuple[ctypes.Structure, ...]) -> None:
         kind = type(structure)
@@ -209,6 +207,21 @@ class Calls:
         else:
             check(name == "data", f"{name} lies in an input")
             self.pointers.append((structure, number, address))
+
+
+def _kinds(structure: ctypes.Structure) -> Mapping[str, Any]:
+    return {name: kind for name, kind, *_ in structure._fields_}
+
+
+def _set_numbers(step: str, structure: ctypes.Structure, given: Any) -> None:
+    """Give a structure, and those in it, the fields that are numbers."""
+    kinds = _kinds(structure)
+    check(isinstance(given, dict) and given.keys() <= kinds.keys(), f"step {step} has fields that no kernel takes")
+    for name, value in given.items():
+        if issubclass(kinds[name], ctypes.Structure):
+            _set_numbers(step, getattr(structure, name), value)
+        elif kinds[name] is not ctypes.c_void_p:
+            _set_number(step, structure, name, kinds[name], value)
 
 
 def _set_number(step: str, structure: ctypes.Structure, name: str, kind: Any, value: Any) -> None:
