@@ -356,6 +356,31 @@ def _site(columns, terms, width=4):
     return reference.plan(model.program, model.example)[0]
 
 
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+CROWDED = """
+import resource
+from adalog.run import abi
+
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + 2**28
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    abi.Context(1024)
+except ValueError as error:
+    print(error)
+abi.Context(2)
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux, to bound a process's memory")
+def test_more_threads_than_a_machine_starts():
+    command = [sys.executable, "-c", CROWDED]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert told == "threads = 1024 are more than this machine starts\n"
+
+
 # --- long ------------------------------------------------------------------------------------------------------------
 
 FUZZ = """

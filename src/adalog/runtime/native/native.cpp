@@ -240,17 +240,14 @@ struct Context {
     const Kernels* kernels;
 
     Context(int threads, int which) : level(which), scratch(threads) {
-        for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
-    }
-    ~Context() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            stopping = true;
-            round.fetch_add(1);
+        try {
+            for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
+        } catch (...) {  // this machine starts no more of them
+            stop();
+            throw;
         }
-        wake.notify_all();
-        for (auto& worker : workers) worker.join();
     }
+    ~Context() { stop(); }
     // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing.
     int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
         try {
@@ -318,6 +315,15 @@ private:
 #elif defined(__aarch64__)
         asm volatile("yield");
 #endif
+    }
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopping = true;
+            round.fetch_add(1);
+        }
+        wake.notify_all();
+        for (auto& worker : workers) worker.join();
     }
     void share(int who) {
         kernels->begin();
