@@ -358,6 +358,28 @@ def _site(columns, terms, width=4):
 
 # --- threads ---------------------------------------------------------------------------------------------------------
 
+FORKED = """
+import os, signal, sys
+import numpy as np
+from adalog.run import abi
+
+x, ones, zeros = np.ones((200, 64), np.float32), np.ones(64, np.float32), np.zeros(64, np.float32)
+out = np.zeros_like(x)
+parameters = {"scale": ones.ctypes.data, "bias": ones.ctypes.data, "parameters": 64}
+output = abi.Output(kind=abi.FLOATS, **parameters, data=out.ctypes.data, bytes=out.nbytes, row=64)
+norm = abi.Norm(data=x.ctypes.data, bytes=x.nbytes, row=64, rows=200, columns=64, epsilon=1, out=output)
+context = abi.Context(2)
+context.run("norm", norm)
+child = os.fork()
+signal.alarm(60)  # what waits for ever ends, child and parent
+out[:] = 0
+context.run("norm", norm)
+assert (out == 1).all()
+del context
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
 CROWDED = """
 import resource
 from adalog.run import abi
@@ -371,6 +393,13 @@ except ValueError as error:
     print(error)
 abi.Context(2)
 """
+
+
+@needs_kernels
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_runs_and_ends():
+    """Its parent's threads are not there: it does all tasks itself, and waits for nobody as it ends."""
+    subprocess.run([sys.executable, "-c", FORKED], check=True)
 
 
 @needs_kernels

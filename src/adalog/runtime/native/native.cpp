@@ -26,6 +26,7 @@
 #include <new>
 #include <thread>
 #include <type_traits>
+#include <unistd.h>
 #include <vector>
 #ifdef __linux__
 #include <pthread.h>
@@ -37,7 +38,6 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 // NEON with dot products: any GCC compiles these kernels; Clang, where all code may use them, as on Apple's processors.
@@ -248,6 +248,8 @@ struct Context {
         }
     }
     ~Context() { stop(); }
+    // Whether this is a child that the process of the workers forked: they are not in it, to work or to be joined.
+    bool deserted() const { return !workers.empty() && getpid() != process; }
     // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing.
     int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
         try {
@@ -255,7 +257,7 @@ struct Context {
             for (auto& each : scratch) each.resize(bytes);
             todo = {task, arguments, count};
             next = 0;
-            if (workers.empty() || count < 2) {
+            if (workers.empty() || count < 2 || deserted()) {
                 share(0);
                 return 0;
             }
@@ -292,6 +294,7 @@ private:
     std::condition_variable wake;
     std::vector<Aligned<uint8_t>> scratch;
     std::vector<std::thread> workers;
+    const pid_t process = getpid();
 
     // Keeps workers off the caller's processor: Linux likes to wake them there, where they and the caller then take
     // turns for many milliseconds beside idle processors.
@@ -700,7 +703,10 @@ API Context* adalog_open(int threads, int level) {
         return nullptr;
     }
 }
-API void adalog_close(Context* context) { delete context; }
+// What a forked child has of its parent's threads stays as it is.
+API void adalog_close(Context* context) {
+    if (context && !context->deserted()) delete context;
+}
 
 // codes: (columns, terms); zero: (columns); left_zero, left_top: the zero point of what it is multiplied by, and the
 // largest byte of that.
