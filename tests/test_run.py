@@ -220,6 +220,7 @@ def setting(where, *path):
 
 
 WHOLE = lambda header: header  # noqa: E731
+VIEW = {"at": ["work", 0], "shape": [3, 3, 32, 32], "strides": [0, 0, 0, 4], "type": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -261,11 +262,30 @@ WHOLE = lambda header: header  # noqa: E731
         (setting(one("aten.mean.dim"), 0, "at", ["constants", 0]), "is no view that may be used here"),
         (setting(one("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
         (setting(one("aten.mean.dim"), 1, "type", "object"), "is no view"),
+        (setting(one("aten.mean.dim"), 1, "strides", [0]), "is no view"),
+        (
+            setting(WHOLE, "copies", 0, {**VIEW, "shape": [3, 3, 32, 31]}),
+            r"copies an input \(3, 3, 32, 32\) of float32 to",
+        ),
     ],
 )
 def test_what_a_tape_may_not_say(file, tmp_path, change, match):
     tape = adalog.run.tape_beside(file).read_bytes()
     refused(file, tmp_path, changed(tape, change), match)
+
+
+@pytest.mark.parametrize("region", ["work", "constants"])
+def test_views_lie_within_memory_without_a_byte(file, tmp_path, region):
+    def change(header):
+        view = {**VIEW, "at": [region, 0], "strides": [2**20, 4, 4, 4]}
+        header |= {"work": 0, "fills": [], "calls": [], "weights": [], "copies": [None], "output": view}
+        if region == "work":
+            header["copies"] = [view]
+
+    tape = adalog.run.tape_beside(file).read_bytes()
+    text = json.dumps(header_of(changed(tape, change)))
+    empty = to_bytes({"constants": np.zeros(0, np.uint8)}, {tapes.KEY: text})
+    refused(file, tmp_path, empty, "takes 2097412 bytes, and 0 are there")
 
 
 def test_the_order_of_fields_does_not_matter(file, tmp_path):
@@ -306,7 +326,8 @@ file, place, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.a
 content = adalog.run.tape_beside(file).read_bytes()
 length = int.from_bytes(content[:8], "little")
 text = json.loads(content[8 : 8 + length])["__metadata__"][tapes.KEY]
-chance, tensors = random.Random(seed), parse(content)
+chance, constants = random.Random(seed), parse(content)["constants"]
+PARTS = ["calls"] * 5 + ["work", "fills", "copies", "output", "weights"]
 
 def spots(value):
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -314,20 +335,27 @@ def spots(value):
             yield from spots(item)
         yield value, key
 
+def places(header):
+    part = chance.choice(PARTS)
+    return [(header, part), *spots(header[part])] if isinstance(header[part], (dict, list)) else [(header, part)]
+
 ran = 0
 for _ in range(count):
     header = json.loads(text)
+    if chance.random() < 0.2:  # few calls ask little of the rest
+        header["calls"] = chance.sample(header["calls"], chance.randrange(4))
+    size = chance.choice([len(constants)] * 8 + [0, 4096, len(constants) // 2, len(constants) - 1])
     for _ in range(chance.choice([1, 1, 2, 5])):
-        holder, key = chance.choice(list(spots(header["calls"])))
+        holder, key = chance.choice(places(header))
         value = holder[key]
         if isinstance(value, int):
             holder[key] = chance.choice([value + 1, value - 1, 0, 1, -1, 2 * value, value // 2, 2**31, 2**63 - 1])
         else:
-            other, where = chance.choice(list(spots(header["calls"])))
+            other, where = chance.choice(places(header))
             holder[key] = json.loads(json.dumps(other[where]))
     try:
         with open(place, "wb") as out:
-            out.write(to_bytes(tensors, {tapes.KEY: json.dumps(header)}))
+            out.write(to_bytes({"constants": constants[:size]}, {tapes.KEY: json.dumps(header)}))
         model = adalog.run.load(file, tape=place)
         model(np.ones((3, 3, 32, 32), np.float32))
         ran += 1

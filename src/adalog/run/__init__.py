@@ -50,11 +50,20 @@ class Model:
         self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes)
         self._calls = tapes.Calls(context, self._weights, self._memory, header["calls"])
         stored.check(len(header["copies"]) == len(sizes), f"it copies {len(header['copies'])} inputs")
-        self._copies = [None if each is None else self._memory.view(each, written=True) for each in header["copies"]]
+        self._copies = list(map(self._copy, header["copies"], self.inputs.values()))
         self._output = self._views(header["output"])
         self.weight_bytes = sum(weight.nbytes for weight in self._weights)
         self.nbytes = len(constants) + len(self._memory.work)
         self._lock = threading.Lock()
+
+    def _copy(self, given: Any, shape: tuple[int, ...]) -> Array | None:
+        """The view that an input of this shape is copied to, or None."""
+        if given is None:
+            return None
+        found = self._memory.view(given, written=True)
+        good = found.shape == shape and found.dtype == np.float32
+        stored.check(good, f"it copies an input {shape} of float32 to {found.shape} of {found.dtype}")
+        return found
 
     def _views(self, given: Any) -> Any:
         """The structure of the output, with views of the memory that holds a batch of each."""

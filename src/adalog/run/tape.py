@@ -140,13 +140,17 @@ class Memory:
     def view(self, given: Any, *, written: bool = False) -> Array:
         """The array that an object {"at", "shape", "strides", "type"} describes, in the work or the constants."""
         check(isinstance(given, dict) and given.keys() == {"at", "shape", "strides", "type"}, f"{given} is no view")
-        region, offset, _ = self._place(given["at"])
+        region, offset, there = self._place(given["at"])
         check(region == WORK or (region == CONSTANTS and not written), f"{given} is no view that may be used here")
-        good = _is_shape(given["shape"]) and _is_shape(given["strides"]) and given["type"] in _TYPES
+        shape, strides = given["shape"], given["strides"]
+        good = _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and given["type"] in _TYPES
         check(good, f"{given} is no view")
+        # NumPy checks this itself, but not of memory without a byte.
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        size = last + np.dtype(given["type"]).itemsize if all(shape) else 0
+        check(size <= there, f"{given} takes {size} bytes, and {there} are there")
         memory = self.work if region == WORK else self._constants
-        # NumPy refuses what lies outside of the memory.
-        return np.ndarray(given["shape"], given["type"], memory.data, offset, given["strides"])
+        return np.ndarray(shape, given["type"], memory.data, offset, strides)
 
 
 class Calls:
