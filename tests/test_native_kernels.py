@@ -348,6 +348,32 @@ def test_kernels_refuse_sizes_that_do_not_fit():
             context.run("linear", good)
 
 
+@needs_kernels
+@pytest.mark.parametrize(("keys", "error"), [(2**23, MemoryError), (2**25, ValueError), (2**40 - 1, ValueError)])
+def test_rows_that_lie_on_each_other_take_no_memory_without_end(keys, error):
+    """A kernel copies what it packs, so that many keys in little memory would take much more of it."""
+    codes, floats = torch.zeros(64, dtype=torch.uint8), torch.ones(16)
+    zero = torch.zeros(1, dtype=torch.int32)
+    side = {"data": codes.data_ptr(), "bytes": 64, "zero": zero.data_ptr(), "bits": 4, "top": 15}
+    sizes = {"batches": 1, "heads": 1, "rows": 1, "terms": 16, "columns": keys}
+    context = abi.Context(1)
+    layout, few = Layout(context), torch.tensor([0, 1], dtype=torch.int32)
+    result = torch.zeros(1, 16)
+    told = {"scale": floats.data_ptr(), "bias": floats.data_ptr(), "parameters": 16}
+    given = abi.Attention(
+        scores=abi.Matrices(**sizes, left=abi.Side(**side), right=abi.Side(**side, transposed=1)),
+        factor=floats.data_ptr(),
+        steps=layout.lookup(Lookup(torch.tensor([-1.0]), few, 1)),
+        columns=16,
+        values=abi.Side(**side),
+        out=abi.Output(kind=abi.FLOATS, **told, **products.place(result)),
+    )
+    with pytest.raises(error):
+        context.run("attention", given)
+    given.scores.columns = 100
+    context.run("attention", given)
+
+
 def _site(columns, terms, width=4):
     right = UniformQuantizer(torch.ones(columns, 1), torch.full((columns, 1), 3.0), width)
     left = UniformQuantizer(torch.tensor(1.0), torch.tensor(2.0), width)

@@ -221,6 +221,7 @@ def setting(where, *path):
 
 WHOLE = lambda header: header  # noqa: E731
 VIEW = {"at": ["work", 0], "shape": [3, 3, 32, 32], "strides": [0, 0, 0, 4], "type": "float32"}
+ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,8 @@ VIEW = {"at": ["work", 0], "shape": [3, 3, 32, 32], "strides": [0, 0, 0, 4], "ty
         (setting(one("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
         (setting(one("aten.mean.dim"), 1, "type", "object"), "is no view"),
         (setting(one("aten.mean.dim"), 1, "strides", [0]), "is no view"),
+        (setting(WHOLE, "output", {**ONES, "shape": [3, 2**30]}), "shows 12884901888 bytes, more than 3221225472"),
+        (setting(WHOLE, "output", {"list": [ONES] * 3}), "it puts out 4831838208 bytes, more than 3221225472"),
         (
             setting(WHOLE, "copies", 0, {**VIEW, "shape": [3, 3, 32, 31]}),
             r"copies an input \(3, 3, 32, 32\) of float32 to",
@@ -286,6 +289,20 @@ def test_views_lie_within_memory_without_a_byte(file, tmp_path, region):
     text = json.dumps(header_of(changed(tape, change)))
     empty = to_bytes({"constants": np.zeros(0, np.uint8)}, {tapes.KEY: text})
     refused(file, tmp_path, empty, "takes 2097412 bytes, and 0 are there")
+
+
+def test_equal_weights_are_laid_out_once(file, tmp_path, images):
+    tape = adalog.run.tape_beside(file).read_bytes()
+    many = changed(tape, lambda header: header["weights"].extend(header["weights"] * 20))
+    (tmp_path / "tape").write_bytes(many)
+    model, wanted = adalog.run.load(file, tape=tmp_path / "tape"), adalog.run.load(file)
+    assert model.weight_bytes == wanted.weight_bytes
+    assert np.array_equal(model(images.numpy()), wanted(images.numpy()))
+
+    def differ(header):
+        header["weights"] += [[*header["weights"][0][:-1], top] for top in range(20)]
+
+    refused(file, tmp_path, changed(tape, differ), "is laid out in more than 16 ways")
 
 
 def test_the_order_of_fields_does_not_matter(file, tmp_path):

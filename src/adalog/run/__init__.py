@@ -9,7 +9,7 @@ The answers have the bits of the executor "native". Neither this module nor what
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,16 @@ class Model:
         stored.check(len(self.inputs) == len(header["inputs"]), "two of its inputs have one name")
         sizes = [4 * int(np.prod(shape)) for shape in self.inputs.values()]
         self.threads, self.level = context.threads, context.level
-        self._weights = [tapes.weight_of(entry, tensor) for entry in header["weights"]]
-        self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes)
+        most = self.batch * tapes.MAX_WORK
+        self._weights = tapes.weights_of(header["weights"], tensor)
+        self._memory = tapes.Memory(constants, header["work"], header["fills"], sizes, most)
         self._calls = tapes.Calls(context, self._weights, self._memory, header["calls"])
         stored.check(len(header["copies"]) == len(sizes), f"it copies {len(header['copies'])} inputs")
         self._copies = list(map(self._copy, header["copies"], self.inputs.values()))
         self._output = self._views(header["output"])
-        self.weight_bytes = sum(weight.nbytes for weight in self._weights)
+        size = sum(view.nbytes for view in _leaves(self._output))
+        stored.check(size <= most, f"it puts out {size} bytes, more than {most}")
+        self.weight_bytes = sum(weight.nbytes for weight in set(self._weights))
         self.nbytes = len(constants) + len(self._memory.work)
         self._lock = threading.Lock()
 
@@ -102,7 +105,8 @@ class Model:
                     pieces = [np.pad(piece, padding[0] + padding[1] * (piece.ndim - 1)) for piece in pieces]
                 self._run(pieces)
                 end = min(start + self.batch, count)
-                _fill(result, self._output, start, end)
+                for each, view in zip(_leaves(result), _leaves(self._output), strict=True):
+                    each[start:end] = view[: end - start]
         return result
 
     def _run(self, pieces: list[Array]) -> None:
@@ -173,13 +177,10 @@ def _map(function: Callable[[Array], Array], value: Any) -> Any:
     return function(value)
 
 
-def _fill(result: Any, views: Any, start: int, end: int) -> None:
-    """Copy the views' first images to their place in the result."""
-    if isinstance(views, dict):
-        for key, view in views.items():
-            _fill(result[key], view, start, end)
-    elif isinstance(views, (tuple, list)):
-        for each, view in zip(result, views, strict=True):
-            _fill(each, view, start, end)
+def _leaves(value: Any) -> Iterator[Array]:
+    """The arrays of a nested value, in order."""
+    if isinstance(value, (dict, tuple, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
     else:
-        result[start:end] = views[: end - start]
+        yield value

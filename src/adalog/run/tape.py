@@ -9,6 +9,7 @@ points) lies in the region "constants", which nothing writes. docs/format.md des
 import ctypes
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ KEY = "adalog-tape"
 CONSTANTS, WORK = "constants", "work"  # regions of memory; the others are the inputs, by their numbers
 ALIGNMENT = 64  # bytes: a cache line
 MAX_BATCH = 2**16
-_MAX_WORK = 2**30  # bytes for each image
+MAX_WORK = 2**30  # bytes for each image, of memory and of what a view of it shows
+_MAX_LAYOUTS = 16  # of one weight
 _TYPES = ("float32", "float64", "uint8", "int32", "int64", "bool")
 _FIELDS = {
     "format": int,
@@ -62,7 +64,7 @@ def parse(header: str) -> dict[str, Any]:
         check(isinstance(tape[name], kind), f"its {name} is of the type {type(tape[name]).__name__}")
     batch, work = tape["batch"], tape["work"]
     check(is_whole(batch, 1, MAX_BATCH), f"it is for {batch} images")
-    check(is_whole(work, 0, batch * _MAX_WORK), f"it takes {work} bytes for {batch} images")
+    check(is_whole(work, 0, batch * MAX_WORK), f"it takes {work} bytes for {batch} images")
     check(bool(tape["inputs"]), "it has no inputs")
     for each in tape["inputs"]:
         good = isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and _is_shape(each[1])
@@ -74,8 +76,20 @@ def _is_shape(shape: Any) -> bool:
     return isinstance(shape, list) and len(shape) <= 8 and all(is_whole(size, 0, 2**31) for size in shape)
 
 
-def weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
-    """The weight of one of the tape's `weights`, of which `tensor` gives the artifact's tensors."""
+def weights_of(entries: Sequence[Any], tensor: Callable[[str], Array]) -> list[abi.Weights]:
+    """The weights that a tape names, of which `tensor` gives the artifact's tensors: one for all equal entries."""
+    made: dict[str, abi.Weights] = {}
+    layouts: Counter[str] = Counter()
+    for entry in entries:
+        if repr(entry) not in made:
+            made[repr(entry)] = _weight_of(entry, tensor)
+            layouts[entry[0]] += 1
+            told = f"weight {entry[0]} is laid out in more than {_MAX_LAYOUTS} ways"
+            check(layouts[entry[0]] <= _MAX_LAYOUTS, told)
+    return [made[repr(entry)] for entry in entries]
+
+
+def _weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     good = isinstance(entry, list) and len(entry) > 2 and isinstance(entry[0], str)
     check(good, "a weight is no [name, shape, bits, ...]")
     name, shape, *choices = entry
@@ -98,14 +112,15 @@ def aligned(size: int) -> Array:
 class Memory:
     """The regions that calls read and write.
 
-    work: written by calls; constants: of the file, and never written. inputs: how many bytes each has.
+    work: written by calls; constants: of the file, and never written. inputs: how many bytes each has. most: bytes that
+    a view may show, some of them again and again.
     """
 
-    def __init__(self, constants: Array, work: int, fills: Sequence[Any], inputs: Sequence[int]):
+    def __init__(self, constants: Array, work: int, fills: Sequence[Any], inputs: Sequence[int], most: int):
         self.work, self._constants = aligned(work), aligned(len(constants))
         self._constants[:] = constants
         self._constants.flags.writeable = False
-        self._inputs = inputs
+        self._inputs, self._most = inputs, most
         for fill in fills:
             good = isinstance(fill, list) and len(fill) == 3 and all(is_whole(each, 0) for each in fill)
             check(good and fill[0] + fill[2] <= work and fill[1] + fill[2] <= len(constants), f"it fills {fill}")
@@ -149,6 +164,8 @@ class Memory:
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         size = last + np.dtype(given["type"]).itemsize if all(shape) else 0
         check(size <= there, f"{given} takes {size} bytes, and {there} are there")
+        shown = math.prod(shape) * np.dtype(given["type"]).itemsize
+        check(shown <= self._most, f"{given} shows {shown} bytes, more than {self._most}")
         memory = self.work if region == WORK else self._constants
         return np.ndarray(shape, given["type"], memory.data, offset, strides)
 

@@ -75,6 +75,8 @@ constexpr int LINE = 64;        // bytes: one group of a panel
 constexpr int STEP = 64;        // terms are padded to a multiple of this: one AMX tile
 constexpr int ROWS = 16;        // rows of accumulators at once, at most
 constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of two of them do not overflow unnoticed
+constexpr int64_t LONGEST = 1 << 24;        // no operand of a product has more terms or columns
+constexpr size_t MOST_SCRATCH = 1 << 28;    // bytes of a thread: rows may lie on each other, so no memory bounds them
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -250,8 +252,10 @@ struct Context {
     ~Context() { stop(); }
     // Whether this is a child that the process of the workers forked: they are not in it, to work or to be joined.
     bool deserted() const { return !workers.empty() && getpid() != process; }
-    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing.
+    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing, or
+    // where a task takes too much.
     int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
+        if (bytes > MOST_SCRATCH) return 2;
         try {
             std::lock_guard<std::mutex> one_at_a_time(one);
             for (auto& each : scratch) each.resize(bytes);
@@ -395,6 +399,7 @@ bool fits(int64_t rows, int64_t row, int64_t columns, int64_t size, int64_t byte
 }
 
 bool is_byte(int32_t zero) { return zero >= 0 && zero <= 255; }
+bool is_length(int64_t count) { return count >= 1 && count <= LONGEST; }
 
 // The last entry of (batches, heads, rows, columns) with these distances lies within the memory.
 bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
@@ -595,7 +600,8 @@ const Kernels* kernels_of(int level) {
 }  // namespace
 
 // --- the interface -------------------------------------------------------------------------------------------------------
-// Operations return 0, 1 where sizes do not fit together (nothing is read or written then), 2 where memory is missing.
+// Operations return 0, 1 where sizes do not fit together (nothing is read or written then), 2 where memory is missing, or
+// more than `MOST_SCRATCH` would be taken.
 
 // A bit for each `Level`, and bit 8 for AVX-512-bf16. What both processor and operating system support; AMX only if Linux
 // grants its registers.
@@ -712,7 +718,7 @@ API void adalog_close(Context* context) {
 // largest byte of that.
 API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t columns, int64_t terms, int bits,
                             int left_zero, int left_top) {
-    if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > 1 << 24 || terms > 1 << 24)
+    if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > LONGEST || terms > LONGEST)
         return nullptr;
     if (!is_byte(left_zero) || !is_byte(left_top) || !std::all_of(zero, zero + columns, is_byte)) return nullptr;
     try {
@@ -776,7 +782,7 @@ API int adalog_product(Context* context, const Matrices* of) {
     bool across = of->right.transposed;
     if (!fits(of->right, of->batches, of->heads, across ? of->columns : of->terms, across ? of->terms : of->columns))
         return 1;
-    if (of->right.more || of->terms < 1 || of->columns < 1) return 1;
+    if (of->right.more || !is_length(of->terms) || !is_length(of->columns)) return 1;
     if (!good(of->out, of->heads * of->columns, of->batches, of->out_batch, of->heads, of->out_head, of->rows, of->columns))
         return 1;
     return context->run(context->kernels->product, of, of->batches * of->heads, size_of<ProductScratch>(*of));
@@ -784,13 +790,14 @@ API int adalog_product(Context* context, const Matrices* of) {
 
 API int adalog_attention(Context* context, const Attention* of) {
     const Matrices& scores = of->scores;
-    if (!context || scores.columns < 1 || scores.terms < 1 || of->columns < 1 || !of->factor || !good(of->steps)) return 1;
+    if (!context || !of->factor || !good(of->steps)) return 1;
+    if (!is_length(scores.columns) || !is_length(scores.terms) || !is_length(of->columns)) return 1;
     if (!fits(scores.left, scores.batches, scores.heads, scores.rows, scores.terms) || scores.left.more) return 1;
     if (!fits(scores.right, scores.batches, scores.heads, scores.columns, scores.terms) || scores.right.more) return 1;
     if (!scores.right.transposed || of->values.transposed || of->values.more || !is_byte(of->zero)) return 1;
     if (!fits(of->values, scores.batches, scores.heads, scores.columns, of->columns)) return 1;
     if (of->bias) {
-        if (of->bias_tables < 1 || of->bias_tables > MOST || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
+        if (of->bias_tables < 1 || of->bias_tables > INT32_MAX || (of->bias_heads != 1 && of->bias_heads != scores.heads)) return 1;
         if (!of->bias_of || of->bias_batches < scores.batches) return 1;
         if (!std::all_of(of->bias_of, of->bias_of + scores.batches,
                          [&](int32_t table) { return table >= 0 && table < of->bias_tables; }))
