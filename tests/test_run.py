@@ -325,6 +325,16 @@ def test_sizes_that_do_not_fit_together(file, tmp_path, images):
         adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
 
 
+def test_operands_of_the_wrong_kind(file, tmp_path, images):
+    def change(header):
+        one("aten.mean.dim")(header)[1:] = [0.5, []]
+
+    tape = changed(adalog.run.tape_beside(file).read_bytes(), change)
+    (tmp_path / "tape").write_bytes(tape)
+    with pytest.raises(AdalogError, match="step mean fails: AttributeError: 'float"):
+        adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
+
+
 def test_every_pointer_has_an_extent():
     for structure in abi.STRUCTURES:
         pointers = {name for name, kind, *_ in structure._fields_ if kind is abi.c_void_p} - {"weights"}

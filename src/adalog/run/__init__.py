@@ -123,7 +123,9 @@ class Model:
                 if status:
                     abi.check(status)
                 done += 1
-        except (ValueError, TypeError, ArithmeticError, LookupError) as cause:  # of a damaged tape
+        except MemoryError:
+            raise
+        except Exception as cause:  # NumPy raises anything on what a damaged tape says
             raise ProgramError(f"step {self._calls.runs[done][0]} fails: {one_line(cause)}") from cause
 
 
