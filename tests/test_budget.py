@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from adalog import Calibration, Config, DataError, artifact, load
+from adalog.cli import pareto
 from adalog.cli.console import check_unfinished, remove_finished
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
@@ -355,6 +356,29 @@ def test_only_what_a_run_left_counts_as_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     check_unfinished(partial, resume=False)
     check_unfinished(tmp_path / "nowhere" / "x", resume=False)
+
+
+@pytest.mark.slow
+def test_what_is_finished_of_a_curve_stays_until_its_json_is_written(place, monkeypatch, capsys):
+    """And a damaged point is refused in one line."""
+    monkeypatch.chdir(place)
+    left, points = {}, Path("curve2.png.partial.points")
+    for name in ("emit_json", "say"):
+        monkeypatch.setattr(pareto, name, lambda *_, name=name: left.update({name: points.exists()}))
+    given = ("pareto", *GIVEN, "--method", "minmax", "--widths", "2,8", "--budgets", 2, "-o", "curve2.png")
+    monkeypatch.setattr(pareto, "remove_finished", lambda partial: None)
+    assert call(monkeypatch, capsys, *given) == (0, "")
+    kept, begun = points.read_text(), left.copy()
+    for change in (('"bops"', '"other"'), ('"bytes": ', '"bytes": 0.')):
+        points.write_text(kept.replace(*change))
+        code, told = call(monkeypatch, capsys, *given, "--resume")
+        assert (code, told.count("\n")) == (2, 1)
+        assert "curve2.png.partial.points is damaged (TypeError:" in told
+    points.write_text(kept)
+    monkeypatch.setattr(pareto, "remove_finished", remove_finished)
+    assert call(monkeypatch, capsys, *given, "--resume") == (0, "")
+    assert (begun["emit_json"], left) == (True, {"emit_json": True, "say": False})
+    assert not list(place.glob("curve2.png.partial*"))
 
 
 def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):

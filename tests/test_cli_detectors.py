@@ -1,14 +1,20 @@
 """The command line with a detector: quantize, evaluate, detect, and what is wrong with what it is given."""
 
+import io
 import json
 import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from rich.console import Console
 
+from adalog.cli import detectors
+from adalog.cli.detectors import SHOWN
 from adalog.detection import demo
 from adalog.detection.demo.scenes import scene
+from adalog.detection.detector import Detections, Settings
 from commands import call, run, say
 
 pytest.importorskip("torchvision")
@@ -133,6 +139,14 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
         (("quantize", "demo:detector", "--free-sizes"), "takes images of any size"),
         (("evaluate", "demo:detector"), "is a detector: give --coco instances.json and --data FOLDER"),
         (("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--executor", "torch"), "is not quantized"),
+        (
+            ("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--model", "demo"),
+            "which takes no --model: leave",
+        ),
+        (
+            ("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--model", "demo", "--support", "y"),
+            "demo:detector is a detector, which takes no --model and no --support: leave it out",
+        ),
         (("detect", "demo:detector", "nowhere.png"), "nowhere.png cannot be read as an image"),
         (("detect", "demo:detector", "x.png", "--out", "x.gif"), "x.gif is none of .png, .jpg"),
     ],
@@ -167,6 +181,47 @@ def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypat
         2,
         f"error: {missing} is not installed, which detectors need: pip install 'adalog[coco]'\n",
     )
+
+
+@pytest.fixture
+def one_seen(monkeypatch, tmp_path):
+    """An image whose name looks like markup, as does that of the class of which a detector sees one object in it."""
+    settings = Settings(("[red]",))
+    found = Detections(
+        torch.tensor([[1.0, 2.0, 30.0, 40.0]]), torch.ones(1), torch.zeros(1).long(), torch.ones(1, 64, 64).bool()
+    )
+
+    class Seeing:
+        def __init__(self):
+            self.settings = settings
+
+        def __call__(self, batch):
+            return [found]
+
+    monkeypatch.setattr(detectors, "load_detector", lambda *_: Seeing())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x[").mkdir()
+    Image.new("RGB", (64, 64)).save("x[/foo].png")
+    return "x[/foo].png"
+
+
+def test_names_are_no_markup(one_seen, monkeypatch, capsys):
+    said = say(monkeypatch, capsys, "detect", "demo:detector", one_seen, "-o", "drawn[b].png")
+    assert "1 objects in x[/foo].png, drawn in drawn[b].png" in " ".join(said.split())
+    assert "[red]" in said
+    table = detectors.ap_table("4 images of val[red]2017.json", [("", "x[/foo].json", dict.fromkeys(SHOWN, 0.5))])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table)
+    assert "4 images of val[red]2017.json" in console.file.getvalue()
+    assert "x[/foo].json" in console.file.getvalue()
+
+
+def test_no_picture_is_left_where_masks_cannot_be_written(one_seen, monkeypatch, capsys, tmp_path):
+    for name in ("pycocotools", "pycocotools.mask"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, told = call(monkeypatch, capsys, "detect", "demo:detector", one_seen, "-o", "drawn.png")
+    assert (code, told.partition(":")[0]) == (2, "error")
+    assert [path.name for path in tmp_path.iterdir()] == ["x["]
 
 
 def test_a_model_is_no_detector(monkeypatch, capsys, tmp_path, content):

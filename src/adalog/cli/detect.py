@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from adalog import files
@@ -42,19 +43,19 @@ def command(
     with waiting(f"look at {image}"):
         (found,) = detector(detector.settings.resizing.batch([picture]))
     names, content = detector.settings.names, BytesIO()
+    results = coco.results_of([found], [0], range(len(names)))
     drawn(picture, found, names, score).save(content, FORMATS[out.suffix.lower()])
     files.write_whole(out, content.getvalue())
-    results = coco.results_of([found], [0], range(len(names)))
     rows = [
         {"name": names[each["category_id"]], "score": each["score"], "box": each["bbox"], "mask": each["segmentation"]}
         for each in results
         if each["score"] >= score
     ]
+    emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
     if json_out != "-":
-        table = Table(title=f"{len(rows)} objects in {image}, drawn in {out}")
+        table = Table(title=escape(f"{len(rows)} objects in {image}, drawn in {out}"))
         for column in ("name", "score", "x, y, width, height"):
             table.add_column(column)
         for row in rows:
-            table.add_row(row["name"], f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
+            table.add_row(escape(row["name"]), f"{row['score']:.2f}", ", ".join(f"{side:.0f}" for side in row["box"]))
         say(table)
-    emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)

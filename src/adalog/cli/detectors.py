@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from adalog import Config, DataError, artifact
@@ -184,14 +185,20 @@ def judged(
     checkpoint: Path | None,
     executor: str | None,
     jobs: int,
+    refused: Collection[str],
     json_out: str | None,
 ) -> bool:
-    """Judge a detector, which has --coco or is a name; whether it is one."""
+    """Judge a detector, which has --coco or is a name; whether it is one.
+
+    refused: the options given that no detector has.
+    """
     by_name = zoo.names_detector(str(file))
     if not by_name and instances is None:
         return False
     if not by_name and not is_detector(artifact.read(file)):
         raise ValueError(f"--coco judges a detector, and {file} is none: leave it out")
+    if refused:
+        raise ValueError(f"{file} is a detector, which takes no {' and no '.join(refused)}: leave it out")
     if instances is None or data is None:
         raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with its images")
     detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
@@ -242,10 +249,10 @@ def evaluate(
         by_image = in_batches(len(annotated), results_of, batch=1, ranks=job(), progress=image_progress(progress))
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
-    if json_out != "-":
-        say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
     told = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
     emit_json(told | {name: _number(value) for name, value in figures.items()}, json_out)
+    if json_out != "-":
+        say(ap_table(f"{len(annotated)} images of {instances}", [("", str(file), figures)]))
 
 
 def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
@@ -286,14 +293,14 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
 
 def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
     """A table of average precision in percent: rows of bits, method and figures."""
-    table = Table(title=title)
+    table = Table(title=escape(title))
     for column in ("bits", "method"):
         table.add_column(column)
     for column in SHOWN:
         table.add_column(column.replace("_ap", " AP"), justify="right")
     for bits, method, figures in rows:
         cells = [figures[name] for name in SHOWN]
-        table.add_row(bits, method, *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))
+        table.add_row(bits, escape(method), *("" if math.isnan(value) else f"{100 * value:.1f}" for value in cells))
     return table
 
 

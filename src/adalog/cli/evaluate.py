@@ -65,6 +65,7 @@ def command(
     """
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances))
     place, jobs = find_device(device), thread_count(threads)
+    others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
     if detectors.judged(
         file,
         instances,
@@ -73,6 +74,7 @@ def command(
         checkpoint=checkpoint,
         executor=executor,
         jobs=jobs,
+        refused=[name for name, given in others.items() if given],
         json_out=json_out,
     ):
         return
@@ -114,10 +116,9 @@ def command(
         )
     result = tallies[0].score()
     full = None if truth is None or reference is None else tallies[1].score()
-    if json_out != "-":
-        say(views.judgement(str(file), result, reference, full))
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
-    emit_json(
-        told | {"sites": artifact.describe(quantized.quantized)["sites"]}, json_out
-    )  # their SQNR is that on the calibration images
+    sites = artifact.describe(quantized.quantized)["sites"]  # their SQNR is that on the calibration images
+    emit_json(told | {"sites": sites}, json_out)
+    if json_out != "-":
+        say(views.judgement(str(file), result, reference, full))

@@ -110,11 +110,11 @@ def command(
         )
         drawn = pareto_figure(points, found.measure, model)
         write_file(out, rendered(drawn, out.suffix[1:], f"{model}: loss against bytes and BOPs"))
+    told = {"model": model, "method": method, "measure": found.measure, "images": found.images, "seed": seed}
+    emit_json(told | {"points": [dataclasses.asdict(each) for each in points]}, json_out)
     remove_finished(partial)
     if json_out != "-":
         say(table_of(points, found.measure), str(out))
-    told = {"model": model, "method": method, "measure": found.measure, "images": found.images, "seed": seed}
-    emit_json(told | {"points": [dataclasses.asdict(each) for each in points]}, json_out)
 
 
 def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Prepared, torch.Tensor] | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from adalog import Config
@@ -99,7 +100,7 @@ def command(
 def table_of(found: Sensitivity, name: str) -> Table:
     """One row an operand, with its loss at each width. name: of what was measured."""
     loss = "KL divergence [nats]" if found.measure == "kl" else found.measure
-    table = Table(title=f"Each operand alone: {loss} of the output of {name}, on {found.images} inputs")
+    table = Table(title=escape(f"Each operand alone: {loss} of the output of {name}, on {found.images} inputs"))
     widths = sorted({row.bits for row in found.rows})
     for column in ("site", "operand"):
         table.add_column(column)
@@ -110,5 +111,5 @@ def table_of(found: Sensitivity, name: str) -> Table:
         for kind in unit.operands:
             losses = (rows.get((unit.name, kind, width)) for width in widths)
             name = unit.name if len(unit.sites) == 1 else f"{unit.name} and {len(unit.sites) - 1} more"
-            table.add_row(name, kind, *("" if each is None else f"{each:.2g}" for each in losses))
+            table.add_row(escape(name), kind, *("" if each is None else f"{each:.2g}" for each in losses))
     return table

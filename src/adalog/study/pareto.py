@@ -1,5 +1,6 @@
 """The curve of accuracy against size and operations: budgets between the narrowest and the widest operands."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial as partial_of
@@ -16,7 +17,7 @@ from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel, quickest
-from adalog.ranks import ALONE, Ranks
+from adalog.ranks import ALONE, Coded, Ranks
 from adalog.study.budget import Budget, quantize_within, taken
 from adalog.study.drawing import COLOURS, TEXT, add_legend, new_figure
 from adalog.study.evaluate import Contest, Prepared, in_batches, predict, tally
@@ -46,6 +47,24 @@ class Point:
     loss: float
     agreement: float | None = None
     top1: float | None = None
+
+
+def _point_of(name: str, told: Any) -> Point | None:
+    """The point that `asdict` turned into `told`, through JSON; None for none. Raises TypeError for anything else."""
+    if told is None:
+        return None
+    point = Point(**told)
+    plain = (point.width, point.loss, *(each for each in (point.agreement, point.top1) if each is not None))
+    good = type(point.chosen) is bool and all(type(each) is int for each in (point.bytes, point.bops))
+    if not good or not all(type(each) in (int, float) for each in plain):
+        raise TypeError(f"the point {name!r} is odd")
+    return point
+
+
+_POINTS: Coded[Point | None] = Coded(
+    lambda point: json.dumps(None if point is None else asdict(point)).encode(),
+    lambda name, content: _point_of(name, json.loads(content)),
+)
 
 
 @torch.no_grad()
@@ -85,8 +104,10 @@ def curve(
         labels = "" if labelled is None else fingerprint(len(labelled[0]), [("labels", labelled[1])])
         lines = Lines(partial, f"{calibration.fingerprint(config)} {made_of} {labels}", "points", ranks.rank)
     points: dict[str, Point | None] = {}
-    for name, line in ranks.agreed(names, {} if lines is None else lines.found).items():
-        points[name] = None if line["point"] is None else Point(**line["point"])
+    if lines is not None:
+        with lines.refusing():
+            points = {name: _point_of(name, line["point"]) for name, line in lines.found.items()}
+    points = ranks.agreed(names, points, _POINTS)
 
     def same_width(width: int) -> Point:
         choices = replace(config, weight_bits=width, activation_bits=width, softmax_bits=width)
