@@ -309,3 +309,9 @@ def test_what_is_meant_as_a_model(tmp_path, monkeypatch):
     (tmp_path / "a:b").write_text("")
     names = ["demo", "timm:x", "no:such", "own.py:f", "demo.safetensors", "resnet50", "a:b"]
     assert [is_model(name) for name in names] == [True, True, True, True, False, False, False]
+    assert is_model("a:" + "x" * 5000)  # longer than the name of any file
+
+
+def test_a_name_longer_than_that_of_any_file_is_refused():
+    assert "is none of timm:NAME" in refused("a:" + "x" * 5000)
+    assert "hf:" in refused("hf:" + "x" * 5000)

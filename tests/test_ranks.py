@@ -215,6 +215,16 @@ def test_alone_where_no_launcher_says_otherwise(monkeypatch):
     assert Ranks.of_environment().restarts == 2
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
+    for each in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(each, "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(RankError, match=f"the variable {name} is 'two', no whole number: start the job by `torchrun`"):
+        Ranks.of_environment()
+
+
 # --- the work of the library -----------------------------------------------------------------------------------------
 
 

@@ -225,6 +225,11 @@ def test_other_images_have_no_ground_truth(tmp_path):
             {"ILSVRC2012_validation_ground_truth.txt": "1\n0\n", "map_clsloc.txt": KIT},
             r"has no ILSVRC number from 1 to 1000 in line 2",
         ),
+        (
+            {"ILSVRC2012_validation_ground_truth.txt": "1\n\n\n0\n", "map_clsloc.txt": KIT},
+            r"has no ILSVRC number from 1 to 1000 in line 4",
+        ),
+        ({"val.txt": "\n \nILSVRC2012_val_00000001.JPEG 1000\n"}, r"val\.txt, line 3 is not a file and its class"),
         ({"val.txt": "ILSVRC2012_val_00000001.JPEG 1000\n"}, r"val\.txt, line 1 is not a file and its class"),
         ({"val.txt": "ILSVRC2012_val_00000001.JPEG 1\n"}, r"val\.txt has no class for ILSVRC2012_val_00000002\.JPEG"),
     ],

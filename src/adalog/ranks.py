@@ -96,19 +96,21 @@ class Ranks:
     def of_environment() -> "Ranks":
         """The ranks of the job that `torchrun` started, by the variables that it sets; alone where there are none.
 
-        Raises RankError where the job's store cannot be reached.
+        Raises RankError where the job's store cannot be reached, and for variables that are no numbers.
         """
         told = os.environ
-        restarts, world = int(told.get("TORCHELASTIC_RESTART_COUNT", 0)), int(told.get("WORLD_SIZE", 1))
+        restarts, world = _number("TORCHELASTIC_RESTART_COUNT", 0), _number("WORLD_SIZE", 1)
         if world == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= told.keys():
             return Ranks(restarts=restarts)
+        for name in ("RANK", "MASTER_PORT"):
+            _number(name, 0)
+        local, neighbours = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         with _reached():
             store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=5)))
         store = PrefixStore(f"adalog/{restarts}", store)  # the launcher may serve one store to all starts of a job
-        local, neighbours = int(told.get("LOCAL_RANK", 0)), int(told.get("LOCAL_WORLD_SIZE", 1))
         return Ranks(store, rank, world, local=local, neighbours=neighbours, restarts=restarts)
 
     @property
@@ -241,6 +243,14 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _number(name: str, default: int) -> int:
+    """The whole number, from 0 on, that a variable of the environment holds; the default where there is none."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise RankError(f"the variable {name} is {text!r}, no whole number: start the job by `torchrun`, or unset it")
+    return int(text)
 
 
 @contextmanager

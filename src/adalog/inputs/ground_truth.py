@@ -36,11 +36,12 @@ def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
     return None
 
 
-def _lines(path: Path) -> list[list[str]]:
-    """The words of each line."""
+def _lines(path: Path) -> list[tuple[int, list[str]]]:
+    """The words of each line that has any, with its number, from 1."""
     if path.stat().st_size > _MOST_BYTES:
         raise DataError(f"{path} is too long for labels of ImageNet: remove it")
-    return [line.split() for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _number(word: str, most: int) -> int | None:
@@ -50,7 +51,7 @@ def _number(word: str, most: int) -> int | None:
 def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
     """The labels that lines of FILE CLASS give."""
     found: dict[str, int] = {}
-    for number, words in enumerate(_lines(path), 1):
+    for number, words in _lines(path):
         label = _number(words[-1], _CLASSES - 1)
         if len(words) != 2 or label is None:
             raise DataError(f"{path}, line {number} is not a file and its class from 0 to {_CLASSES - 1}: remove it")
@@ -64,10 +65,12 @@ def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
 def _numbered(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
     """The labels of images with these numbers, from 1, by ILSVRC numbers of all images."""
     classes = _classes(path)
-    told = [_number(words[0], _CLASSES) if len(words) == 1 else None for words in _lines(path)]
+    lines = _lines(path)
+    told = [_number(words[0], _CLASSES) if len(words) == 1 else None for _, words in lines]
     for number in numbers:
         if number > len(told) or told[number - 1] not in classes:
-            raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {number}: fetch it again")
+            line = lines[number - 1][0] if number <= len(lines) else len(lines) + 1
+            raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {line}: fetch it again")
     return tuple(classes[told[number - 1] or 0] for number in numbers)
 
 
@@ -75,7 +78,7 @@ def _classes(truth: Path) -> dict[int, int]:
     """The class of each ILSVRC number: the rank of its synset."""
     text, binary = truth.with_name("map_clsloc.txt"), truth.with_name("meta.mat")
     if text.is_file():
-        lines = [words for words in _lines(text) if len(words) >= 2]
+        lines = [words for _, words in _lines(text) if len(words) >= 2]
         synsets = {number: words[0] for words in lines if (number := _number(words[1], _CLASSES))}
         source = text
     elif binary.is_file():

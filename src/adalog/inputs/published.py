@@ -82,9 +82,11 @@ def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocess
 def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
     transformers = _package("transformers", "hf")
     folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    with refusal(f"hf:{name} cannot be looked for", "give a folder that save_pretrained wrote"):  # a name too long
+        inside, there = folder.is_dir(), folder.exists()
+    if inside and not (folder / "config.json").is_file():
         raise DataError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
-    if not folder.is_dir() and (folder.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1):
+    if not inside and (there or name.startswith((".", "~", "/")) or name.count("/") > 1):
         raise DataError(
             f"{folder} is not a folder: give one that save_pretrained wrote, or a model of the hub as hf:ID"
         )

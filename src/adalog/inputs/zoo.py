@@ -107,7 +107,11 @@ def captured(loaded: LoadedModel, *, seed: int = 0) -> tuple[Program, Tensor]:
 
 def is_model(text: str) -> bool:
     """Whether a text is meant as the name of a model and not as the path of a file."""
-    return text == "demo" or (":" in text and not Path(text).exists())
+    try:
+        there = Path(text).exists()
+    except OSError:  # no file has a name as long
+        there = False
+    return text == "demo" or (":" in text and not there)
 
 
 # --- from a name to a model -------------------------------------------------------------------------------------------
