@@ -7,6 +7,7 @@ float one on images that did not calibrate. On the bundled model the sum of thes
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -120,10 +121,8 @@ class Sensitivity:
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
             rows = tuple(map(_row, told["rows"]))
             if not {"tensors", "choices"} & told.keys():
-                raise DataError(
-                    "it does not say of which weights and choices it is, since an earlier version made it: measure "
-                    "again with `adalog sensitivity`"
-                )
+                why = "it does not say of which weights and choices it is, since an earlier version made it"
+                raise DataError(f"{why}: measure again with `adalog sensitivity`")
             found = Sensitivity(told["measure"], told["images"], units, rows, told["tensors"], told["choices"])
             for holds, what in _conditions(found):
                 if not holds:
@@ -135,12 +134,11 @@ class Sensitivity:
 
         Bits, pins, stages and the number of images that calibrate may be others.
         """
+        own, mine = _digest(calibration.program), _choices(config)
         way_out = "measure this one with `adalog sensitivity`"
-        own = _digest(calibration.program)
         if self.tensors != own:
             told = f"whose tensors have the digest {self.tensors[:16]}, this one's have {own[:16]}"
             raise DataError(f"the sensitivity is of another model, {told}: {way_out}")
-        mine = _choices(config)
         for name in (*mine, *self.choices):
             if self.choices.get(name) != mine.get(name):
                 given, wanted = (json.dumps(each.get(name))[:80] for each in (self.choices, mine))
@@ -171,8 +169,8 @@ def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
     sites = [site for unit in found.units for site in unit.sites]
     yield found.measure in get_args(Measure), f"the measure is none of {', '.join(get_args(Measure))}"
     yield is_whole(found.images, 1, _MOST), "the number of images is none"
-    yield isinstance(found.tensors, str) and len(found.tensors) == 64, "the digest of the tensors is none"
-    yield found.tensors.isalnum() and found.tensors.isascii(), "the digest of the tensors is none"
+    named = isinstance(found.tensors, str) and re.fullmatch("[0-9a-f]{64}", found.tensors)
+    yield bool(named), "the digest of the tensors is none"
     yield isinstance(found.choices, dict), "the choices are none"
     yield bool(found.rows), "it has no rows"
     yield len(units) == len(found.units), "a unit has no sites, or another one's name"
@@ -264,9 +262,8 @@ def sensitivity(
     if progress is not None:
         progress(total, total, "")
     wanted = (rows.get(_key(name, kind, width)) for name, kind in operands for width in widths)
-    measured = tuple(row for row in wanted if row is not None)
-    of = _digest(calibration.program), _choices(config)
-    return Sensitivity(judge.measure, judge.count, tuple(units.values()), measured, *of)
+    about = tuple(units.values()), tuple(row for row in wanted if row is not None)
+    return Sensitivity(judge.measure, judge.count, *about, _digest(calibration.program), _choices(config))
 
 
 def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[float, float]:
