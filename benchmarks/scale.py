@@ -1,7 +1,7 @@
 """What several processes of one job gain, and that they change nothing.
 
-    python benchmarks/scale.py [PART]... [--times 1] [--kills 10] [--links 50000] [--seed 0] [--realbench DIR]
-        [--work DIR] [--json FILE]
+    python benchmarks/scale.py [PART]... [--times 1] [--rows ROWS] [--kills 10] [--links 50000] [--seed 0]
+        [--realbench DIR] [--work DIR] [--json FILE]
 
 Parts, all by default:
 
@@ -12,7 +12,7 @@ Parts, all by default:
   has the commands from start to end, with what Python takes to import PyTorch. `memory` is the largest resident set of
   a rank over that of one process.
 - `evaluate`: the counts on the 2,000 test images of the bundled model, by 1, 2 and 3 processes.
-- `tables`: table 1 of the bundled model at W4A4 by one process and by two.
+- `tables`: table 1 of the bundled model at W4A4 by one process and by two, all its rows or those of --rows.
 - `kills`: as many times, a rank of `quantize` or of `tables` is killed at a random moment under --max-restarts 3, and
   the file or the rows are compared with an undisturbed run's.
 - `stream`: `adalog evaluate` on a folder of 50,000 links to the 2,000 images of --realbench, or to the test images of
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--links", type=int, default=LINKS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", default="", help="rows of the table, as `adalog tables --rows` takes them")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
@@ -72,6 +73,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for part in given.parts or PARTS:
         key = {"times": given.times, "kills": given.kills, "links": given.links, "seed": given.seed}
+        key |= {"rows": given.rows} if given.rows else {}
         path = None if given.work is None else given.work / f"{part}.json"
         with tempfile.TemporaryDirectory() as folder:
             found[part] = kept(path, key, lambda part=part, folder=folder: PARTS[part](Path(folder), given))
@@ -209,13 +211,15 @@ TABLE = ("tables", 1, "--models", "demo", "--bits", "w4a4", "--jobs", 1)
 
 
 def tables(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    one = run(folder, 1, *TABLE, "-o", "one")
-    pair = [start(folder, command(1, *TABLE, "-o", name)) for name in ("left", "right")]
+    words = (*TABLE, "--rows", given.rows) if given.rows else TABLE
+    one = run(folder, 1, *words, "-o", "one")
+    pair = [start(folder, command(1, *words, "-o", name)) for name in ("left", "right")]
     beside = finish(folder, *pair)
-    two = run(folder, 2, *TABLE, "-o", "two")
+    two = run(folder, 2, *words, "-o", "two")
     limit = one["seconds"] / beside["seconds"]
     equal = [rows_of(folder / f"{name}.json") == rows_of(folder / "one.json") for name in ("two", "left")]
     return {
+        "rows": [row["names"][0] for row in json.loads((folder / "one.json").read_text())["rows"]],
         "wall_ratio": two["seconds"] / one["seconds"] * limit,
         "L": limit,
         "equal_rows": all(equal),
