@@ -20,10 +20,11 @@ Parts, all by default:
   terminal foretold after a tenth over the time that it took.
 
 Everything runs on the CPU, with one thread a process. Prints one JSON object and saves it as
-benchmarks/results/scale.json; parts that are finished for the same sources are kept in --work.
+benchmarks/results/scale.json. Parts that are not asked for stay as they are in that file; each says its commit. Parts
+that are finished for the same sources are kept in --work.
 """
 
-from benchmarks.publish import RESULTS, publish
+from benchmarks.publish import RESULTS, commit, publish
 
 import argparse
 import json
@@ -70,15 +71,16 @@ def main() -> None:
     given = parser.parse_args()
     if odd := set(given.parts) - PARTS.keys():
         parser.error(f"no such part: {', '.join(sorted(odd))}")
-    found: dict[str, Any] = {}
+    path = RESULTS / "scale.json" if given.json is None else given.json
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in given.parts or PARTS:
         key = {"times": given.times, "kills": given.kills, "links": given.links, "seed": given.seed}
         key |= {"rows": given.rows} if given.rows else {}
-        path = None if given.work is None else given.work / f"{part}.json"
+        work = None if given.work is None else given.work / f"{part}.json"
         with tempfile.TemporaryDirectory() as folder:
-            found[part] = kept(path, key, lambda part=part, folder=folder: PARTS[part](Path(folder), given))
-    result = {**found, "seed": given.seed, "machine": machine()}
-    publish(result, RESULTS / "scale.json" if given.json is None else given.json)
+            found[part] = kept(work, key, lambda part=part, folder=folder: PARTS[part](Path(folder), given))
+        found[part] |= {"seed": given.seed, "machine": machine(), "commit": commit()}
+    publish({part: found[part] for part in PARTS if part in found}, path)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
