@@ -352,6 +352,21 @@ def without_pytorch() -> str:
 
 
 @says("docs/how-to/run-on-several-processes.md")
+def two_ranks() -> str:
+    found, tables = results("scale")["quantize"], results("scale")["tables"]
+    (run,) = found["runs"]
+    order(found["same_bytes"] and found["wall_ratio"] <= 0.6 and found["memory"] <= 1.2, found)
+    order(tables["equal_rows"] and tables["wall_ratio"] <= 0.6, tables)
+    return (
+        f"Two ranks of one thread take {run['ratio']:.2f} of the time of one to quantize DeiT-T at W4A4, with the same "
+        f"file and {found['memory']:.2f} times the memory in each. Two processes that have nothing to do with each "
+        f"other took {1 / found['L']:.2f} times the time of one alone then, since cores share caches and memory. "
+        f"{len(tables['rows'])} rows of the paper's Table 1 on the bundled model take two ranks "
+        f"{tables['seconds']['two'] / tables['seconds']['one']:.2f} of the time, and are equal."
+    )
+
+
+@says("docs/how-to/run-on-several-processes.md")
 def many_images() -> str:
     found = results("scale")["stream"]
     return (
