@@ -12,7 +12,8 @@ def stages_results() -> dict[str, dict[str, Any]]:
     named = {"the bundled ViT": "reconstruct-demo.json", "TinyViT": "reconstruct-realbench.json"}
     found = {name: json.loads((RESULTS / file).read_text()) for name, file in named.items()}
     later = more_images()
-    found["TinyViT"]["rows"] += [row for row in later["rows"] if row["images"] == 1000]
+    before = {row["bits"] for row in found["TinyViT"]["rows"]}
+    found["TinyViT"]["rows"] += [row for row in later["rows"] if row["images"] == 1000 or row["bits"] not in before]
     return found
 
 

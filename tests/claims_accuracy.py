@@ -397,13 +397,16 @@ def stages_real() -> str:
     )
     rows = results("reconstruct-realbench-1000")["rows"]
     more = {row["bits"]: 100 * row["top1"] for row in rows if (row["stage"], row["images"]) == ("reconstruction", 1000)}
+    six = [100 * row["top1"] for row in rows if row["bits"] == "w6a6"]
+    order(len(six) == 3 and six == sorted(six), six)
     order(four == sorted(four) and three == sorted(three), found)
     order(more["w4a4"] > four[2] and more["w3a3"] > three[2], more)
     return (
         f"On TinyViT, which has {100 * result['fp32']:.1f} %, W4A4 goes from {four[0]:.1f} % to {four[1]:.1f} % by a "
         f"correction from 128 images, and to {four[2]:.1f} % by training its blocks after that (with 1,000 images to "
         f"{more['w4a4']:.1f} %); W3A3 goes from {three[0]:.1f} % to {three[1]:.1f} % and {three[2]:.1f} % "
-        f"({more['w3a3']:.1f} %), which is still of no use."
+        f"({more['w3a3']:.1f} %), which is still of no use. W6A6 goes from {six[0]:.1f} % to {six[1]:.1f} % and "
+        f"{six[2]:.1f} %, both with 1,000 images."
     )
 
 
