@@ -4,8 +4,9 @@
     python benchmarks/export.py --model timm:deit_small_patch16_224 --bits w4a4 | --model realbench:DIR --bits w8a8 w6a6
 
 A row has the certificate of one form in one engine: the images compared, whether every accumulator is equal, and which
-images' largest output changes. "time_over_fp32" is the CPU time of the export over that of the float model in the same
-engine, at batch 1 on one thread, taken in turn; OpenVINO computes in float32. "bytes" is the size of the ONNX file.
+images' largest output changes; "beyond_own" of them by more than "own_error", the artifact's, explains (see
+docs/export.md). "time_over_fp32" is the CPU time of the export over that of the float model in the same engine, at
+batch 1 on one thread, taken in turn; OpenVINO computes in float32. "bytes" is the size of the ONNX file.
 "exports" has the CPU seconds of each export, and the most memory that the process has held [bytes]. A timm model has
 random weights and its images are noise. Of the first file, 20 initialisers are changed, one at a time, and each time it
 must fail its certificate. Prints one JSON object and saves it as benchmarks/results/export-MODEL.json, or as F. `--work
@@ -67,6 +68,7 @@ def compared(
                     row = {"bits": width, "form": form, "engine": engine, "images": found.images}
                     row |= {"passed": found.passed, "accumulators_equal": found.accumulators_equal}
                     row |= {"argmax_changed": found.argmax_changed, "changed": found.changed, "error": found.error}
+                    row |= {"own_error": found.own_error, "beyond_own": found.beyond_own}
                     row |= {"time_over_fp32": ratio(plain, content, engine, case, seconds), "bytes": len(content)}
                     rows.append(row)
                     damaged = damaged or caught(program, content, images[:1])
