@@ -14,10 +14,9 @@ DIR` keeps our artifacts as long as the sources of the package are the same.
 """
 
 from benchmarks.publish import RESULTS, publish
-from benchmarks.runtime import Case, Files, load_case, quantized
+from benchmarks.runtime import Case, Files, folder_of, load_case, named, quantized
 
 import argparse
-import os
 import resource
 import sys
 import tempfile
@@ -120,14 +119,15 @@ def main(given: Sequence[str] | None = None) -> None:
     case = load_case(asked.model, pretrained=False)
     images = demo.test_images()[0][: asked.images] if asked.model == "demo" else case.timed
     model = "realbench" if asked.model.startswith("realbench:") else asked.model
+    name = named(asked.model)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        result = compared(case, asked.bits, images, asked.executor, asked.seconds, asked.work or Path(folder))
+        work = folder_of(asked.work, name) or Path(folder)
+        result = compared(case, asked.bits, images, asked.executor, asked.seconds, work)
     result["rows"] = [{"model": model, **row} for row in result["rows"]]
     versions = {
         name: found for name in ("onnx", "onnxruntime", "onnxscript", "openvino") if (found := version_of(name))
     }
     told = {"executor": asked.executor, "threads": 1, **result, "machine": {**machine(), **versions}}
-    name = model.rpartition(":")[2].replace(os.sep, "-")
     publish(told, asked.json or RESULTS / f"export-{name}.json")
 
 

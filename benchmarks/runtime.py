@@ -400,20 +400,33 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return found
 
 
+def named(model: str) -> str:
+    """What stands for a model in names of files."""
+    return "realbench" if model.startswith("realbench:") else model.rpartition(":")[2].replace(os.sep, "-")
+
+
+def folder_of(work: Path | None, name: str) -> Path | None:
+    """The folder in `work` that keeps this model's artifacts, made if it is not there."""
+    if work is not None:
+        (work / name).mkdir(parents=True, exist_ok=True)
+    return None if work is None else work / name
+
+
 def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
     if asked.level is not None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # oneDNN reads it when it is first used
     case = load_case(asked.model, pretrained=asked.pretrained)
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
+    name = named(asked.model)
     with redirect_stdout(sys.stderr):  # exporters print, and standard output is for the result
-        result = compare(case, **choices, threads=asked.threads, seconds=asked.seconds, work=asked.work)
+        work = folder_of(asked.work, name)
+        result = compare(case, **choices, threads=asked.threads, seconds=asked.seconds, work=work)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}
     model = "realbench" if asked.model.startswith("realbench:") else asked.model
     real = case.classes is not None or asked.pretrained
     told = {"model": model, "pretrained": real, "threads": asked.threads, **result}
     told |= {"level": asked.level or library.about()["level"], "seed": SEED, "machine": {**machine(), **versions}}
-    name = model.rpartition(":")[2].replace(os.sep, "-")
     publish(told, asked.json or RESULTS / f"runtime-{name}.json")
 
 
