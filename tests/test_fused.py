@@ -55,6 +55,20 @@ def test_uniform_errors_are_those_of_the_quantizers(way, shape, keep, dtype, bit
         assert torch.equal(error, (quantizer.fake_quantize(values) - values).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_of_a_matrix_lie_together(way, dtype):
+    values, factor = normal(2, 3, 5, 7), normal(2, 3, 7, 4, seed=1).to(dtype)
+    errors = fused.uniform_errors(values, torch.full((6,), 0.3), torch.full((6,), 7.0), 4, (), dtype)
+    if fused._functions():
+        assert errors.movedim(0, -3).is_contiguous()
+    found = fused.products(errors, factor)
+    assert found.shape == (6, 2, 3, 5, 4)
+    assert torch.equal(found, fused.products(errors.contiguous(), factor))  # however they lie
+    torch.testing.assert_close(found, errors @ factor)
+    looked_up = fused.table_errors(values, torch.zeros(210, dtype=torch.int32), normal(6, 3), dtype)
+    assert looked_up.movedim(0, -3).is_contiguous()
+
+
 @given(st.floats(2**-10, 10, width=32), st.integers(0, 15), st.integers(-40, 40), st.sampled_from([-0.5, 0.0, 0.5]))
 def test_halves_round_to_even_in_both(scale, zero_point, step, half):
     values = torch.full((1, 1), scale) * (step + half)

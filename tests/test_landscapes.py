@@ -86,7 +86,7 @@ def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
     left, right = landscape.landscapes(searched, search, size=3)
     assert len(right.path.judged) == 1  # a row of a weight is no sample
     assert [len(points) for points in left.path.steps] == [128, 128]
-    assert len(left.path.judged) == search.parents // 2
+    assert len(left.path.judged) == search.parents
     assert (left.path.judged == left.path.walk[0]).all(1).any()
     error = ProductError.of(
         searched.product.left.values,

@@ -159,6 +159,13 @@ def test_a_sample_scores_some_rows_of_every_image(shape, right, keep, images, ma
         assert windows[:, 0].diff().unique().numel() == 1
 
 
+@every_sample
+def test_a_sample_may_be_several_times_as_large(shape, right, keep, images, monkeypatch):
+    monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
+    error = ProductError.of(*operands(shape, right), keep)
+    assert torch.equal(error.sample(20, times=4).left, error.sample(80).left)
+
+
 def test_a_sample_takes_other_rows_of_each_image(monkeypatch):
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     left, right, right_hat = operands((8, 3, 64, 9), (8, 3, 9, 7))
@@ -219,6 +226,72 @@ def test_all_rows_serve_where_they_are_few_or_keep_their_losses(monkeypatch):
         ProductError.of(left, normal(12, 40), normal(12, 40), alike=False),
     ):
         assert kept.sample(10) is kept
+
+
+# --- the leading part of a Gram matrix -------------------------------------------------------------------------------
+
+
+def weights_of_tokens(decay, width=192):
+    """A weight with 12 rows, tokens whose directions have lengths that fall like this, and these tokens moved a bit."""
+    turn = torch.linalg.qr(normal(width, width, seed=3)).Q
+    right = (turn * decay ** torch.arange(width)) @ normal(width, 400, seed=2)
+    return normal(12, width, seed=1), right, 1.05 * right
+
+
+def leading_and_exact(decay):
+    """The losses of a sample and of all tokens, both above those of the first candidate."""
+    left, right, right_hat = weights_of_tokens(decay)
+    error = ProductError.of(left, right, right_hat, (0,))
+    assert error.gram
+    sample, points = error.sample(1), points_of(left.shape, (0,))
+    exact = direct(left, right, right_hat, (0,))
+    found = sample.loss(rounding_candidates(left, (0,)), points)
+    return sample, found - found[:1], exact - exact[:1]
+
+
+def test_leading_directions_are_all_of_a_matrix_of_their_rank():
+    sample, found, exact = leading_and_exact(0.5)  # 2**-64 is left of the last direction
+    assert sample.factor.shape == (192, 64)
+    assert not sample.gram
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("decay", [0.95, 0.99, 1.0])
+def test_the_diagonal_stands_for_what_leading_directions_leave(decay):
+    sample, found, exact = leading_and_exact(decay)
+    assert float((found - exact).norm() / exact.norm()) < 0.1
+    without = replace(sample, rest=None).loss(
+        rounding_candidates(sample.left, (0,)), points_of(sample.left.shape, (0,))
+    )
+    assert float((without - without[:1] - exact).norm() / exact.norm()) > 1.5 * float(
+        (found - exact).norm() / exact.norm()
+    )
+
+
+def test_what_is_linear_in_the_error_is_exact():
+    """A tiny step of one weight: its square is nothing."""
+    left, right, right_hat = weights_of_tokens(1.0)
+    error = ProductError.of(left, right, right_hat, (0,))
+    step = torch.zeros(12, 192, dtype=torch.float64)
+    step[:, 5] = 1e-6
+
+    def moved(points):
+        return torch.stack([left, left + step, left - step])
+
+    def slope(of):
+        _, up, down = of.loss(moved, torch.zeros(3, 1, 12))
+        return up - down
+
+    torch.testing.assert_close(slope(error.sample(1)), slope(error), rtol=1e-4, atol=1e-12)
+
+
+def test_narrow_weights_and_dead_tokens_are_sampled_too():
+    left, right, right_hat = weights_of_tokens(0.9, width=191)
+    narrow = ProductError.of(left, right, right_hat, (0,))
+    assert narrow.sample(1) is narrow
+    zeros = torch.zeros(192, 400, dtype=torch.float64)
+    dead = ProductError.of(normal(12, 192), zeros, zeros, (0,)).sample(1)
+    assert float(dead.loss(rounding_candidates(dead.left, (0,)), points_of((12, 192), (0,))).max()) < 1e-30
 
 
 @pytest.mark.parametrize("tokens", [9, 60], ids=["direct", "gram"])
@@ -282,10 +355,10 @@ def test_products_in_bfloat16_choose_as_well(left, right, keep, seed, monkeypatc
 
 def test_bfloat16_only_where_it_is_faster(monkeypatch):
     wide, narrow = (
-        ProductError.of(*(each.to(dtype) for each in operands((9, 40), (40, 32))))
+        ProductError.of(*(each.to(dtype) for each in operands((9, 40), (40, 16))))
         for dtype in (torch.float64, torch.float32)
     )
-    few = ProductError.of(*(each.float() for each in operands((9, 40), (40, 31))))
+    few = ProductError.of(*(each.float() for each in operands((9, 40), (40, 15))))
     monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: False)
     assert narrow.fast() is narrow
     monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)

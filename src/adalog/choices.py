@@ -71,7 +71,7 @@ class Search:
     parents: int = 16  # how many points a step refines; 16 x 8 children = n evaluations
     steps: int = 4  # p (Sec. 4.1; the released code takes 6)
     rounds: int = 1  # how often each operand is searched again; more rounds gain next to nothing (released: 3)
-    rough_rows: int = 512  # steps score this many tokens or more, and survivors are scored on all (0: all, always)
+    rough_rows: int = 256  # steps score this many tokens or more, survivors eight times as many (0: all, always)
     refit: bool = True  # each row of a weight takes the scale that fits its codes best, once they are found
     reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
     fold_ranges: FoldRanges = "by-bits"

@@ -27,6 +27,8 @@ from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_
 
 # A round that improves the loss by less than this fraction is the last.
 _LEAST_GAIN = 1e-3
+# Survivors are judged on this many times as many rows as the steps look at.
+_FAIR = 8
 # Each parent in FPCS has this many neighbours.
 _CHILDREN = 8
 
@@ -195,15 +197,23 @@ def _search_piece(
 ) -> tuple[Tensor, float]:
     """The best point of an operand by this error, and its loss.
 
-    Steps score a sample of the tokens, and the survivors are scored on all; the winner is compared with the incumbent
-    by the exact loss.
+    Steps score a sample, and survivors a larger one (`judges`); the winner is compared with the incumbent by the exact
+    loss.
     """
-    sample = error.sample(search.rough_rows) if search.rough_rows else error
-    rough = sample.fast() if search.rough_rows else error
-    loss = (error.fast() if sample is not error else error).loss_by(operand.errors)
-    cheaper = None if rough is error else rough.loss_by(operand.errors)
-    best = minimise(loss, operand, search, incumbent, cheaper, nearby=nearby)
+    fair, rough = judges(error, operand, search)
+    if search.rough_rows:
+        fair, rough = fair.fast(), rough.fast()
+    cheaper = None if rough is fair else rough.loss_by(operand.errors)
+    best = minimise(fair.loss_by(operand.errors), operand, search, incumbent, cheaper, nearby=nearby)
     return _better(error, operand, best, incumbent)
+
+
+def judges(error: ProductError, operand: Operand, search: Search) -> tuple[ProductError, ProductError]:
+    """The error that judges survivors and walks, and the rougher one of the steps of FPCS; they may be the same."""
+    if not search.rough_rows:
+        return error, error
+    fair = error if operand.has_own_rows else error.sample(search.rough_rows, times=_FAIR)
+    return fair, error.sample(search.rough_rows)
 
 
 def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:

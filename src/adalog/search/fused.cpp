@@ -1,7 +1,8 @@
 // The elementwise work of a search on its candidates, in one pass. `fused.py` calls it, and has the same in PyTorch.
 //
-// Values are (outer, groups, inner). There is one scale and one sum per group and candidate. Errors are the same to the
-// bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
+// Values are (outer, groups, inner). There is one scale and one sum per group and candidate. Candidates lie together
+// matrix by matrix, (blocks, count, block), so that one product takes all candidates of a matrix. Errors are the same to
+// the bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
 
 #include <cmath>
 #include <cstdint>
@@ -42,27 +43,40 @@ INLINE float get(bfloat16 value) {
     return result;
 }
 
+// What is in one matrix and in one group. One of the two sizes divides the other.
+INLINE int64_t least(int64_t inner, int64_t block) { return inner < block ? inner : block; }
+
+// Where the first candidate of the value `at` is.
+INLINE int64_t place(int64_t at, int64_t count, int64_t block) { return at / block * count * block + at % block; }
+
 template <typename T>
-INLINE void uniform_errors(const float* values, int64_t outer, int64_t groups, int64_t inner, const float* scale,
-                           const float* zero_point, float top, int64_t count, T* out) {
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t o = 0; o < outer; o++)
-            for (int64_t g = 0; g < groups; g++) {
-                const float step = scale[k * groups + g], low = -zero_point[k * groups + g], high = top + low;
-                const float* from = values + (o * groups + g) * inner;
-                T* to = out + ((k * outer + o) * groups + g) * inner;
-                for (int64_t i = 0; i < inner; i++) {
-                    float code = __builtin_nearbyintf(from[i] / step);
-                    code = code < low ? low : code;
-                    code = code > high ? high : code;
-                    put(to + i, code * step - from[i]);
-                }
+INLINE void uniform_errors(const float* values, int64_t outer, int64_t groups, int64_t inner, int64_t block,
+                           const float* scale, const float* zero_point, float top, int64_t count, T* out) {
+    const int64_t size = outer * groups * inner, piece = least(inner, block);
+    for (int64_t at = 0; at < size; at += piece)
+        for (int64_t k = 0; k < count; k++) {
+            const int64_t own = k * groups + at / inner % groups;
+            const float step = scale[own], low = -zero_point[own], high = top + low, *from = values + at;
+            T* to = out + place(at, count, block) + k * block;
+            for (int64_t i = 0; i < piece; i++) {
+                float code = __builtin_nearbyintf(from[i] / step);
+                code = code < low ? low : code;
+                code = code > high ? high : code;
+                put(to + i, code * step - from[i]);
             }
+        }
 }
 
 template <typename T>
-INLINE void table_errors(const float* values, const int32_t* bins, int64_t size, const float* table, T* out) {
-    for (int64_t i = 0; i < size; i++) put(out + i, table[bins[i]] - values[i]);
+INLINE void table_errors(const float* values, const int32_t* bins, int64_t size, int64_t block, const float* tables,
+                         int64_t bin_count, int64_t count, T* out) {
+    for (int64_t at = 0; at < size; at += block)
+        for (int64_t k = 0; k < count; k++) {
+            const float *table = tables + k * bin_count, *from = values + at;
+            const int32_t* bin = bins + at;
+            T* to = out + place(at, count, block) + k * block;
+            for (int64_t i = 0; i < block; i++) put(to + i, table[bin[i]] - from[i]);
+        }
 }
 
 // The sum of (product + base)^2, or of (product + 2 base) error for a Gram matrix. It has many partial sums, because a
@@ -87,57 +101,54 @@ INLINE float block_sum(const T* product, const float* base, const T* error, int6
 
 template <typename T, bool gram>
 INLINE void sums(const T* product, const float* base, const T* error, int64_t outer, int64_t groups, int64_t inner,
-                 int64_t count, double* out) {
-    const int64_t block = 2048;
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t o = 0; o < outer; o++)
-            for (int64_t g = 0; g < groups; g++) {
-                const int64_t at = (o * groups + g) * inner, from = k * outer * groups * inner + at;
-                double sum = 0;
-                for (int64_t i = 0; i < inner; i += block) {
-                    const int64_t size = inner - i < block ? inner - i : block;
-                    sum += block_sum<T, gram>(product + from + i, base + at + i, gram ? error + from + i : nullptr, size);
-                }
-                out[k * groups + g] = sum + (o ? out[k * groups + g] : 0);
-            }
+                 int64_t block, int64_t count, double* out) {
+    const int64_t all = outer * groups * inner, piece = least(least(inner, block), 2048);
+    for (int64_t at = 0; at < all;) {
+        const int64_t group = at / inner % groups, from = place(at, count, block);
+        const int64_t left = least(inner - at % inner, block - at % block), size = least(left, piece);
+        for (int64_t k = 0; k < count; k++)
+            out[k * groups + group] += block_sum<T, gram>(product + from + k * block, base + at,
+                                                          gram ? error + from + k * block : nullptr, size);
+        at += size;
+    }
 }
 
 }  // namespace
 
-API void adalog_uniform_errors_float(const float* values, int64_t outer, int64_t groups, int64_t inner,
+API void adalog_uniform_errors_float(const float* values, int64_t outer, int64_t groups, int64_t inner, int64_t block,
                                      const float* scale, const float* zero_point, float top, int64_t count, float* out) {
-    uniform_errors(values, outer, groups, inner, scale, zero_point, top, count, out);
+    uniform_errors(values, outer, groups, inner, block, scale, zero_point, top, count, out);
 }
 
 API void adalog_uniform_errors_bfloat16(const float* values, int64_t outer, int64_t groups, int64_t inner,
-                                        const float* scale, const float* zero_point, float top, int64_t count,
-                                        bfloat16* out) {
-    uniform_errors(values, outer, groups, inner, scale, zero_point, top, count, out);
+                                        int64_t block, const float* scale, const float* zero_point, float top,
+                                        int64_t count, bfloat16* out) {
+    uniform_errors(values, outer, groups, inner, block, scale, zero_point, top, count, out);
 }
 
-API void adalog_table_errors_float(const float* values, const int32_t* bins, int64_t size, const float* table,
-                                   float* out) {
-    table_errors(values, bins, size, table, out);
+API void adalog_table_errors_float(const float* values, const int32_t* bins, int64_t size, int64_t block,
+                                   const float* tables, int64_t bin_count, int64_t count, float* out) {
+    table_errors(values, bins, size, block, tables, bin_count, count, out);
 }
 
-API void adalog_table_errors_bfloat16(const float* values, const int32_t* bins, int64_t size, const float* table,
-                                      bfloat16* out) {
-    table_errors(values, bins, size, table, out);
+API void adalog_table_errors_bfloat16(const float* values, const int32_t* bins, int64_t size, int64_t block,
+                                      const float* tables, int64_t bin_count, int64_t count, bfloat16* out) {
+    table_errors(values, bins, size, block, tables, bin_count, count, out);
 }
 
-// error: null where there is no Gram matrix.
+// out: zeros. error: null where there is no Gram matrix.
 API void adalog_sums_float(const float* product, const float* base, const float* error, int64_t outer, int64_t groups,
-                           int64_t inner, int64_t count, double* out) {
+                           int64_t inner, int64_t block, int64_t count, double* out) {
     if (error)
-        sums<float, true>(product, base, error, outer, groups, inner, count, out);
+        sums<float, true>(product, base, error, outer, groups, inner, block, count, out);
     else
-        sums<float, false>(product, base, error, outer, groups, inner, count, out);
+        sums<float, false>(product, base, error, outer, groups, inner, block, count, out);
 }
 
 API void adalog_sums_bfloat16(const bfloat16* product, const float* base, const bfloat16* error, int64_t outer,
-                              int64_t groups, int64_t inner, int64_t count, double* out) {
+                              int64_t groups, int64_t inner, int64_t block, int64_t count, double* out) {
     if (error)
-        sums<bfloat16, true>(product, base, error, outer, groups, inner, count, out);
+        sums<bfloat16, true>(product, base, error, outer, groups, inner, block, count, out);
     else
-        sums<bfloat16, false>(product, base, error, outer, groups, inner, count, out);
+        sums<bfloat16, false>(product, base, error, outer, groups, inner, block, count, out);
 }

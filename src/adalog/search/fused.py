@@ -3,6 +3,9 @@
 Without the library, and for other dtypes and devices, PyTorch takes several passes. Errors are the same to the bit;
 sums are added up in another order. The library trusts the sizes it is given, so shapes that do not fit are left to
 PyTorch.
+
+Candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I): those of one matrix together, so that `products` makes
+one product of them.
 """
 
 import ctypes
@@ -17,11 +20,12 @@ from adalog import library
 from adalog.quantizers import uniform_fake_quantize
 
 _KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-_SIZES = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_SIZES = (_SIZE,) * 4  # those of `_sizes`, and of a matrix
 _ARGUMENTS = {
-    "uniform_errors": (ctypes.c_void_p, *_SIZES, *(ctypes.c_void_p,) * 2, ctypes.c_float, _SIZES[0], ctypes.c_void_p),
-    "table_errors": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
-    "sums": (*(ctypes.c_void_p,) * 3, *_SIZES, ctypes.c_int64, ctypes.c_void_p),
+    "uniform_errors": (_POINTER, *_SIZES, _POINTER, _POINTER, ctypes.c_float, _SIZE, _POINTER),
+    "table_errors": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER),
+    "sums": (_POINTER, _POINTER, _POINTER, *_SIZES, _SIZE, _POINTER),
 }
 
 
@@ -52,6 +56,30 @@ def _sizes(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
+def _matrix(values: Tensor) -> int:
+    """The number of elements of each matrix."""
+    return math.prod(values.shape[-2:])
+
+
+def _together(candidates: Tensor) -> Tensor:
+    """Candidates (k, *batch, T, I) as they lie in memory: (*batch, k, T, I)."""
+    return candidates.movedim(0, -3) if candidates.ndim > 3 else candidates
+
+
+def _empty(count: int, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for `count` candidates of the values, (k, *values.shape)."""
+    *batch, rows, columns = (1, 1, *values.shape)[-max(2, values.ndim) :]
+    result = torch.empty(*batch, count, rows, columns, dtype=dtype, device=values.device)
+    return result.movedim(-3, 0).view(count, *values.shape)
+
+
+def products(candidates: Tensor, factor: Tensor) -> Tensor:
+    """candidates (k, *batch, T, I) @ factor (*batch, I, O), with one product for all candidates of a matrix."""
+    *batch, count, rows, width = _together(candidates).shape
+    product = _together(candidates).reshape(*batch, count * rows, width) @ factor
+    return product.view(*batch, count, rows, -1).movedim(-3, 0)
+
+
 def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
     """Parameters (k, *groups) in the shape (k, ...) that broadcasts against k candidates of values of this shape."""
     return parameters.reshape(-1, *(size if dim in own_dims else 1 for dim, size in enumerate(shape)))
@@ -70,9 +98,9 @@ def uniform_errors(
         scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
         return uniform_fake_quantize(values, scale, zero_point, bits).sub_(values).to(dtype)
     values, scale, zero_point = (each.contiguous() for each in (values, scale, zero_point))
-    result = torch.empty(len(scale), *values.shape, dtype=dtype, device=values.device)
+    result = _empty(len(scale), values, dtype)
     parameters = scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, len(scale)
-    function(values.data_ptr(), *sizes, *parameters, result.data_ptr())
+    function(values.data_ptr(), *sizes, _matrix(values), *parameters, result.data_ptr())
     return result
 
 
@@ -83,13 +111,15 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
     """
     fit = bins.dtype == torch.int32 and bins.numel() == values.numel()
     function = _function("table_errors", dtype, values, tables) if fit else None
-    result = torch.empty(len(tables), *values.shape, dtype=dtype, device=values.device)
+    result = _empty(len(tables), values, dtype)
     values, bins, tables = values.contiguous(), bins.contiguous(), tables.contiguous()
-    for table, put in zip(tables, result, strict=True):
-        if function is None:
+    if function is None:
+        for table, put in zip(tables, result, strict=True):
             put.copy_(torch.index_select(table, 0, bins.view(-1)).view(values.shape).sub_(values))
-        else:
-            function(values.data_ptr(), bins.data_ptr(), values.numel(), table.data_ptr(), put.data_ptr())
+    else:
+        sizes = values.numel(), _matrix(values)
+        pointers = values.data_ptr(), bins.data_ptr(), *sizes, tables.data_ptr()
+        function(*pointers, tables.shape[1], len(tables), result.data_ptr())
     return result
 
 
@@ -106,9 +136,10 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
         product = product.add_(base).square_() if error is None else product.add_(base, alpha=2).mul_(error)
         summed = [dim + 1 for dim in range(base.ndim) if dim not in own_dims]
         return product.sum(summed) if summed else product
-    product, base, error = product.contiguous(), base.contiguous(), None if error is None else error.contiguous()
-    shape = len(product), *(base.shape[dim] for dim in own_dims)
+    count, base, product = len(product), base.contiguous(), _together(product).contiguous()
+    error = None if error is None else _together(error).contiguous()
+    shape = count, *(base.shape[dim] for dim in own_dims)
     result = torch.zeros(shape, dtype=torch.float64, device=base.device)
     pointers = product.data_ptr(), base.data_ptr(), None if error is None else error.data_ptr()
-    function(*pointers, *sizes, len(product), result.data_ptr())
+    function(*pointers, *sizes, _matrix(base), count, result.data_ptr())
     return result.to(base.dtype)

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from adalog.device import chunk_elements, multiplies_bfloat16
 from adalog.quantizers import at_least_float32
-from adalog.search.fused import sums
-from adalog.search.quantiles import coprime, thinned
+from adalog.search.fused import products, sums
+from adalog.search.quantiles import ascending, coprime, thinned
 
-# A rough loss looks at this many elements of each group, or at as many rows as the caller asks for if that is more.
-_ROUGH_ELEMENTS = 3 << 15
+# A sample has this many elements of each group, or as many rows as the caller asks for if that is more.
+_ROUGH_ELEMENTS = 3 << 14
 # A product with fewer columns than this takes less time than rounding its operand to bfloat16.
-_NARROW = 32
+_NARROW = 16
+# A sample of a product's columns has at least this many of them.
+_COLUMNS = 16
+# From this many columns on, one direction for every three columns stands for a Gram matrix in a sample.
+_WIDE, _COLUMNS_OF_DIRECTION = 192, 3
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 Errors = Callable[[Tensor, torch.dtype], Tensor]  # the same points, a dtype -> quantized minus exact, in that dtype
@@ -36,7 +40,8 @@ class ProductError:
     left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is used (`gram`).
     factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I). constant:
     ||left (right_hat - right)||^2, which no candidate changes. own_dims: the dimensions of `left` that have losses of
-    their own (rows of a weight, heads); the error is summed over all others. mask, alike: as in `of`.
+    their own (rows of a weight, heads); the error is summed over all others. mask, alike: as in `of`. rest: (I,) and
+    (T, I), what `_leading` leaves out of a Gram matrix: its diagonal, and its part of `base`.
     """
 
     left: Tensor
@@ -47,6 +52,7 @@ class ProductError:
     own_dims: tuple[int, ...]
     mask: Tensor | None = None
     alike: bool = True
+    rest: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(
@@ -67,12 +73,16 @@ class ProductError:
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
-        base = error_base(left, right, right_hat)
-        constant = _total(base.square(), own)
-        factor = right_hat
-        if gram:
-            transposed = right_hat.transpose(-1, -2)
-            base, factor = base @ transposed, right_hat @ transposed
+        factor, transposed = right_hat, right_hat.transpose(-1, -2)
+        if gram and left.shape[-2] >= left.shape[-1]:  # few columns: products of the right operand come first
+            error = right_hat - right
+            constant = _total((left @ (error @ error.transpose(-1, -2))).mul_(left), own)
+            base, factor = left @ (error @ transposed), right_hat @ transposed
+        else:
+            base = error_base(left, right, right_hat)
+            constant = _total(base.square(), own)
+            if gram:
+                base, factor = base @ transposed, right_hat @ transposed
         return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
@@ -83,28 +93,49 @@ class ProductError:
         able = self.factor.dtype == torch.float32 and multiplies_bfloat16(self.factor.device)
         if self.factor.shape[-1] < _NARROW or not able:
             return self
-        return replace(self, factor=self.factor.bfloat16())
+        rest = None if self.rest is None else (self.rest[0].bfloat16(), self.rest[1])
+        return replace(self, factor=self.factor.bfloat16(), rest=rest)
 
-    def sample(self, rows: int) -> "ProductError":
-        """The error on a sample of about `rows` tokens per loss, at even distances.
+    def sample(self, rows: int, times: int = 1) -> "ProductError":
+        """The error on a sample of about `times` * `rows` tokens per loss, at even distances.
 
-        There are more of them where these have fewer than `_ROUGH_ELEMENTS` elements, and it is the whole error where
-        there are few tokens. Tokens are the rows of the operand; where those are channels,
-        which are not alike because the largest decide, tokens are the columns of the product.
+        There are more of them where `rows` of these have fewer than `_ROUGH_ELEMENTS` elements, and it is the whole
+        error where there are few tokens. Tokens are the rows of the operand; where those are channels, which are not
+        alike because the largest decide, tokens are the columns of the product. Of a weight, whose rows have losses of
+        their own, all rows serve, with the leading part of a Gram matrix (`_leading`).
         """
         *_, length, width = self.left.shape
+        if self.own_dims == (0,) and self.left.ndim == 2:
+            return self._leading(width // _COLUMNS_OF_DIRECTION) if self.gram and width >= _WIDE else self
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
         if not self.alike:
-            columns = self.factor.shape[-1]
-            stride = min(self.left[..., 0, 0].numel() // groups * columns // max(rows, 1), columns // 16)
+            tokens, columns = self.left[..., 0, 0].numel() // groups * self.factor.shape[-1], self.factor.shape[-1]
+            stride = min(tokens // (times * max(rows, 1)), columns // _COLUMNS)
             return self if self.gram or stride < 2 or self.left.ndim == 2 else self._columns(stride)
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
-        stride = self.left[..., 0].numel() // groups // max(rows, _ROUGH_ELEMENTS // width)
+        stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // width))
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
         sparse = coprime(max(1, min(stride, length // 16)), length)  # matrices of few rows are left out whole instead
         some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
         return some._rows(sparse)
+
+    def _leading(self, rank: int) -> "ProductError":
+        """The error by the Gram matrix's leading directions and, of what these leave, the diagonal.
+
+        The errors of different columns are nearly independent, so what is left beside the diagonal nearly cancels. The
+        part that is linear in the error is exact. The directions are those of one step of subspace iteration.
+        """
+        gram = self.factor
+        drawn = torch.randn(len(gram), rank, generator=torch.Generator().manual_seed(0)).to(gram)
+        basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
+        power, turn = torch.linalg.eigh(basis.t() @ gram @ basis)
+        directions = basis @ turn
+        number = torch.finfo(power.dtype)
+        length = power.clamp(min=max(float(power[-1]) * number.eps, number.tiny)).sqrt()
+        factor, base = directions * length, (self.base @ directions) / length
+        left_out = (gram.diagonal() - factor.square().sum(1)).clamp(min=0), self.base - base @ factor.t()
+        return replace(self, factor=factor.contiguous(), base=base, gram=False, rest=left_out)
 
     def _columns(self, stride: int) -> "ProductError":
         """The error on every `stride`-th column of the product."""
@@ -183,7 +214,10 @@ class ProductError:
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
             delta.mul_(self.mask)
-        total = sums(delta @ self.factor, self.base, delta if self.gram else None, self.own_dims)
+        total = sums(products(delta, self.factor), self.base, delta if self.gram else None, self.own_dims)
+        if self.rest is not None:
+            diagonal, base = self.rest
+            total += sums(delta * diagonal, base, delta, self.own_dims)
         return total + self.constant if self.gram else total
 
 
@@ -206,7 +240,7 @@ class OwnError:
 
     def __init__(self, sample: Tensor):
         sample = thinned(sample)
-        self.sorted = sample.double().sort(dim=1).values.contiguous()
+        self.sorted = ascending(sample).double().contiguous()
         zero = self.sorted.new_zeros(len(sample), 1)
         self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
         self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)

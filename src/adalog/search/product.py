@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from adalog.quantizers import (
     at_least_float32,
     most_headroom,
 )
-from adalog.search.objective import ProductError, error_base
+from adalog.search.objective import Errors, ProductError, error_base
 from adalog.search.operand import Operand
 
 # This many outputs of a product are judged at a time.
@@ -134,19 +135,21 @@ def with_table(product: Product, found: Assignment, tables: Tables) -> Assignmen
         raise ValueError(f"tables = 'u8': mantissas of {quantizer.bits + 1} bits do not fit: choose 'u16'")
 
     transposed = right.values.transpose(-1, -2), right.quantized(found.right).transpose(-1, -2)
-    sample = ProductError.of(left.values, *transposed, mask=left.mask).sample(1)
-    only = sample.left.new_zeros(1)  # a placeholder: the quantizer is given in place of a point
+    whole = ProductError.of(left.values, *transposed, mask=left.mask)
+    sample = whole.sample(1)
 
-    def rough(first: LogQuantizer) -> float:
-        return float(sample.loss(lambda _: first.fake_quantize(sample.left)[None], only))
+    def loss(of: ProductError, first: LogQuantizer) -> float:
+        def errors(values: Tensor) -> Errors:
+            return lambda _, dtype: first.fake_quantize(values)[None].sub_(values).to(dtype)
 
-    def error(first: LogQuantizer) -> float:
-        return product.output_power(first, found.right)[1]
+        return float(of.loss_by(errors)(of.left.new_zeros(1)))  # a placeholder: the quantizer takes a point's place
 
-    best: LogQuantizer | None = None
+    rough, error = partial(loss, sample), partial(loss, whole)
+
+    before, best = error(quantizer), None
     if fits and tables != "u16":
         best = _tabled(left, quantizer, found.right, 8, rough, error)
-        if tables == "calibrated" and error(best) > _RISE * error(quantizer):
+        if tables == "calibrated" and error(best) > _RISE * before:
             best = None
     return product.assigned(best or _tabled(left, quantizer, found.right, 16, rough, error), found.right)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +26,19 @@ def thinned(sample: Tensor) -> Tensor:
     return sample[:, :: coprime(max(1, size // wanted), size)]
 
 
+def ascending(rows: Tensor) -> Tensor:
+    """The rows of (G, T), each sorted. NumPy sorts with vector instructions, several times as fast as PyTorch."""
+    if rows.device.type != "cpu" or rows.dtype not in (torch.float32, torch.float64):
+        return rows.sort(dim=1).values
+    return torch.from_numpy(np.sort(rows.detach().numpy(), axis=1))
+
+
 def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
     The least and the largest value are exact. The other quantiles are those of the thinned sample (`thinned`).
     """
-    inner = iter(_of_sorted(thinned(sample).sort(dim=1).values, [each for each in fractions if 0 < each < 1]))
+    inner = iter(_of_sorted(ascending(thinned(sample)), [each for each in fractions if 0 < each < 1]))
     return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
 
 
@@ -44,7 +52,7 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
         return [ends[each] for each in fractions]
     if rows.shape[1] > _QUANTILE_LIMIT:
-        return _of_sorted(rows.sort(dim=1).values, fractions)
+        return _of_sorted(ascending(rows), fractions)
     some = max(1, _QUANTILE_LIMIT // rows.shape[1])
     found = [each.quantile(each.new_tensor(fractions), dim=1) for each in rows.split(some)]
     return list(torch.cat(found, dim=1))

@@ -39,7 +39,7 @@ from adalog.quantizers import (
     UniformQuantizer,
     symmetric_zero_point,
 )
-from adalog.search.fused import uniform_errors
+from adalog.search.fused import products, uniform_errors
 from adalog.search.objective import Errors, error_base
 from adalog.search.operand import Operand
 from adalog.search.product import Product
@@ -161,7 +161,7 @@ class _OutputError:
     def _score(self, delta: Tensor) -> Tensor:
         if self.operand.mask is not None:
             delta.mul_(self.operand.mask)
-        error = (delta @ self.factor).add_(self.base)
+        error = products(delta, self.factor).add_(self.base)
         if self.output is not None:
             along = self._total(error * self.output)
             return torch.stack([along, self._total(error.square_())], dim=1)

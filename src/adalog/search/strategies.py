@@ -51,7 +51,7 @@ def fpcs(
         born = (best + offsets * spacing).flatten(0, 1)
         points, losses = torch.cat([best, born]), torch.cat([losses, score(born)])
     if rough is not None:
-        points, _ = best_points(points, losses, max(1, parents // 2))  # the other half lies close to these
+        points, _ = best_points(points, losses, parents)
         best, _ = best_points(points, loss(points), 1)
         points, losses = (value[None] for value in walk(loss, best[0], spacing, children=children, moves=max(4, steps)))
     return _winner(loss, points, losses, incumbent)

@@ -14,7 +14,7 @@ from torch import Tensor
 from adalog.calibration.calibration import Calibration, Searched
 from adalog.choices import Search
 from adalog.graph.sites import GELUS, POWER_LAW_ACTIVATIONS
-from adalog.search.bounds import minimise
+from adalog.search.bounds import judges, minimise
 from adalog.search.objective import ProductError
 from adalog.search.operand import Operand
 from adalog.search.strategies import Loss, best_points, grid
@@ -137,10 +137,9 @@ def _landscape(
         errors = operand.errors(product.left)
         return lambda points: product.loss_of(errors, points)
 
-    sample = error.sample(search.rough_rows) if search.rough_rows else error
-    whole, rough = loss_of(error), loss_of(sample)
+    fair, rough = judges(error, operand, search)
     low, high = operand.box(search.reach)
-    path = fpcs_path(operand, search, whole, None if sample is error else rough)
+    path = fpcs_path(operand, search, loss_of(fair), None if rough is fair else loss_of(rough))
     last = torch.cat([path.judged, path.walk]).to(low)
     margin = (0.3 * (last.amax(0) - last.amin(0))).reshape(low.shape).clamp(min=(high - low) / 24)
     near = last.amin(0).reshape(low.shape) - margin, last.amax(0).reshape(low.shape) + margin
@@ -150,7 +149,7 @@ def _landscape(
         names = ("largest value",)
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
-    shown = rough if sample is error else loss_of(true.sample(search.rough_rows))
+    shown = loss_of(true.sample(search.rough_rows) if search.rough_rows else true)
     views = view(shown, low, high, size, jobs), view(shown, *near, size, jobs)
     return Landscape(title, names, *views, path)
 

@@ -641,7 +641,7 @@ API unsigned adalog_features(void) {
 }
 
 // The version of this interface: library.py refuses a library of another version.
-API int adalog_abi(void) { return 6; }
+API int adalog_abi(void) { return 7; }
 
 // Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
 struct Field {
