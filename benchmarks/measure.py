@@ -161,7 +161,7 @@ class CountedError(ProductError):
 
     def sample(self, rows: int, times: int = 1) -> ProductError:
         some = super().sample(rows, times)
-        # The base has the rows, the columns or the directions that the sample has.
+        # The base has the rows, or the columns, that the sample has.
         return some if some is self else replace(some, share=self.share * some.base.numel() / self.base.numel())
 
     def by_rows(self) -> list[ProductError]:

@@ -80,7 +80,7 @@ def test_a_path_is_that_of_the_search(searched, drawn):
     assert drawn[0].path.least == float(loss(point[None]))
 
 
-def test_a_path_from_a_sample_walks_on_all_rows(searched, monkeypatch):
+def test_a_path_from_a_sample_walks_on_a_larger_one(searched, monkeypatch):
     monkeypatch.setattr("adalog.search.objective._ROUGH_ELEMENTS", 1)
     search = Search(steps=1, rough_rows=64)
     left, right = landscape.landscapes(searched, search, size=3)

@@ -202,7 +202,7 @@ def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
     block = block_of(*spoilt, pool[:24], **changes)
     before = block._judged(block._assigned)
     found = block.trained()
-    assert block._judged(found) < 0.8 * before
+    assert block._judged(found) < 0.9 * before
     for (group, one), (_, other) in zip(found, block._assigned, strict=True):
         assert one.fold is other.fold, group.name
         if isinstance(one.left, UniformQuantizer):

@@ -181,38 +181,37 @@ def _search_operand(
     """The best point of an operand, and its loss, given the other operand, exact (`other`) and quantized."""
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
     error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
+    fair, rough = judges(error, operand, search, nearby=nearby)
+    if search.rough_rows:
+        fair, rough = fair if rough is fair else fair.fast(), rough.fast()
     start, found, total = 0, [], 0.0
-    for piece in error.by_rows():
+    for piece, *pieces in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + len(piece.left))
         known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
-        best, least = _search_piece(piece, replace(operand, values=piece.left), search, known, nearby)
+        some = replace(operand, values=piece.left)
+        fairly, roughly = (each.loss_by(some.errors) for each in pieces)
+        best = minimise(fairly, some, search, known, None if rough is fair else roughly, nearby=nearby)
+        best, least = _better(piece, some, best, known)
         found.append(best)
         total += least
     best = found[0] if len(found) == 1 else torch.cat(found, dim=1)
     return incumbent if incumbent is not None and torch.equal(best, incumbent) else best, total
 
 
-def _search_piece(
-    error: ProductError, operand: Operand, search: Search, incumbent: Tensor | None, nearby: bool
-) -> tuple[Tensor, float]:
-    """The best point of an operand by this error, and its loss.
+def judges(
+    error: ProductError, operand: Operand, search: Search, *, nearby: bool = False
+) -> tuple[ProductError, ProductError]:
+    """The error that judges survivors and walks, and the rougher one of the steps of FPCS; they may be the same.
 
-    Steps score a sample, and survivors a larger one (`judges`); the winner is compared with the incumbent by the exact
-    loss.
+    The steps look at a sample of the tokens, the survivors at a larger one; for a weight, whose rows have losses of
+    their own, the steps look at the leading part of a Gram matrix. nearby: there are no steps. Other strategies look at
+    everything.
     """
-    fair, rough = judges(error, operand, search)
-    if search.rough_rows:
-        fair, rough = fair.fast(), rough.fast()
-    cheaper = None if rough is fair else rough.loss_by(operand.errors)
-    best = minimise(fair.loss_by(operand.errors), operand, search, incumbent, cheaper, nearby=nearby)
-    return _better(error, operand, best, incumbent)
-
-
-def judges(error: ProductError, operand: Operand, search: Search) -> tuple[ProductError, ProductError]:
-    """The error that judges survivors and walks, and the rougher one of the steps of FPCS; they may be the same."""
     if not search.rough_rows:
         return error, error
-    fair = error if operand.has_own_rows else error.sample(search.rough_rows, times=_FAIR)
+    if operand.has_own_rows:
+        return error, error if nearby else error.leading()
+    fair = error.sample(search.rough_rows, times=_FAIR) if search.strategy == "fpcs" else error
     return fair, error.sample(search.rough_rows)
 
 

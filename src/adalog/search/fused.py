@@ -4,8 +4,8 @@ Without the library, and for other dtypes and devices, PyTorch takes several pas
 sums are added up in another order. The library trusts the sizes it is given, so shapes that do not fit are left to
 PyTorch.
 
-Candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I): those of one matrix together, so that `products` makes
-one product of them.
+The library's candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I): those of one matrix together, so that
+`products` makes one product of them. It copies others into that order.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ def _matrix(values: Tensor) -> int:
 
 
 def _together(candidates: Tensor) -> Tensor:
-    """Candidates (k, *batch, T, I) as they lie in memory: (*batch, k, T, I)."""
+    """Candidates (k, *batch, T, I) as (*batch, k, T, I)."""
     return candidates.movedim(0, -3) if candidates.ndim > 3 else candidates
 
 
@@ -77,7 +77,7 @@ def products(candidates: Tensor, factor: Tensor) -> Tensor:
     """candidates (k, *batch, T, I) @ factor (*batch, I, O), with one product for all candidates of a matrix."""
     *batch, count, rows, width = _together(candidates).shape
     product = _together(candidates).reshape(*batch, count * rows, width) @ factor
-    return product.view(*batch, count, rows, -1).movedim(-3, 0)
+    return product.view(*batch, count, rows, factor.shape[-1]).movedim(-3, 0)
 
 
 def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:

@@ -41,7 +41,7 @@ class ProductError:
     factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I). constant:
     ||left (right_hat - right)||^2, which no candidate changes. own_dims: the dimensions of `left` that have losses of
     their own (rows of a weight, heads); the error is summed over all others. mask, alike: as in `of`. rest: (I,) and
-    (T, I), what `_leading` leaves out of a Gram matrix: its diagonal, and its part of `base`.
+    (T, I), what `leading` leaves out of a Gram matrix: its diagonal, and its part of `base`.
     """
 
     left: Tensor
@@ -68,15 +68,17 @@ class ProductError:
 
         mask: the shape of `left`, 1 where an element is quantized and 0 where it is a convolution's padding. alike:
         whether the rows of `left` are tokens, so that a sample can stand for all. gram: whether to use the Gram matrix;
-        None: where that is cheaper. The losses of a sample (`sample`) are then all too large by one constant.
+        None: where that is cheaper. The losses of a sample (`sample`) are then all too large by one constant, those of
+        the leading part (`leading`) off by one constant in each group.
         """
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
         factor, transposed = right_hat, right_hat.transpose(-1, -2)
         if gram and left.shape[-2] >= left.shape[-1]:  # few columns: products of the right operand come first
-            error = right_hat - right
-            constant = _total((left @ (error @ error.transpose(-1, -2))).mul_(left), own)
+            error, wide = right_hat - right, left.double()
+            power = (error @ error.transpose(-1, -2)).double()
+            constant = _total((wide @ power).mul_(wide), own).to(left.dtype)  # large values of `left` may cancel
             base, factor = left @ (error @ transposed), right_hat @ transposed
         else:
             base = error_base(left, right, right_hat)
@@ -101,12 +103,9 @@ class ProductError:
 
         There are more of them where `rows` of these have fewer than `_ROUGH_ELEMENTS` elements, and it is the whole
         error where there are few tokens. Tokens are the rows of the operand; where those are channels, which are not
-        alike because the largest decide, tokens are the columns of the product. Of a weight, whose rows have losses of
-        their own, all rows serve, with the leading part of a Gram matrix (`_leading`).
+        alike because the largest decide, tokens are the columns of the product.
         """
         *_, length, width = self.left.shape
-        if self.own_dims == (0,) and self.left.ndim == 2:
-            return self._leading(width // _COLUMNS_OF_DIRECTION) if self.gram and width >= _WIDE else self
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
         if not self.alike:
             tokens, columns = self.left[..., 0, 0].numel() // groups * self.factor.shape[-1], self.factor.shape[-1]
@@ -120,18 +119,22 @@ class ProductError:
         some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
         return some._rows(sparse)
 
-    def _leading(self, rank: int) -> "ProductError":
-        """The error by the Gram matrix's leading directions and, of what these leave, the diagonal.
+    def leading(self) -> "ProductError":
+        """The error of a weight by its Gram matrix's leading directions and the diagonal of what these leave.
 
-        The errors of different columns are nearly independent, so what is left beside the diagonal nearly cancels. The
-        part that is linear in the error is exact. The directions are those of one step of subspace iteration.
+        There is one direction for every three columns; it is the error itself where there are few columns or no Gram
+        matrix. The errors of different columns are nearly independent, so that what is left beside the diagonal nearly
+        cancels. The part that is linear in the error is exact. The directions are those of one step of subspace
+        iteration.
         """
-        gram = self.factor
-        drawn = torch.randn(len(gram), rank, generator=torch.Generator().manual_seed(0)).to(gram)
+        gram, columns = self.factor, self.left.shape[-1]
+        if not self.gram or self.left.ndim > 2 or columns < _WIDE:
+            return self
+        size, drawing = (columns, columns // _COLUMNS_OF_DIRECTION), torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randn(size, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
         basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
         power, turn = torch.linalg.eigh(basis.t() @ gram @ basis)
-        directions = basis @ turn
-        number = torch.finfo(power.dtype)
+        directions, number = basis @ turn, torch.finfo(power.dtype)
         length = power.clamp(min=max(float(power[-1]) * number.eps, number.tiny)).sqrt()
         factor, base = directions * length, (self.base @ directions) / length
         left_out = (gram.diagonal() - factor.square().sum(1)).clamp(min=0), self.base - base @ factor.t()
@@ -190,7 +193,11 @@ class ProductError:
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
         size = -(-len(self.left) // count)
         pieces = zip(self.left.split(size), self.base.split(size), self.constant.split(size), strict=True)
-        return [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
+        found = [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
+        if self.rest is None:
+            return found
+        diagonal, bases = self.rest
+        return [replace(each, rest=(diagonal, base)) for each, base in zip(found, bases.split(size), strict=True)]
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """The squared output error (K, *groups) of the points (K, P, *groups)."""

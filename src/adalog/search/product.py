@@ -146,10 +146,10 @@ def with_table(product: Product, found: Assignment, tables: Tables) -> Assignmen
 
     rough, error = partial(loss, sample), partial(loss, whole)
 
-    before, best = error(quantizer), None
+    best: LogQuantizer | None = None
     if fits and tables != "u16":
         best = _tabled(left, quantizer, found.right, 8, rough, error)
-        if tables == "calibrated" and error(best) > _RISE * before:
+        if tables == "calibrated" and error(best) > _RISE * error(quantizer):
             best = None
     return product.assigned(best or _tabled(left, quantizer, found.right, 16, rough, error), found.right)
 

@@ -37,8 +37,8 @@ def fpcs(
     spacing of every hyperparameter shrinks by 2 z, and each parent gets its neighbours -z ... z in every
     hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
     loss is reused, so it is never lost to a worse child. A step takes parents * children evaluations (128). rough: a
-    cheaper loss for all steps; the best half of the last parents are then scored by `loss`, and the best of these takes
-    a `walk`.
+    cheaper loss for all steps; the `parents` best points are then scored by `loss`, and the best of these takes a
+    `walk`.
     """
     z, offsets = _neighbourhood(low, children)
     points = grid(low, high, init)

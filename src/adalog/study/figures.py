@@ -45,7 +45,7 @@ CAPTIONS = {
         "Shades: the squared error of the product's output over the hyperparameters of one operand, in dB above the "
         "least, on the rows that the steps of the search look at; the other operand is quantized as it was found. FPCS "
         "scores the first grid (rings), keeps its best points (dots), and places children around the best of each step "
-        "(small dots). Survivors of the last step (squares) are scored on all rows; from the best of them the walk "
+        "(small dots). Survivors (squares) are scored on more rows; from the best of them the walk "
         "(line) and a line of scales lead to the point found (star). Below: the same near the star, in finer shades."
     ),
     "sqnr": (

@@ -33,7 +33,7 @@ class SearchPath:
     """The points that FPCS tried, in order, each set as (K, P) on the CPU.
 
     steps: the first grid, then the children of each step. parents: the points of the grid that had children. judged:
-    the survivors of the last step, scored on all rows. walk: the best point after each move, from the best survivor to
+    the survivors, scored on a larger sample. walk: the best point after each move, from the best survivor to
     the end of the search. final: the point found, (P,). least: its loss.
     """
 
@@ -149,7 +149,7 @@ def _landscape(
         names = ("largest value",)
     elif form.log2_base is not None:
         names = ("scale",) if form.log2_base[0] else (f"q (rounded), of base 2^(q / {form.log2_base[1]})", "scale")
-    shown = loss_of(true.sample(search.rough_rows) if search.rough_rows else true)
+    shown = loss_of(error if operand.has_own_rows or rough is error else true.sample(search.rough_rows))
     views = view(shown, low, high, size, jobs), view(shown, *near, size, jobs)
     return Landscape(title, names, *views, path)
 
@@ -184,7 +184,7 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
     point = minimise(noting(loss, True), operand, search, None, rough and noting(rough, False))
     least = float(loss(point[None]))
     # Steps ask one loss about many points each. The survivors, and then the walk, which starts with a single point, ask
-    # the exact loss. What follows is a line of scales through the end of the walk.
+    # the fairer loss. What follows is a line of scales through the end of the walk.
     steps = list(takewhile(lambda call: call[0] == asked[0][0] and len(call[1]) > 1, asked))
     rest = asked[len(steps) :]
     every = torch.cat([points for _, points, _ in steps]), torch.cat([losses for *_, losses in steps])
