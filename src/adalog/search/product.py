@@ -60,14 +60,7 @@ class Product:
 
     def assigned(self, first: Side, second: Side) -> Assignment:
         """The assignment of these quantizers, with the SQNR that the output has under them [dB]."""
-        return self._assignment(first, second, *self.output_power(first, second))
-
-    def refitted(self, first: Side, second: Quantizer) -> Assignment:
-        """As `assigned`, with the weight's nearest codes; scales are refitted after rounding, as in `rescaled`."""
-        stored, signal, noise = self._rescaled(first, QuantizedTensor.nearest(self.right.values, second))
-        return self._assignment(first, stored, signal, noise)
-
-    def _assignment(self, first: Side, second: Side, signal: float, noise: float) -> Assignment:
+        signal, noise = self.output_power(first, second)
         decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
         if isinstance(first, QuantizedTensor):
             raise TypeError("the left operand of a product is computed: it has no codes of its own")
@@ -82,29 +75,26 @@ class Product:
             noise += float(error.square().sum(dtype=torch.float64))
         return signal, noise
 
+    def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
+        """The weight's nearest codes; scales are refitted after rounding, as in `rescaled`."""
+        return self.rescaled(first, QuantizedTensor.nearest(self.right.values, second))
+
     def rescaled(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
-        """The weight with its codes, and the scale per row that leaves the least error of the output."""
-        return self._rescaled(first, stored)[0]
+        """The weight with its codes, and the scale per row that leaves the least error of the output.
 
-    def _rescaled(self, first: Side, stored: QuantizedTensor) -> tuple[QuantizedTensor, float, float]:
-        """The weight as in `rescaled`, and the output's power and that of its error then.
-
-        The error is quadratic in the scale of a row: with a factor of 1 + f it is error + f output.
+        The error is quadratic in the scale of a row.
         """
-        found: list[list[Tensor]] = []
+        onto: list[Tensor] = []
+        power: list[Tensor] = []
         for x, x_hat, w, w_hat in self._slices(first, stored):
             output = x_hat @ w_hat.transpose(-1, -2)
             error = output_error(x, x_hat, w, w_hat)
-            terms = error * error, error * output, output.square_()
-            found.append([term.sum(-2, dtype=torch.float64) for term in terms])
+            onto.append((output * error).sum(-2, dtype=torch.float64))
+            power.append(output.square().sum(-2, dtype=torch.float64))
         grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
-        noise, along, power = (
-            torch.cat(terms) if grouped else torch.stack(terms).sum(0) for terms in zip(*found, strict=True)
-        )
-        change = -(along / power.clamp(min=torch.finfo(power.dtype).tiny)).clamp(-1, 0.5)
-        factor = (1 + change).unsqueeze(-1).to(stored.quantizer.scale.dtype)
-        signal, rest = noise - 2 * along + power, noise + 2 * change * along + change.square() * power
-        return stored.scaled(factor), float(signal.sum()), max(0.0, float(rest.sum()))
+        excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
+        factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
+        return stored.scaled(factor.to(stored.quantizer.scale.dtype))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.

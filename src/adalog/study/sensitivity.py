@@ -359,7 +359,7 @@ def _rescaled(product: Product, alone: Assignment) -> Assignment:
         return alone
     rows = product.right.values
     wide = UniformQuantizer(*bounds_to_uniform(rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True), 8), 8)
-    return replace(alone, right=product.refitted(alone.left, wide).right)
+    return replace(alone, right=product.refitted(alone.left, wide))
 
 
 def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
