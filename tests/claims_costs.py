@@ -414,8 +414,7 @@ def side_by_side() -> str:
     return (
         f"On two cores of an {found['machine']['processor']}, DeiT-S at W4A4 on two threads has "
         f"{rows[1]['threads']:.2f} (batch 1) and {rows[8]['threads']:.2f} (batch 8) of the throughput of two processes "
-        "of one thread each, four "
-        f"such processes have {min(row['four'] for row in rows.values()):.2f} or more of it, and two models in one "
-        f"process {min(row['models'] for row in rows.values()):.2f} or more. A process that waits "
-        "takes less than 0.01 % of a core."
+        f"of one thread each, four such processes have {min(row['four'] for row in rows.values()):.2f} or more of it, "
+        f"and two models in one process {min(row['models'] for row in rows.values()):.2f} or more. A process that "
+        "waits takes less than 0.01 % of a core."
     )

@@ -187,7 +187,7 @@ def pool():
     return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
 
 
-SHORT = Search(rounds=1, steps=1)
+SHORT = Search(rounds=1, steps=0, rough_rows=0)
 STAGE = Correction(images=24)
 LOW = Config(weight_bits=2, activation_bits=4, softmax_bits=4, images=8, search=SHORT)
 
@@ -215,7 +215,7 @@ def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitt
     calibration, before = searched
     plain, after = (QuantizedModel(calibration.finished(each, LOW)) for each in (before, fitted))
     for images in (pool[:24], pool[24:]):
-        assert distance(after, tiny, images) < 0.85 * distance(plain, tiny, images)
+        assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])

@@ -26,7 +26,7 @@ from adalog.quantizers import LogQuantizer, QuantizedTensor, UniformQuantizer
 from adalog.study.evaluate import predict
 from stored import deserialise, serialise
 
-SHORT = Search(rounds=1, steps=1)
+SHORT = Search(rounds=1, steps=1, rough_rows=0)
 LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT)
 STAGE = Reconstruction(images=24, iterations=24, batch=8, drop=0.1, rate=0.05, scale_rate=0.01)
 
@@ -202,7 +202,7 @@ def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
     block = block_of(*spoilt, pool[:24], **changes)
     before = block._judged(block._assigned)
     found = block.trained()
-    assert block._judged(found) < 0.9 * before
+    assert block._judged(found) < 0.8 * before
     for (group, one), (_, other) in zip(found, block._assigned, strict=True):
         assert one.fold is other.fold, group.name
         if isinstance(one.left, UniformQuantizer):

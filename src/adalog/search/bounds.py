@@ -185,12 +185,12 @@ def _search_operand(
     if search.rough_rows:
         fair, rough = fair if rough is fair else fair.fast(), rough.fast()
     start, found, total = 0, [], 0.0
-    for piece, *pieces in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
+    for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + len(piece.left))
         known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
         some = replace(operand, values=piece.left)
-        fairly, roughly = (each.loss_by(some.errors) for each in pieces)
-        best = minimise(fairly, some, search, known, None if rough is fair else roughly, nearby=nearby)
+        cheaper = None if rough is fair else rougher.loss_by(some.errors)
+        best = minimise(fairer.loss_by(some.errors), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
         found.append(best)
         total += least
