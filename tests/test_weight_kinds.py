@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adalog import Config, Correction, QuantizedModel, Reconstruction, artifact, library
+from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, artifact, library
 from adalog.calibration.partial import Partial
 from adalog.choices import RangeSearch
 from adalog.errors import ArtifactError, DataError
@@ -117,8 +117,12 @@ def ternary():
 
 
 @pytest.fixture(scope="module")
-def ternary_models(ternary, calibration, fast):
-    """Of the search alone, with a correction, and with training as the only stage."""
+def ternary_models(ternary, tiny, images, fast):
+    """Of the search alone, with a correction, and with training as the only stage.
+
+    The calibration is its own: the shared one keeps what it finds, and its choices do not name this kind.
+    """
+    calibration = Calibration(tiny, images)
 
     def of_weights(config, *own_dims):
         return Format(config.weight_bits, own_dims, one_scale=ternary)
