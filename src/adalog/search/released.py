@@ -11,9 +11,9 @@ It differs from Algorithm 1 as the paper prints it, which `strategies` and `boun
   better.
 - After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
 
-If an operand is large, the survivors of each step are found on a sample of the tokens, by bfloat16 products and codes
-from a table; the candidates of the last step are scored on all tokens, and the best of them exactly. If it is small, as
-in the golden outputs, every loss is exact.
+If an operand is large, each step scores its candidates on a sample of the tokens, by bfloat16 products and codes from a
+table; the best of the last step's are then scored exactly, on all tokens. If it is small, as in the golden outputs,
+every loss is exact.
 """
 
 import math
@@ -49,7 +49,7 @@ _RADIX = 37  # r of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # the least scale of an activation, and of a weight's row, which may be all zero
 # An operand of this many values or more averages out the rounding of bfloat16, and this many tokens can stand for all.
 _MANY, _ROWS = 1 << 19, 4096
-_FINALISTS = 16  # this many candidates are left after a rough loss
+_FINALISTS = 8  # this many candidates are left after a rough loss, and twice as many where equal ones are common
 _QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
@@ -111,32 +111,30 @@ def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> Pro
 class _Scores:
     """The losses of candidates, functions from points (K, P, *groups) to losses (K, *groups).
 
-    A large operand also has quicker losses: `rough`, which is a little off, and `sampled`, which is that of a sample of
-    the tokens.
+    rough: a quicker one, which is a little off and may be that of a sample of the tokens, if there is one. finalists:
+    how many candidates it leaves to the exact loss.
     """
 
     exact: Loss
     rough: Loss | None = None
-    sampled: Loss | None = None
+    finalists: int = _FINALISTS
 
     @staticmethod
     def of(
         error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
     ) -> "_Scores":
-        """The losses of a product; the quicker ones are in bfloat16.
+        """The losses of a product; the rough one is in bfloat16.
 
         errors: a function from values to what quantizing adds to them under any points. rough: a quicker one of the
         same kind, which may be a little off.
         """
-        exact = error.loss_by(errors)
         if error.left.numel() < _MANY:
-            return _Scores(exact)
-        rough = rough or errors
-        return _Scores(exact, error.fast().loss_by(rough), error.sample(_ROWS).fast().loss_by(rough))
+            return _Scores(error.loss_by(errors))
+        return _Scores(error.loss_by(errors), error.sample(_ROWS).fast().loss_by(rough or errors))
 
     def survivors(self, points: Tensor, count: int) -> Tensor:
         """The `count` points with the least loss in each group, by the quickest loss."""
-        return _gathered(points, _least((self.sampled or self.rough or self.exact)(points), count))
+        return _gathered(points, _least((self.rough or self.exact)(points), count))
 
     def best(self, points: Tensor) -> Tensor:
         """The point with the least loss in each group, (P, *groups), among those that the rough loss leaves.
@@ -144,8 +142,8 @@ class _Scores:
         Where nothing is clipped, all zero points have the same loss. The released code leaves the choice among them to
         `torch.topk`; here the last one wins, which came closest to it.
         """
-        if self.rough is not None and len(points) > _FINALISTS:
-            few = _least(self.rough(points), _FINALISTS)
+        if self.rough is not None and len(points) > self.finalists:
+            few = _least(self.rough(points), self.finalists)
             points = _gathered(points, few.sort(dim=0).values)  # in their old order, so that the last one wins
         return _gathered(points, _least(self.exact(points), 1))[0]
 
@@ -235,7 +233,7 @@ class _UniformSpace:
             errors = (uniform_errors(rows, some[:, 0], some[:, 1], bits, (0,), torch.float32) for some in chunks)
             return torch.cat([sums(error, zeros, None, (0,)) for error in errors]).view(len(points), *points.shape[2:])
 
-        return self._found(_Scores(exact, rough))
+        return self._found(_Scores(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
         """The best quantizer by the product's error. current: not used."""
