@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adalog import Config, DataError
-from adalog.choices import Reconstruction
+from adalog import METHODS, Config, DataError
+from adalog.choices import Correction, Reconstruction
 from adalog.cli.targets import load_model
 from adalog.inputs.images import Preprocessing
 from adalog.inputs.zoo import LoadedModel
@@ -60,6 +60,20 @@ def test_too_few_images_to_fit_are_refused_before_anything_is_measured():
     assert len(Bench.of(loaded, None, 32, 1024).unlabelled(1024, 0, 1)) == 1024
     with pytest.raises(DataError, match="demo has 1024 images to fit, rows of these tables want 1025"):
         Bench.of(loaded, None, 32, 1025)
+
+
+def test_all_that_fits_images_fits_as_many_in_one_table():
+    rows = [row for row in TABLES["D"].rows if row.config.bits == "w3a3"]
+    search, *fitted = rows
+    assert (search.names, search.config) == (("adalog", "no"), Config.preset("w3a3"))
+    assert {row.config.images_fitted for row in fitted} == {1024}
+    names = [name for name in METHODS if Config.preset("w3a3", name).images_fitted]
+    assert [row.names[0] for row in fitted] == [names[0], *names]
+    assert names[0] == "adalog+"
+    told = {row.names: [type(stage) for stage in row.config.stages] for row in fitted}
+    assert told["adalog+", "correction and reconstruction"] == [Correction, Reconstruction]
+    assert told["erq", "correction"] == [Correction]
+    assert told["fima-q", "reconstruction"] == [Reconstruction]
 
 
 def test_the_rows_of_reconstruction_are_those_of_the_papers_table():

@@ -73,7 +73,7 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def tables_list(tables: Mapping[str, PaperTable]) -> Table:
     """One row per table of the paper."""
-    table = Table(title="Tables of the paper: `adalog tables N ... --models MODEL,... --data DIR`")
+    table = Table(title="Tables of the paper and one of ours, D: `adalog tables N ... --models MODEL,... --data DIR`")
     for column in ("table", "what it shows", "rows"):
         table.add_column(column, overflow="fold")
     for name, each in tables.items():
