@@ -58,7 +58,7 @@ $(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/r
 
 $(TEST)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/search/fused.cpp constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,coco,openvino,test,dev]"
+	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,imagenet,coco,openvino,test,dev]"
 	@touch $@
 
 clean:

@@ -344,10 +344,10 @@ def detector_table() -> str:
 TABLES = (
     ("README.md", "stages table", stage_tables.stages_table),
     ("README.md", "real table", real_table),
-    ("README.md", "demo table", demo_table),
-    ("README.md", "detector table", detector_table),
+    ("docs/measured.md", "demo table", demo_table),
+    ("docs/measured.md", "detector table", detector_table),
     ("README.md", "speed table", speed_tables.speed_table),
-    ("README.md", "accuracy table", speed_tables.accuracy_table),
+    ("docs/measured.md", "accuracy table", speed_tables.accuracy_table),
     ("docs/cost.md", "cost table", cost_table),
     ("docs/export.md", "export table", speed_tables.export_table),
     ("docs/measured.md", "executors table", speed_tables.executors_table),
