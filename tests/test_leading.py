@@ -1,4 +1,4 @@
-"""The leading part of a weight's Gram matrix against the error itself."""
+"""The leading part of a weight's Gram matrix, and the root of one, against the error itself."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 import adalog.search.objective
 from adalog.search.objective import ProductError
 from strategies import normal
-from test_objective import direct, points_of, rounding_candidates
+from test_objective import BFLOAT16, direct, points_of, rounding_candidates, total
 
 
 def weights_of_tokens(decay, width=192):
@@ -93,3 +93,51 @@ def test_leading_directions_are_drawn_where_the_values_are():
     with torch.device("meta"):
         found = error.leading()
     assert torch.equal(found.factor, expected.factor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("left", "right", "keep"), [BFLOAT16["weight, many tokens"], BFLOAT16["queries by head"]])
+def test_a_root_stands_for_a_gram_matrix(left, right, keep, dtype):
+    shape, left, right = left, normal(*left, seed=1).to(dtype), normal(*right, seed=2).to(dtype)
+    error = ProductError.of(left, right, (right * 3).round() / 3, keep, gram=True)
+    root = error.rooted()
+    assert not root.gram
+    points = points_of(shape, keep).to(dtype)
+    exact, found = (each.loss(rounding_candidates(left, keep), points) for each in (error, root))
+    found = found + error.constant - total(root.base.square(), keep)
+    torch.testing.assert_close(found, exact, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=0)
+
+
+def test_a_root_of_what_was_never_seen():
+    """Channels that are always zero, and tokens that are all alike, leave a Gram matrix without an inverse."""
+    left = normal(4, 24, seed=1).float()
+    right = normal(24, 1, seed=2).float().expand(24, 60).clone()
+    right[5] = 0
+    error = ProductError.of(left, right, right * 1.01, (0,))
+    assert error.gram
+    points = points_of(left.shape, (0,)).float()
+    exact, found = (each.loss(rounding_candidates(left, (0,)), points) for each in (error, error.rooted()))
+    found = found + (exact - found).mean(0)
+    assert bool(found.isfinite().all())
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.max()))
+    nothing = ProductError.of(left, right, torch.zeros_like(right), (0,)).rooted()
+    assert bool(nothing.loss(rounding_candidates(left, (0,)), points).isfinite().all())
+
+
+def test_a_large_error_along_rare_directions_costs_more_than_a_small_one(monkeypatch):
+    """Neighbours in an image are nearly equal, and a weight that takes their difference sees little of them.
+
+    A Gram matrix in bfloat16 would take the loss of such a weight set to zero for less than nothing.
+    """
+    monkeypatch.setattr(adalog.search.objective, "multiplies_bfloat16", lambda _: True)
+    smooth = normal(1, 4000, seed=1) * 3 + 2
+    right = (smooth + 0.03 * normal(27, 4000, seed=2)).float()
+    left = normal(40, 27, seed=3)
+    left = (left - left.mean(1, keepdim=True)).float()
+    error = ProductError.of(left, right, (right * 200).round() / 200, (0,))
+    assert error.gram
+    steps = torch.tensor([1e-3, 1e9]).view(2, 1, 1).expand(2, 1, len(left))  # the second leaves nothing of the weight
+    fine, nothing = error.fast().loss(rounding_candidates(left, (0,)), steps)
+    exact_fine, exact_nothing = error.loss(rounding_candidates(left, (0,)), steps)
+    assert bool((exact_nothing > 2 * exact_fine).all())
+    assert bool((nothing > fine).all())

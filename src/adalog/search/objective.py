@@ -90,13 +90,29 @@ class ProductError:
     def fast(self) -> "ProductError":
         """The same error with products in bfloat16, where the device has them and they take less time.
 
-        Each factor is rounded by 2**-9 at most, and sums average that out.
+        Each factor is rounded by 2**-9 at most, and sums average that out. A Gram matrix is replaced by its root
+        (`rooted`): rounded as it is, it may have directions of negative power, along which large errors would seem to
+        cost less than nothing. Losses are then off by one constant in each group.
         """
         able = self.factor.dtype == torch.float32 and multiplies_bfloat16(self.factor.device)
         if self.factor.shape[-1] < _NARROW or not able:
             return self
-        rest = None if self.rest is None else (self.rest[0].bfloat16(), self.rest[1])
-        return replace(self, factor=self.factor.bfloat16(), rest=rest)
+        error = self.rooted() if self.gram else self
+        rest = None if error.rest is None else (error.rest[0].bfloat16(), error.rest[1])
+        return replace(error, factor=error.factor.bfloat16(), rest=rest)
+
+    def rooted(self) -> "ProductError":
+        """The error by a root F of its Gram matrix G = F F^T, up to one constant in each group.
+
+        With e the quantization error of a row and b its part of `base`, e G e^T + 2 b e^T = ||e F + b F^-T||^2 - const.
+        """
+        gram, number = self.factor.double(), torch.finfo(self.factor.dtype)
+        ones = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        rounding = gram.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # of G's products
+        root = torch.linalg.cholesky(gram + rounding[..., None, None] * ones)
+        inverse = torch.linalg.solve_triangular(root.mT, ones, upper=True)
+        base = self.base @ inverse.to(self.base.dtype)
+        return replace(self, factor=root.to(self.factor.dtype), base=base, gram=False)
 
     def sample(self, rows: int, times: int = 1) -> "ProductError":
         """The error on a sample of about `times` * `rows` tokens per loss, at even distances.
