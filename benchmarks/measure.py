@@ -152,7 +152,7 @@ class CountedError(ProductError):
     """A product's error that counts the candidates it scores.
 
     share: that of the site's rows that it looks at. part: that of the operand's own rows that it is about, for a large
-    weight that is searched in slices (`by_rows`).
+    weight that is searched in slices (`by_rows`), or whose rows have different numbers of candidates (`loss_once`).
     """
 
     counts: Counts = field(default_factory=Counts, repr=False)
@@ -164,9 +164,9 @@ class CountedError(ProductError):
         # The base has the rows, or the columns, that the sample has.
         return some if some is self else replace(some, share=self.share * some.base.numel() / self.base.numel())
 
-    def by_rows(self) -> list[ProductError]:
-        pieces = super().by_rows()
-        return pieces if len(pieces) == 1 else [replace(each, part=len(each.left) / len(self.left)) for each in pieces]
+    def of_rows(self, rows: slice | Tensor) -> ProductError:
+        some = super().of_rows(rows)
+        return replace(some, part=self.part * len(some.left) / len(self.left))
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         self._count(points)

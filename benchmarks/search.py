@@ -31,7 +31,8 @@ by an operand's own error, without a product, are not counted for either.
 A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
 noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.
 
---full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory.
+--full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory, with
+the SQNR that it leaves at each site [dB].
 --scaling: how the cost of our search of a ViT with one block (heads of 64) grows with images, width and candidates per
 step; it also draws a figure.
 --ablation: what each part of our search is worth: the error of all sites without that part over the default's, on the
@@ -152,7 +153,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
         def watch(done: int, total: int, site: str) -> None:
             progress.update(task, completed=done, total=total, description=site)
 
-        adalog.quantize(case.model, case.images, config, seed=seed, progress=watch)
+        quantized = adalog.quantize(case.model, case.images, config, seed=seed, progress=watch)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     peak = peak_bytes()
     forward = forward_seconds(case.model, case.images)
@@ -167,6 +168,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
         "peak_rss_bytes": peak,
         "capture_cpu_seconds": captured,  # the share of torch.export and the one forward
         "float_forwards": cpu / forward,
+        "sqnr": {row.site: round(row.sqnr, 3) for row in quantized.ledger},
         "floor": floor(flops, forward, gemm_gflops(), cpu - forward),  # these seconds include the forward
     }
 

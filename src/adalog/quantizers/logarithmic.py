@@ -169,12 +169,18 @@ class Bins:
 
 def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
     """How many of the thresholds are not below each x: int32, the shape of x."""
+    if bins.fit:
+        return bins.counts.reshape(-1).index_select(0, _row(x, bins)).view(x.shape)
     values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
-    if not bins.fit:
-        return (len(bins.ascending) - torch.searchsorted(bins.ascending, values, out_int32=True)).view(x.shape)
+    return (len(bins.ascending) - torch.searchsorted(bins.ascending, values, out_int32=True)).view(x.shape)
+
+
+def _row(x: Tensor, bins: Bins) -> Tensor:
+    """The place of each x among the flat `counts` of bins that fit."""
+    values = x.reshape(-1).clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
     number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
     below = values <= bins.ends.index_select(0, number)
-    return bins.counts.reshape(-1).index_select(0, number.mul_(2).add_(below)).view(x.shape)
+    return number.mul_(2).add_(below)
 
 
 @lru_cache(128)
@@ -294,8 +300,11 @@ class LogQuantizer(Quantizer):
             )
 
     def quantize(self, x: Tensor) -> Tensor:
-        lifted = at_least_float32(x) + self.offset if self.offset else x
+        lifted = self._lifted(x)
         return log_quantize(lifted, self.scale, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
+
+    def _lifted(self, x: Tensor) -> Tensor:
+        return at_least_float32(x) + self.offset if self.offset else at_least_float32(x)
 
     @property
     def _choices(self) -> dict[str, Any]:
@@ -311,6 +320,17 @@ class LogQuantizer(Quantizer):
 
     def _nearest(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
+        if self.rounding == "nearest" and self.scale.numel() == 1:
+            dtype = torch.result_type(at_least_float32(x), self.scale)
+            bins = _bins_on(x.device, dtype, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
+            if bins.fit:  # each bin has its values, which takes fewer passes than codes do
+                values = self.dequantize(torch.arange(self.code_count, device=x.device)).reshape(-1).to(x.dtype)
+                values = values.index_select(0, bins.counts.reshape(-1))
+
+                def value(some: Tensor) -> Tensor:
+                    return values.index_select(0, _row(self._lifted(some) / self.scale.reshape(()), bins))
+
+                return by_slices(value, flat).view(x.shape)
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
 
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from adalog.quantizers import (
     UniformQuantizer,
     bounds_to_uniform,
 )
+from adalog.search.distinct import once
 from adalog.search.objective import OwnError, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -166,7 +167,8 @@ def search_own(operand: Operand, search: Search) -> Tensor:
         levels, cuts = operand.steps(points)
         return own.loss(levels[:, None], cuts[:, None])[:, 0]
 
-    return minimise(uniform if form.is_uniform else stepwise, operand, replace(search, strategy="fpcs"))
+    loss = once(uniform if form.is_uniform else stepwise, operand.settled)
+    return minimise(loss, operand, replace(search, strategy="fpcs"))
 
 
 def _search_operand(
@@ -183,14 +185,19 @@ def _search_operand(
     error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
     fair, rough = judges(error, operand, search, nearby=nearby)
     if search.rough_rows:
-        fair, rough = fair if rough is fair else fair.fast(), rough.fast()
+        fast = rough.fast()
+        if rough is not fair:
+            fair = fair.fast()
+        elif nearby:
+            fair = fast
+        rough = fast
     start, found, total = 0, [], 0.0
     for piece, fairer, rougher in zip(error.by_rows(), fair.by_rows(), rough.by_rows(), strict=True):
         rows = slice(start, start := start + len(piece.left))
         known = incumbent if incumbent is None or piece is error else incumbent[:, rows]
         some = replace(operand, values=piece.left)
-        cheaper = None if rough is fair else rougher.loss_by(some.errors)
-        best = minimise(fairer.loss_by(some.errors), some, search, known, cheaper, nearby=nearby)
+        cheaper = None if rough is fair else rougher.loss_once(some.errors, some.settled)
+        best = minimise(fairer.loss_once(some.errors, some.settled), some, search, known, cheaper, nearby=nearby)
         best, least = _better(piece, some, best, known)
         found.append(best)
         total += least

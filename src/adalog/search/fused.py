@@ -76,7 +76,11 @@ def _empty(count: int, values: Tensor, dtype: torch.dtype) -> Tensor:
 def products(candidates: Tensor, factor: Tensor) -> Tensor:
     """candidates (k, *batch, T, I) @ factor (*batch, I, O), with one product for all candidates of a matrix."""
     *batch, count, rows, width = _together(candidates).shape
-    product = _together(candidates).reshape(*batch, count * rows, width) @ factor
+    values = _together(candidates).reshape(*batch, count * rows, width)
+    if factor.shape[-1] == 1 and batch:  # for depthwise convolutions, six times as fast in this orientation
+        product = (factor.transpose(-1, -2) @ values.transpose(-1, -2)).transpose(-1, -2)
+    else:
+        product = values @ factor
     return product.view(*batch, count, rows, factor.shape[-1]).movedim(-3, 0)
 
 

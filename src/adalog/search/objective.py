@@ -17,6 +17,7 @@ from torch import Tensor
 
 from adalog.device import chunk_elements, multiplies_bfloat16
 from adalog.quantizers import at_least_float32
+from adalog.search.distinct import Distinct
 from adalog.search.fused import products, sums
 from adalog.search.quantiles import ascending, coprime, thinned
 
@@ -28,6 +29,8 @@ _NARROW = 16
 _COLUMNS = 16
 # From this many columns on, one direction for every three columns stands for a Gram matrix in a sample.
 _WIDE, _COLUMNS_OF_DIRECTION = 192, 3
+# A weight's rows are scored in so many parts, of at least so many rows, by how many different candidates they have.
+_PARTS, _ROWS_TOGETHER = 8, 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
 Errors = Callable[[Tensor, torch.dtype], Tensor]  # the same points, a dtype -> quantized minus exact, in that dtype
@@ -204,16 +207,16 @@ class ProductError:
 
     def by_rows(self) -> "list[ProductError]":
         """The errors of slices of the rows, if each row has its own loss, as in a weight, and the operand is large."""
-        if self.own_dims != (0,) or self.left.ndim != 2 or self.mask is not None:
+        if not self._has_own_rows:
             return [self]
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
         size = -(-len(self.left) // count)
-        pieces = zip(self.left.split(size), self.base.split(size), self.constant.split(size), strict=True)
-        found = [replace(self, left=left, base=base, constant=constant) for left, base, constant in pieces]
-        if self.rest is None:
-            return found
-        diagonal, bases = self.rest
-        return [replace(each, rest=(diagonal, base)) for each, base in zip(found, bases.split(size), strict=True)]
+        return [self.of_rows(slice(start, start + size)) for start in range(0, len(self.left), size)]
+
+    def of_rows(self, rows: slice | Tensor) -> "ProductError":
+        """The error of some rows, each of which has its own loss."""
+        rest = None if self.rest is None else (self.rest[0], self.rest[1][rows])
+        return replace(self, left=self.left[rows], base=self.base[rows], constant=self.constant[rows], rest=rest)
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
         """The squared output error (K, *groups) of the points (K, P, *groups)."""
@@ -233,6 +236,32 @@ class ProductError:
             return sum(others, start=first)
 
         return loss
+
+    def loss_once(
+        self, errors: Callable[[Tensor], Errors], settled: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
+        """The same as `loss_by`, for which candidates of a group that are equal once `settled` are scored once.
+
+        Rows of a weight that have about as many different candidates are scored together.
+        """
+        whole, by_rows = self.loss_by(errors), self._has_own_rows
+        together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
+
+        def loss(points: Tensor) -> Tensor:
+            found = Distinct.of(settled(points))
+            if not by_rows or int(found.counts.min()) == len(found.points):
+                return found.to_all(whole(found.points))
+            losses = points.new_zeros(len(found.points), len(self.left))
+            for rows in found.counts.argsort(stable=True).split(together):
+                count = int(found.counts[rows[-1]])
+                losses[:count, rows] = self.of_rows(rows).loss_by(errors)(found.points[:count, :, rows])
+            return found.to_all(losses)
+
+        return loss
+
+    @property
+    def _has_own_rows(self) -> bool:
+        return self.own_dims == (0,) and self.left.ndim == 2 and self.mask is None
 
     def _score(self, delta: Tensor) -> Tensor:
         if self.mask is not None:
@@ -264,9 +293,9 @@ class OwnError:
     def __init__(self, sample: Tensor):
         sample = thinned(sample)
         self.sorted = ascending(sample).double().contiguous()
-        zero = self.sorted.new_zeros(len(sample), 1)
-        self.sums = torch.cat([zero, self.sorted.cumsum(1)], 1)
-        self.squares = torch.cat([zero, self.sorted.square().cumsum(1)], 1)
+        self.sums, self.squares = self.sorted.new_zeros(2, len(sample), sample.shape[1] + 1)
+        torch.cumsum(self.sorted, 1, out=self.sums[:, 1:])
+        torch.cumsum(self.sorted.square(), 1, out=self.squares[:, 1:])
 
     def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
         """The errors of uniform quantizers. scale, zero_point: (K, *groups), like the result."""

@@ -151,7 +151,9 @@ class Operand:
         if kind is not None:
 
             def one_scale(points: Tensor, dtype: torch.dtype) -> Tensor:
-                return self._reaching(kind, points[:, 0]).fake_quantize(values[None]).sub_(values).to(dtype)
+                upper = shaped_against(points[:, 0], values.shape, form.own_dims)
+                found = kind.reaching(upper, form.bits, form.offset)
+                return found.fake_quantize(values[None]).sub_(values).to(dtype)
 
             return one_scale
         if form.log2_base is None:
@@ -182,6 +184,14 @@ class Operand:
             return table_errors(values, bins, tables.view(-1, count), dtype)
 
         return logarithmic
+
+    def settled(self, points: Tensor) -> Tensor:
+        """The same candidates, as points that are equal where a logarithmic base is: log2 q of a whole q."""
+        form = self.format
+        if form.log2_base is None or form.log2_base[0]:
+            return points
+        bases = points[:, :1].exp2().round_().clamp_(form.q_min, form.q_max).log2_()
+        return torch.cat([bases, points[:, 1:]], dim=1)
 
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """The levels (K, L) of K logarithmic points, or of one scale, (K, P), and the thresholds (K, L - 1) between.

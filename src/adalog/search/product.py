@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -71,8 +71,8 @@ class Product:
         signal = noise = 0.0
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
-            signal += float((x @ w.transpose(-1, -2)).square().sum(dtype=torch.float64))
-            noise += float(error.square().sum(dtype=torch.float64))
+            signal += _power(x @ w.transpose(-1, -2))
+            noise += _power(error)
         return signal, noise
 
     def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
@@ -89,8 +89,8 @@ class Product:
         for x, x_hat, w, w_hat in self._slices(first, stored):
             output = x_hat @ w_hat.transpose(-1, -2)
             error = output_error(x, x_hat, w, w_hat)
-            onto.append((output * error).sum(-2, dtype=torch.float64))
-            power.append(output.square().sum(-2, dtype=torch.float64))
+            onto.append(error.mul_(output).sum(-2).double())
+            power.append(output.square_().sum(-2).double())
         grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
         excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
         factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
@@ -110,6 +110,11 @@ class Product:
         for slices in zip(*lefts, *rights, strict=True):
             x, x_slice, w, w_slice = (at_least_float32(value) for value in slices)
             yield x, x_slice, w, w_slice
+
+
+def _power(values: Tensor) -> float:
+    """The sum of squares, which overwrite the values; sums of rows are added in float64, without a copy of all."""
+    return float(values.square_().sum(-1).sum(dtype=torch.float64))
 
 
 def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
@@ -144,7 +149,7 @@ def with_table(product: Product, found: Assignment, tables: Tables) -> Assignmen
 
         return float(of.loss_by(errors)(of.left.new_zeros(1)))  # a placeholder: the quantizer takes a point's place
 
-    rough, error = partial(loss, sample), partial(loss, whole)
+    rough, error = partial(loss, sample), cache(partial(loss, whole))
 
     best: LogQuantizer | None = None
     if fits and tables != "u16":

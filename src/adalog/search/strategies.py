@@ -39,17 +39,26 @@ def fpcs(
     loss is reused, so it is never lost to a worse child. A step takes parents * children evaluations (128). rough: a
     cheaper loss for all steps; the `parents` best points are then scored by `loss`, and the best of these takes a
     `walk`.
+
+    All points lie on the grid of the last step, in whole numbers of its spacing, so that a child of two parents is the
+    same point to the bit.
     """
     z, offsets = _neighbourhood(low, children)
-    points = grid(low, high, init)
-    spacing = grid_spacing(low, high, init)
+    width = (2 * z) ** steps  # of a cell, in spacings of the last step
+    spacing = grid_spacing(low, high, init) / width
+
+    def points_at(cells: Tensor) -> Tensor:
+        return low + cells * spacing
+
+    cells = width * _cells(init, low).expand(-1, *low.shape)
     score = loss if rough is None else rough
-    losses = score(points)
+    losses = score(points_at(cells))
     for _ in range(steps):
-        best, losses = best_points(points, losses, parents)
-        spacing = spacing / (2 * z)
-        born = (best + offsets * spacing).flatten(0, 1)
-        points, losses = torch.cat([best, born]), torch.cat([losses, score(born)])
+        best, losses = best_points(cells, losses, parents)
+        width //= 2 * z
+        born = (best + offsets * width).flatten(0, 1)
+        cells, losses = torch.cat([best, born]), torch.cat([losses, score(points_at(born))])
+    points = points_at(cells)
     if rough is not None:
         points, _ = best_points(points, losses, parents)
         best, _ = best_points(points, loss(points), 1)
@@ -142,9 +151,13 @@ def alternating(
 
 def grid(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
     """The Cartesian product of uniform partitions, (prod(sizes), P, *groups), the last one running fastest."""
-    lines = [_line(low[i], high[i], size) for i, size in enumerate(sizes)]
-    index = torch.cartesian_prod(*(torch.arange(size, device=low.device) for size in sizes)).view(-1, len(sizes))
-    return torch.stack([line[index[:, i]] for i, line in enumerate(lines)], dim=1)
+    return low + _cells(sizes, low) * grid_spacing(low, high, sizes)
+
+
+def _cells(sizes: Sequence[int], like: Tensor) -> Tensor:
+    """The points of `grid` as whole numbers of its spacing: (prod(sizes), P, 1, ...)."""
+    cells = torch.cartesian_prod(*(torch.arange(size, dtype=like.dtype, device=like.device) for size in sizes))
+    return cells.view(-1, len(sizes), *(1 for _ in like.shape[1:]))
 
 
 def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
