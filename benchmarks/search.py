@@ -31,7 +31,7 @@ by an operand's own error, without a product, are not counted for either.
 A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
 noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.
 
---full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory; also
+--full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory, and
 the SQNR that it leaves at each site [dB].
 --scaling: how the cost of our search of a ViT with one block (heads of 64) grows with images, width and candidates per
 step; it also draws a figure.
