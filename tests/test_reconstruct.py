@@ -234,8 +234,10 @@ def test_a_share_of_values_stays_exact(pool, searched):
     numbers = torch.arange(4)
     nearly = float(block._loss(exact, numbers, 1 - 1e-6))
     assert nearly < 1e-3 * float(block._loss(exact, numbers, 0.0))
-    mixed = block._mixed(torch.zeros(40_000), torch.ones(40_000), 0.25)
-    assert float(mixed.mean()) == pytest.approx(0.25, abs=0.01)
+    kept = block._kept(torch.zeros(3, 13_335), 0.25)
+    assert set(kept.unique().tolist()) == {0.0, 1.0}
+    assert float(kept.mean()) == pytest.approx(0.25, abs=0.01)
+    assert not torch.equal(kept, block._kept(kept, 0.25))
 
 
 def test_the_fisher_weights_are_squared_gradients_of_each_image(pool):

@@ -309,7 +309,7 @@ class _Block:
         unit = max(least, torch.finfo(torch.float32).tiny)
         if not parameters or not math.isfinite(least):
             return self._measured(best)
-        optimizer = torch.optim.Adam(parameters)
+        optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
         check, renewal = max(1, choices.iterations // _CHECKS), -(-choices.iterations // RENEWALS)
         for step, numbers in enumerate(self._draws(), 1):
@@ -387,7 +387,7 @@ class _Block:
         name = self._blocks.blocks[self._number].value_in
         if drop and given[name].is_floating_point():
             exact = picked(self._blocks, {name: self._exact[name]}, numbers)
-            given[name] = self._mixed(given[name], exact[name], drop)
+            given[name] = given[name].lerp(exact[name], self._kept(given[name], drop))
         difference = self._run(assigned, given, drop) - wanted[self._out]
         return self._error(difference, numbers)
 
@@ -395,12 +395,11 @@ class _Block:
         """The block's output, quantized, for what it is given."""
         program = rewritten(self._nodes, assigned)
 
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
-            if node.op != FAKE_QUANTIZE:
-                return None
-            return self._mixed(result, args[0] + program.quantizers[args[1]].kept_offset, drop)
+        def quantized(x: Tensor, name: str) -> Tensor:
+            return program.quantizers[name].fake_quantize(x, self._kept(x, drop))
 
-        return self._blocks.values(given, [self._out], program, watch if drop else None)[self._out]
+        fakes = [node.name for node in program.nodes if node.op == FAKE_QUANTIZE] if drop else []
+        return self._blocks.values(given, [self._out], program, dict.fromkeys(fakes, quantized))[self._out]
 
     def _renew(self, assigned: Assigned) -> bool:
         """Take the error's next gradients where the block is now, if it has any; whether it has."""
@@ -409,7 +408,12 @@ class _Block:
         self._error.renew(lambda numbers: self._run(assigned, picked(self._blocks, self._given, numbers), 0.0))
         return True
 
-    def _mixed(self, quantized: Tensor, exact: Tensor, drop: float) -> Tensor:
-        """Values of which a share is exact."""
-        kept = torch.rand(quantized.shape, generator=self._generator, device=quantized.device) < drop
-        return torch.where(kept, exact, quantized)
+    def _kept(self, values: Tensor, drop: float) -> Tensor:
+        """1 for a share of the values, each drawn by itself, and 0 for the others, in their shape and dtype.
+
+        16 random bits decide over each, so the share is `drop` to within 2^-16.
+        """
+        words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
+        draws = words.random_(-(2**63), None, generator=self._generator).view(torch.int16)[: values.numel()]
+        kept = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+        return torch.le(draws.view(values.shape), math.ceil(drop * 2**16) - 2**15 - 1, out=kept)
