@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from adalog.calibration.batches import Chunk
 from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, block_error, picked
@@ -24,6 +25,7 @@ from adalog.calibration.compensate import with_codes
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Reconstruction
+from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
@@ -52,6 +54,28 @@ def rectified_sigmoid(v: Tensor) -> Tensor:
 def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
     """AdaRound's 1 - |2 h - 1|^exponent, which is 0 where h is 0 or 1 (Eq. 24 there)."""
     return 1 - (2 * h - 1).abs().pow(exponent)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear with its product in bfloat16, and those of its gradients."""
+    if x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    product = F.linear(x.bfloat16(), weight.bfloat16()).float()
+    return product if bias is None else product + bias
+
+
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """A product of two values in bfloat16, and those of its gradients."""
+    return left @ right if left.dtype != torch.float32 else (left.bfloat16() @ right.bfloat16()).float()
+
+
+# Factors and products are rounded by 2**-9 at most, far less than by the bits that are trained; steps are small, and
+# what they lead to is judged in float32.
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "aten.linear.default": _linear,
+    "aten.matmul.default": _matmul,
+    "aten.bmm.default": _matmul,
+}
 
 
 class _Rounding:
@@ -378,11 +402,11 @@ class _Block:
         """The mean loss on the images held out, all of them quantized."""
         found = 0.0
         for numbers in self._judging.split(self._batch):
-            found += float(self._loss(assigned, numbers, 0.0)) * len(numbers)
+            found += float(self._loss(assigned, numbers)) * len(numbers)
         return found / len(self._judging)
 
-    def _loss(self, assigned: Assigned, numbers: Tensor, drop: float) -> Tensor:
-        """The mean error of the block's output on some images."""
+    def _loss(self, assigned: Assigned, numbers: Tensor, drop: float | None = None) -> Tensor:
+        """The mean error of the block's output on some images. drop: as of `_run`."""
         given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._blocks.blocks[self._number].value_in
         if drop and given[name].is_floating_point():
@@ -391,21 +415,28 @@ class _Block:
         difference = self._run(assigned, given, drop) - wanted[self._out]
         return self._error(difference, numbers)
 
-    def _run(self, assigned: Assigned, given: Chunk, drop: float) -> Tensor:
-        """The block's output, quantized, for what it is given."""
-        program = rewritten(self._nodes, assigned)
+    def _run(self, assigned: Assigned, given: Chunk, drop: float | None = None) -> Tensor:
+        """The block's output, quantized, for what it is given.
+
+        drop: the share of activations that stays exact in a step of the training, whose products are in bfloat16 where
+        the device has them; None where the block is judged, in float32.
+        """
+        program, steps = rewritten(self._nodes, assigned), dict[str, Callable[..., Tensor]]()
 
         def quantized(x: Tensor, name: str) -> Tensor:
-            return program.quantizers[name].fake_quantize(x, self._kept(x, drop))
+            return program.quantizers[name].fake_quantize(x, self._kept(x, drop) if drop else None)
 
-        fakes = [node.name for node in program.nodes if node.op == FAKE_QUANTIZE] if drop else []
-        return self._blocks.values(given, [self._out], program, dict.fromkeys(fakes, quantized))[self._out]
+        if drop is not None:
+            products = _PRODUCTS if multiplies_bfloat16(self._wanted[self._out].device) else {}
+            instead = {FAKE_QUANTIZE: quantized, **products}
+            steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
+        return self._blocks.values(given, [self._out], program, steps)[self._out]
 
     def _renew(self, assigned: Assigned) -> bool:
         """Take the error's next gradients where the block is now, if it has any; whether it has."""
         if not isinstance(self._error, LowRankFisher):
             return False
-        self._error.renew(lambda numbers: self._run(assigned, picked(self._blocks, self._given, numbers), 0.0))
+        self._error.renew(lambda numbers: self._run(assigned, picked(self._blocks, self._given, numbers)))
         return True
 
     def _kept(self, values: Tensor, drop: float) -> Tensor:
