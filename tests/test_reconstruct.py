@@ -17,7 +17,7 @@ from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, squared_gradients
 from adalog.calibration.partial import Partial
-from adalog.calibration.reconstruct import _Block, _kept, reconstructed
+from adalog.calibration.reconstruct import BlockInTraining, _kept, reconstructed
 from adalog.calibration.training import GroupInTraining, Rounding, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
 from adalog.graph.capture import capture
@@ -152,7 +152,7 @@ def block_of(calibration, assigned, images, number=1, **changes):
     quantized = Blocks(rewritten(calibration.program, assigned), [images], blocks, like=floats)
     names = set(blocks[number].nodes)
     here = [(group, found) for group, found in assigned if group.first.node.name in names]
-    return _Block(calibration.program, floats, quantized, number, here, choices, seed=0)
+    return BlockInTraining(calibration.program, floats, quantized, number, here, choices, seed=0)
 
 
 @pytest.mark.parametrize("biases", [False, True])

@@ -97,7 +97,7 @@ def reconstructed(
         done = ranks.agreed(keys, done, coded(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
-            block_in_training = _Block(program, floats, quantized, number, here, choices, seed, ranks)
+            block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks)
             best = [assignment for _, assignment in block_in_training.trained()]
 
             def made(best: list[Assignment] = best) -> list[Assignment]:
@@ -121,7 +121,7 @@ def _read_by(group: SiteGroup) -> set[str]:
     return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
-class _Block:
+class BlockInTraining:
     """One block while it is trained."""
 
     def __init__(
@@ -166,6 +166,24 @@ class _Block:
 
     def trained(self) -> list[tuple[SiteGroup, Assignment]]:
         """The best assignments on the images held out, those at the start among them."""
+        best, least = list(self._assigned), self._judged(self._assigned)
+        unit = max(least, torch.finfo(torch.float32).tiny)
+        last = self._choices.iterations
+        check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
+        for step in self.steps(unit) if math.isfinite(least) else ():
+            if step % check and step % renewal and step < last:
+                continue
+            tried = [(each.group, each.hard()) for each in self._groups]
+            if step % check == 0 or step == last:
+                error = self._judged(tried)
+                if error < least:
+                    best, least = tried, error
+            if step % renewal == 0 and step < last and self._renew(tried):
+                least = self._judged(best)
+        return self._measured(best)
+
+    def steps(self, unit: float) -> Iterator[int]:
+        """Train the block: a step for each number, from 1 on, that is asked for. unit: what the error is divided by."""
         choices = self._choices
         kinds = [each.trained() for each in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
@@ -174,16 +192,11 @@ class _Block:
             for kind, rate in rates.items()
             if (found := [value for each in kinds for value in each[kind]])
         ]
-        best, least = list(self._assigned), self._judged(self._assigned)
-        unit = max(least, torch.finfo(torch.float32).tiny)
-        if not parameters or not math.isfinite(least):
-            return self._measured(best)
+        if not parameters:
+            return
         optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
-        check, renewal = max(1, choices.iterations // _CHECKS), -(-choices.iterations // RENEWALS)
         for step, numbers in enumerate(self._draws(), 1):
-            if step > 1 and step % renewal == 1 and self._renew([(each.group, each.hard()) for each in self._groups]):
-                least = self._judged(best)
             optimizer.zero_grad()
             with torch.enable_grad():
                 self._descend(numbers, unit, step / choices.iterations)
@@ -191,12 +204,7 @@ class _Block:
             schedule.step()
             for each in self._groups:
                 each.confine()
-            if step % check == 0 or step == choices.iterations:
-                tried = [(each.group, each.hard()) for each in self._groups]
-                error = self._judged(tried)
-                if error < least:
-                    best, least = tried, error
-        return self._measured(best)
+            yield step
 
     def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
         """Add the gradients of a step to what is trained: those of each share of its images, and the regulariser's.
