@@ -231,6 +231,17 @@ def test_a_store_that_is_gone():
     assert Ranks(Gone(), 1, 2).failed(lambda: 7) == 1
 
 
+def test_an_interface_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+
+    def work(ranks):
+        with pytest.raises(RankError, match=r"Gloo finds no way .* by the variable GLOO_SOCKET_IFNAME"):
+            ranks.summed(2, lambda number: torch.ones(3), torch.ones(3))
+        return True
+
+    assert together(work, store=HashStore()) == [True, True]
+
+
 def test_alone_where_no_launcher_says_otherwise(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)

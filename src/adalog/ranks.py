@@ -17,7 +17,7 @@ from datetime import timedelta
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from adalog.errors import RankError
+from adalog.errors import RankError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,7 +251,13 @@ class Ranks:
 
         with _reached():
             if self._group is None:
-                self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.world, _WAITS)
+                try:
+                    self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.world, _WAITS)
+                except RuntimeError as cause:
+                    raise RankError(
+                        f"Gloo finds no way to the other processes of this job ({one_line(cause)}): name the network "
+                        "interface by the variable GLOO_SOCKET_IFNAME"
+                    ) from cause
             sent = value.cpu().contiguous()
             found = [sent.new_empty(sent.shape) for _ in range(self.world)]
             try:
