@@ -18,6 +18,8 @@ Parts, all by default:
 - `stream`: `adalog evaluate` on a folder of 50,000 links to the 2,000 images of --realbench, or to the test images of
   the bundled model: how much the resident set grows from the first tenth to the end, and the time that the bar on a
   terminal foretold after a tenth over the time that it took.
+- `reconstruct`: `adalog quantize` of the bundled model by `qdrop` at W3A3 with 128 images, by one process and by two
+  ranks; from start to end, times L as above, and whether the bytes are equal.
 
 Everything runs on the CPU, with one thread a process. Prints one JSON object and saves it as
 benchmarks/results/scale.json. Parts that are not asked for stay as they are in that file; each says its commit. Parts
@@ -316,12 +318,28 @@ def watched(folder: Path, words: list[str]) -> dict[str, Any]:
     }
 
 
+def reconstruct(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """`qdrop` on the bundled model, whose reconstruction takes most of the time."""
+    words = ("quantize", "demo", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 128, "--threads", 1)
+    one = run(folder, 1, *words, "-o", "one.st")
+    beside = finish(folder, *(start(folder, command(1, *words, "-o", f"{name}.st")) for name in ("left", "right")))
+    two = run(folder, 2, *words, "-o", "two.st")
+    limit = one["seconds"] / beside["seconds"]
+    return {
+        "wall_ratio": two["seconds"] / one["seconds"] * limit,
+        "L": limit,
+        "same_bytes": len({(folder / f"{name}.st").read_bytes() for name in ("one", "left", "right", "two")}) == 1,
+        "seconds": {"one": one["seconds"], "beside": beside["seconds"], "two": two["seconds"]},
+    }
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
     "quantize": quantize,
     "evaluate": evaluate,
     "tables": tables,
     "kills": kills,
     "stream": stream,
+    "reconstruct": reconstruct,
 }
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.distributed import DistNetworkError, HashStore
 import adalog
 from adalog import Calibration, Config
 from adalog.calibration.partial import Partial
-from adalog.choices import Correction
+from adalog.choices import Correction, Reconstruction
 from adalog.errors import RankError
 from adalog.quantizers import Assignment
 from adalog.ranks import _PIECE, Coded, Memory, Ranks
@@ -118,6 +119,32 @@ def test_results_leave_the_store_once_all_have_read_them():
     assert not ranks._store._values
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
+def test_sums_have_the_same_bits_on_any_number_of_ranks(count):
+    """Of numbers whose sum depends on the order; each is made once."""
+    values = (
+        10.0 ** torch.arange(count)[:, None] * torch.rand(count, 5, generator=torch.Generator().manual_seed(0))
+    ).sin()
+
+    def summed(ranks):
+        made = []
+
+        def make(number):
+            made.append(number)
+            return values[number].clone()
+
+        return ranks.summed(count, make, values[0]), made
+
+    wanted, order = summed(Ranks())
+    assert order == list(range(count))
+    torch.testing.assert_close(wanted, values.sum(0))
+    for world in (2, 3, 5):
+        results = together(summed, world, HashStore())
+        assert all(torch.equal(found, wanted) for found, _ in results)
+        assert sorted(itertools.chain(*(made for _, made in results))) == order
+        assert sum(bool(made) for _, made in results) >= min(world, count) - 1  # all that can be busy, but for one
+
+
 def test_all_meet():
     arrived = []
 
@@ -204,6 +231,17 @@ def test_a_store_that_is_gone():
     assert Ranks(Gone(), 1, 2).failed(lambda: 7) == 1
 
 
+def test_an_interface_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+
+    def work(ranks):
+        with pytest.raises(RankError, match=r"Gloo finds no way .* by the variable GLOO_SOCKET_IFNAME"):
+            ranks.summed(2, lambda number: torch.ones(3), torch.ones(3))
+        return True
+
+    assert together(work, store=HashStore()) == [True, True]
+
+
 def test_alone_where_no_launcher_says_otherwise(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -228,16 +266,29 @@ def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
 # --- the work of the library -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [(), pytest.param((Correction(images=4),), marks=pytest.mark.slow)])
+RECONSTRUCTION = Reconstruction(images=24, iterations=4, batch=8)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (),
+        pytest.param((Correction(images=4),), marks=pytest.mark.slow),
+        pytest.param((Correction(images=24), RECONSTRUCTION), marks=pytest.mark.slow),
+        pytest.param((replace(RECONSTRUCTION, loss="low-rank"),), marks=pytest.mark.slow),
+    ],
+)
 def test_quantize_gives_the_same_bytes(tmp_path, tiniest, images, fast, stages):
     config = Config(images=4, search=fast.search, stages=stages)
-    alone, *calibrations = (Calibration(tiniest, images) for _ in range(3))
+    unlabelled = torch.randn(24, *images.shape[1:], generator=torch.Generator().manual_seed(1))
+    unlabelled[:4] = images[:4]
+    alone, *calibrations = (Calibration(tiniest, images, unlabelled=unlabelled) for _ in range(3))
     path, wanted = tmp_path / "partial", serialise(alone.quantize(config))
 
     def work(ranks):
         return serialise(calibrations[ranks.rank].quantize(config, ranks=ranks, partial=path))
 
-    assert together(work) == [wanted] * 2
+    assert together(work, store=HashStore()) == [wanted] * 2
     files = [path, path.with_name("partial.rank1")]
     names = [json.loads(line)["name"] for file in files for line in file.read_text().splitlines()[1:]]
     assert len(names) == len(set(names))
@@ -322,6 +373,29 @@ def workers(process):
 
 def finished_in(folder, name):
     return sum(path.read_bytes().count(b"\n") for path in folder.glob(f"{name}.partial*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")
+@pytest.mark.slow
+def test_a_killed_reconstruction_goes_on_and_the_file_is_the_same(place):
+    """The first rank, which writes, is killed while the second block or a later one is trained."""
+    options = ("--data", "images", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 32, "--threads", 1)
+    arguments = ("quantize", "own.py:model", *options)
+    told = run(*arguments, "-o", "whole.st", cwd=place).splitlines()
+    process = start(place, *arguments, "-o", "trained.st", restarts=2)
+
+    def blocks():
+        return sum(path.read_bytes().count(b"reconstruction of") for path in place.glob("trained.st.partial*"))
+
+    while process.poll() is None and blocks() < 5:
+        time.sleep(0.02)
+    with suppress(IndexError, ProcessLookupError):
+        os.kill(workers(process)[0], signal.SIGKILL)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert (place / "trained.st").read_bytes() == (place / "whole.st").read_bytes()
+    assert output.splitlines()[:-1] == told[:-1]
+    assert not list(place.glob("*.partial*"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")

@@ -222,6 +222,73 @@ def test_a_logarithmic_scale_has_its_rounding_error_inside_and_its_end_outside()
     torch.testing.assert_close(scale.grad, each.sum(), rtol=1e-12, atol=0)
 
 
+# --- values that stay exact ------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_values_that_are_kept_stay_and_take_no_part(quantizer, by_hand, low, high):
+    """QDrop: the gradient by x is 1 where a value is kept, and the parameters' are those of the other values alone."""
+    x, weight = normal(3, 400) * (high - low), normal(3, 400, seed=1)
+    kept = (torch.rand(3, 400, generator=torch.Generator().manual_seed(2)) < 0.3).to(x)
+
+    def gradients(kept, weight):
+        made, parameters = trained(quantizer)
+        given = x.clone().requires_grad_()
+        hat = made.fake_quantize(given, kept)
+        (hat * weight).sum().backward()
+        return hat.detach(), given.grad, [parameter.grad for parameter in parameters]
+
+    hat, by_x, by_parameters = gradients(kept, weight)
+    plain, plain_by_x, _ = gradients(None, weight)
+    chosen = kept.bool()
+    assert torch.equal(hat, torch.where(chosen, x + quantizer.kept_offset, plain))
+    assert torch.equal(by_x, torch.where(chosen, weight, plain_by_x))
+    assert torch.equal(quantizer.fake_quantize(x, kept), hat)
+    for found, wanted in zip(by_parameters, gradients(None, weight * (1 - kept))[2], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+class Whole(torch.autograd.Function):
+    """The gradients of the surrogate by one operation on all values after the other, as its formula has them."""
+
+    @staticmethod
+    def forward(ctx, x, low, high, step, hat, above):
+        ctx.save_for_backward(x, low, high, step, hat)
+        ctx.above = above
+        return hat.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, low, high, step, hat = ctx.saved_tensors
+        below, beyond = x < low, x > high
+        clipped = torch.minimum(torch.maximum(x, low), high)
+        parts = (gradient * below, gradient * beyond, gradient * (hat - ctx.above - clipped) / step)
+        sums = (part.sum_to_size(of.shape) for part, of in zip(parts, (low, high, step), strict=True))
+        return gradient.masked_fill(below | beyond, 0), *sums, None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_case
+def test_gradients_in_slices_are_those_of_the_whole(quantizer, by_hand, low, high, dtype, monkeypatch):
+    """To float rounding, also where values lie in memory in another order."""
+    monkeypatch.setattr("adalog.quantizers.quantizer._SLICE_ELEMENTS", 100)
+    quantizer = quantizer.map(lambda value: value.to(dtype))
+    x, weight = ((normal(*shape, seed=seed) * 2).to(dtype) for shape, seed in (((350, 3, 2), 0), ((2, 3, 350), 1)))
+
+    def gradients(way):
+        made, parameters = trained(quantizer)
+        given = x.clone().requires_grad_()
+        (way(made, given.permute(2, 1, 0)) * weight).sum().backward()
+        return [given.grad, *(parameter.grad for parameter in parameters)]
+
+    def whole(made, values):
+        hat = quantizer.fake_quantize(values.detach())
+        return Whole.apply(values, *made.bounds(), made.step(values), hat, made.kept_offset)
+
+    for found, wanted in zip(gradients(lambda made, values: made.fake_quantize(values)), gradients(whole), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
+
+
 # --- bounds ----------------------------------------------------------------------------------------------------------
 
 

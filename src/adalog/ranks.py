@@ -1,7 +1,7 @@
 """The processes of one job, as `torchrun` starts them: work that they share out, and what they tell each other.
 
-Everything passes through the job's key-value store, which the launcher serves: claims are a counter in it, results are
-bytes. No result is large enough for collective operations, so there is no process group, and devices do not matter.
+Claims and results pass through the job's key-value store, which the launcher serves: claims are a counter in it,
+results are bytes. Tensors to add up (`Ranks.summed`) go from rank to rank by Gloo, in the memory of the processor.
 """
 
 import itertools
@@ -17,14 +17,16 @@ from datetime import timedelta
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from adalog.errors import RankError
+from adalog.errors import RankError, one_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 _PIECE = 4 << 20  # bytes of one value in the store: a TCPStore refuses those above 8 MiB
 _POLL = 0.1  # seconds between looks at the store
+_WAITS = timedelta(days=7)  # how long a rank may be busy before it sends its part of a sum
 _LAST_WORDS = 10.0  # seconds for which a rank that fails waits for the rank that failed first to say why
 
 
@@ -91,6 +93,7 @@ class Ranks:
         self.rank, self.world, self.local, self.neighbours, self.restarts = rank, world, local, neighbours, restarts
         self._store: Any = store or Memory()
         self._calls = itertools.count()
+        self._group: Any = None  # made by the first sum
 
     @staticmethod
     def of_environment() -> "Ranks":
@@ -213,6 +216,55 @@ class Ranks:
                 made = coded.read("it", content)
             board.close()
         return made
+
+    def summed(self, count: int, make: "Callable[[int], Tensor]", like: "Tensor") -> "Tensor":
+        """The sum of what `make` gives for 0 to `count` - 1, on all ranks, with the same bits on any number of them.
+
+        Neighbours are added in pairs, pairs of pairs next, and so on. Whole runs of them are made by one rank, and the
+        same rank makes them in each call with the same count. make: gives new tensors with the shape, dtype and device
+        of `like`. Raises RankError where another rank has ended.
+        """
+        size = 1  # of a run, a power of two
+        while size < count and -(-count // (2 * size)) >= self.world:
+            size *= 2
+
+        def total(first: int, length: int, values: "Callable[[int], Tensor]", end: int) -> "Tensor":
+            if length == 1:
+                return values(first)
+            half = length // 2
+            left = total(first, half, values, end)
+            return left if first + half >= end else left.add_(total(first + half, half, values, end))
+
+        found: list[Tensor] = []
+        runs = -(-count // size)
+        for before in range(0, runs, self.world):
+            run = before + self.rank
+            own = total(run * size, size, make, count) if run < runs else like.new_zeros(like.shape)
+            found += self._gathered(own)
+        return total(0, 1 << (runs - 1).bit_length(), lambda run: found[run], runs)
+
+    def _gathered(self, value: "Tensor") -> "list[Tensor]":
+        """The tensors that all ranks have here, in the order of the ranks."""
+        if self.world == 1:
+            return [value]
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+
+        with _reached():
+            if self._group is None:
+                try:
+                    self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.world, _WAITS)
+                except RuntimeError as cause:
+                    raise RankError(
+                        f"Gloo finds no way to the other processes of this job ({one_line(cause)}): name the network "
+                        "interface by the variable GLOO_SOCKET_IFNAME"
+                    ) from cause
+            sent = value.cpu().contiguous()
+            found = [sent.new_empty(sent.shape) for _ in range(self.world)]
+            try:
+                self._group.allgather([found], [sent]).wait()
+            except RuntimeError as cause:  # Gloo tells of no other failure than that of a connection
+                raise RankError("another process of this job has failed") from cause
+        return [each.to(value.device) for each in found]
 
     def meet(self) -> None:
         """Wait for all ranks. Raises RankError where one has failed."""

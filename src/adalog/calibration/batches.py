@@ -66,11 +66,15 @@ class Batches:
         names: Collection[str],
         program: Program | None = None,
         watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
+        steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Chunk:
-        """The values of these names, computed from given ones, for the images of the chunk."""
+        """The values of these names, computed from given ones, for the images of the chunk.
+
+        watch, steps: those of `Program.run`.
+        """
         output = {name: Ref(name) for name in names}
         stretch = cut(program or self.program, given, output, self.sizes(self.count_of(given)))
-        result: Chunk = stretch.run([given[name] for name in stretch.inputs], watch)
+        result: Chunk = stretch.run([given[name] for name in stretch.inputs], watch, steps)
         return result
 
     def keeps_apart(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:

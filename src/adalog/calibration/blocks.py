@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.batches import Batches, Chunk, cut, in_own_memory, size_in_bytes
-from adalog.graph.program import Node, Program, Ref
+from adalog.graph.program import Program, Ref
 from adalog.graph.sites import Block
 from adalog.graph.tracing import Axis, trace
 
@@ -167,10 +167,10 @@ class Blocks:
         chunk: Chunk,
         names: Collection[str],
         program: Program | None = None,
-        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
+        steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Chunk:
         """Values of a program for the images of a chunk at once, also with gradients. Its arguments: as of `run`."""
-        return self._batches.run(chunk, names, program, watch)
+        return self._batches.run(chunk, names, program, steps=steps)
 
     @torch.no_grad()
     def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:

@@ -4,210 +4,64 @@ A block is trained to put out what it does in the float network (BRECQ, Li et al
 gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
 share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022).
 
-A weight's codes are either the float ones rounded up or down (AdaRound, Nagel et al., ICML 2020) or latent values that
-are rounded straight through. Scales, of weights with latent codes and of activations, are trained as in LSQ (Esser et
-al., ICLR 2020), through their logarithm, so that they stay positive.
+What is trained of an assignment is in `training`. Processes of one job share out the images of each step.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from adalog.calibration.batches import Chunk
 from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, block_error, picked
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.compensate import with_codes
 from adalog.calibration.partial import Partial
-from adalog.calibration.schedule import Progress
+from adalog.calibration.schedule import Progress, coded, coded_list
+from adalog.calibration.training import GroupInTraining
 from adalog.choices import Reconstruction
+from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, refs_of
-from adalog.graph.rewrite import Assigned, SiteGroup, absorbs_offset, rewritten
+from adalog.graph.program import Program, refs_of
+from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
-from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
+from adalog.quantizers import Assignment
+from adalog.ranks import ALONE, Ranks
 
 # Every n-th image is held out of the training of a block and judges its states; with fewer images none is held out.
 _HELD_OUT = 8
+# The images of a step are taken so many at a time, and gradients of these shares are summed: another rank may have the
+# next share. Smaller ones take longer in one process.
+_SHARE = 4
 # How often a block's state is judged on the images held out.
 _CHECKS = 8
-# AdaRound's rectified sigmoid reaches beyond 0 and 1 by this much.
-_STRETCH = 0.1
-# Latent values begin at most this far from the middle of their codes' bins. Codes that a correction chose are often not
-# the nearest to the float weight; at the edge of their bins the first steps would undo the correction.
-_NEAR = 0.25
 # The exponent of AdaRound's regulariser falls from the first to the second number after the first fifth of the steps.
 _ANNEALING = (20.0, 2.0)
 _WARM_UP = 0.2
 
 
-def rectified_sigmoid(v: Tensor) -> Tensor:
-    """AdaRound's h(V), from 0 to 1: a sigmoid stretched by 0.1 to either side and clipped (Eq. 23 there)."""
-    return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear with its product in bfloat16, and those of its gradients."""
+    if x.dtype != torch.float32:
+        return F.linear(x, weight, bias)
+    product = F.linear(x.bfloat16(), weight.bfloat16()).float()
+    return product if bias is None else product + bias
 
 
-def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
-    """AdaRound's 1 - |2 h - 1|^exponent, which is 0 where h is 0 or 1 (Eq. 24 there)."""
-    return 1 - (2 * h - 1).abs().pow(exponent)
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
+    """A product of two values in bfloat16, and those of its gradients."""
+    return left @ right if left.dtype != torch.float32 else (left.bfloat16() @ right.bfloat16()).float()
 
 
-class _Rounding:
-    """A weight's codes as something to train: latent values in units of codes.
-
-    They begin in the bins of the codes that the weight has, as near to the float weight as these allow; those that are
-    rounded straight through begin away from the edges of the bins.
-    """
-
-    def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
-        quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
-        self._top = quantizer.code_count - 1
-        self._quantizer = quantizer
-        # Codes are whole steps of the scale apart, so a constant leads from a code to its integer.
-        place = weight.reshape(codes.shape) / quantizer.scale + (codes - quantizer.integer(stored.codes))
-        self._up_or_down = choices.weights == "adaround"
-        inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
-        place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)
-        if self._up_or_down:
-            self._floor = place.floor().clamp(max=self._top - 1)
-            share = ((place - self._floor).clamp(0.01, 0.99) + _STRETCH) / (1 + 2 * _STRETCH)
-            self.latent = torch.logit(share).requires_grad_()
-            self.log_scale = None
-        else:
-            self.latent = place.clone().requires_grad_()
-            self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
-
-    def soft(self) -> QuantizedTensor:
-        """The weight to train with: its codes are not whole numbers where they are rounded up or down."""
-        if self.log_scale is None:
-            return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
-        return QuantizedTensor(round_ste(self.latent), self._scaled())
-
-    @torch.no_grad()
-    def hard(self) -> QuantizedTensor:
-        """The weight as it is stored."""
-        if self.log_scale is None:
-            return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
-        return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
-
-    def _scaled(self) -> Quantizer:
-        assert self.log_scale is not None
-        return self._quantizer.scaled(self.log_scale.exp())
-
-    def regulariser(self, exponent: float) -> Tensor:
-        """The mean of AdaRound's regulariser over the values."""
-        return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
-
-    @torch.no_grad()
-    def confine(self) -> None:
-        """Keep latent codes among the codes, since no gradient brings back those that leave."""
-        if self.log_scale is not None:
-            self.latent.clamp_(0, self._top)
-
-
-class _Levels:
-    """The scale of an activation's quantizer, and the zero point of a uniform one, as something to train."""
-
-    def __init__(self, quantizer: Quantizer):
-        self._quantizer = quantizer
-        self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
-        self.moved = (
-            torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
-        )
-
-    def soft(self) -> Quantizer:
-        found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
-        if self.moved is None or not isinstance(found, UniformQuantizer):
-            return found
-        return replace(found, zero_point=round_ste(found.zero_point + self.moved).clamp(0, 2**found.bits - 1))
-
-    @torch.no_grad()
-    def hard(self) -> Quantizer:
-        return self.soft()
-
-
-class _Group:
-    """A group of sites, with the parts of its assignment that are trained."""
-
-    def __init__(
-        self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
-    ):
-        """quantized: the program rewritten, which holds the biases that the sites have in it."""
-        self.group, self._start = group, start
-        self._left = _Levels(start.left) if choices.scales and start.left is not None else None
-        self._right: _Levels | _Rounding | None = None
-        self._bias: Tensor | None = None
-        self._now: Tensor | None = None
-        right = start.right
-        if right is None:
-            return
-        if group.first.role in ("qk", "av"):
-            assert isinstance(right, Quantizer)
-            self._right = _Levels(right) if choices.scales else None
-            return
-        weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
-        if start.fold is not None:
-            weight = start.fold.weight(weight)
-        stored = with_codes(right, weight)
-        self._right = _Rounding(stored, weight, choices)
-        if choices.biases or start.bias is not None:
-            nodes = {node.name: node for node in quantized.nodes}
-            self._now = torch.cat([_bias_of(nodes[site.node.name], quantized) for site in group.sites])
-            self._offset = start.left.absorbed()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
-            self._sums = stored.dequantize().reshape(weight.shape).sum(1)
-        if choices.biases:
-            self._unit = weight.square().sum(1).sqrt()
-            self._bias = torch.zeros_like(self._unit).requires_grad_()
-
-    def trained(self) -> dict[str, list[Tensor]]:
-        """The tensors to train, by the kind that decides their learning rate."""
-        found: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
-        for side in (self._left, self._right):
-            if isinstance(side, _Rounding):
-                found["codes"].append(side.latent)
-                found["scales"] += [] if side.log_scale is None else [side.log_scale]
-            elif side is not None:
-                found["scales"].append(side.log_scale)
-                found["codes"] += [] if side.moved is None else [side.moved]
-        found["biases"] += [] if self._bias is None else [self._bias]
-        return found
-
-    def soft(self) -> Assignment:
-        """The assignment to train with."""
-        return self._with(lambda side: side.soft())
-
-    @torch.no_grad()
-    def hard(self) -> Assignment:
-        """The assignment as it is stored."""
-        return self._with(lambda side: side.hard())
-
-    def _with(self, made: Callable[[Any], Any]) -> Assignment:
-        left = self._start.left if self._left is None else made(self._left)
-        right = self._start.right if self._right is None else made(self._right)
-        found = replace(self._start, left=left, right=right)
-        if self._now is None:
-            return found
-        bias = self._now if self._bias is None else self._now + self._bias * self._unit
-        if self._offset:  # the bias follows the weight that meets the lifted input, as in Eq. 15
-            assert isinstance(right, QuantizedTensor)
-            bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
-        return replace(found, bias=bias)
-
-    def regulariser(self, exponent: float) -> Tensor | float:
-        return self._right.regulariser(exponent) if isinstance(self._right, _Rounding) else 0.0
-
-    def confine(self) -> None:
-        if isinstance(self._right, _Rounding):
-            self._right.confine()
-
-
-def _bias_of(node: Node, program: Program) -> Tensor:
-    """The bias of a linear or convolution: (O,), zeros where it has none."""
-    bias = node.args[2] if len(node.args) > 2 else None
-    weight = program.tensors[node.args[1].name]
-    return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name]
+# Factors and products are rounded by 2**-9 at most, far less than by the bits that are trained; steps are small, and
+# what they lead to is judged in float32.
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "aten.linear.default": _linear,
+    "aten.matmul.default": _matmul,
+    "aten.bmm.default": _matmul,
+}
 
 
 def reconstructed(
@@ -220,13 +74,15 @@ def reconstructed(
     memory: int | None = None,
     partial: Partial | None = None,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
     """The assignments with codes, biases and scales that were trained, block by block.
 
     memory: bytes for the values of both networks that are held at a time, as for `Blocks`; a block's inputs and outputs
     on all images, and the weights of its errors, are held whatever it says. partial: finished blocks are read from it,
-    and written to it. Groups that the block's output does not depend on, such as those of a second head, stay as they
-    are, and so does all of a block whose output is no tensor of floats.
+    and written to it by the first rank. ranks: all of them make the values of both networks, and share out the images
+    of each step and those that judge. Groups that the block's output does not depend on, such as those of a second
+    head, stay as they are, and so does all of a block whose output is no tensor of floats.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
@@ -238,11 +94,18 @@ def reconstructed(
         members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
         keys = [f"reconstruction of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
+        done = ranks.agreed(keys, done, coded(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
-            trained = _Block(program, floats, quantized, number, here, choices, seed).trained()
-            done = {key: assignment for key, (_, assignment) in zip(keys, trained, strict=True)}
-            if partial is not None:
+            block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks)
+            best = [assignment for _, assignment in block_in_training.trained()]
+
+            def made(best: list[Assignment] = best) -> list[Assignment]:
+                return best
+
+            agreed = ranks.by_first(made, coded_list(device))
+            done = dict(zip(keys, agreed, strict=True))
+            if partial is not None and ranks.first:
                 for key, assignment in done.items():
                     partial.add(key, assignment)
         for index, key in zip(members, keys, strict=True):
@@ -258,7 +121,7 @@ def _read_by(group: SiteGroup) -> set[str]:
     return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
-class _Block:
+class BlockInTraining:
     """One block while it is trained."""
 
     def __init__(
@@ -270,11 +133,12 @@ class _Block:
         assigned: Assigned,
         choices: Reconstruction,
         seed: int,
+        ranks: Ranks = ALONE,
     ):
-        self._blocks, self._number, self._choices = floats, number, choices
+        self._blocks, self._number, self._choices, self._ranks = floats, number, choices, ranks
         self._nodes, self._assigned = floats.nodes(number), list(assigned)
         whole = rewritten(self._nodes, self._assigned)
-        self._groups = [_Group(group, found, program, whole, choices) for group, found in assigned]
+        self._groups = [GroupInTraining(group, found, program, whole, choices) for group, found in assigned]
         block = floats.blocks[number]
         # Where images cannot be told apart, all of them make a step, and judge it. The float network says so first.
         apart = floats.keeps_apart(number, [block.value_out])
@@ -290,6 +154,11 @@ class _Block:
         if apart and bool(held.any()):
             self._fitted, self._judging = numbers[~held], numbers[held]
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
+        # Each share of a step has random numbers of its own, whichever rank has the share.
+        share_seeds = torch.randint(
+            2**31, (len(self._shares(numbers[: self._batch])),), generator=self._generator, device=device
+        )
+        self._generators = [torch.Generator(device).manual_seed(each) for each in share_seeds.tolist()]
         chunk = {name: self._exact[name] for name in floats.images} | self._wanted
         behind = BlockOutput(floats, self._out, chunk, tuple(dict.fromkeys(refs_of(program.output))), apart)
         self._error = block_error(choices.loss, behind, self._fitted, seed)
@@ -297,6 +166,24 @@ class _Block:
 
     def trained(self) -> list[tuple[SiteGroup, Assignment]]:
         """The best assignments on the images held out, those at the start among them."""
+        best, least = list(self._assigned), self._judged(self._assigned)
+        unit = max(least, torch.finfo(torch.float32).tiny)
+        last = self._choices.iterations
+        check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
+        for step in self.steps(unit) if math.isfinite(least) else ():
+            if step % check and step % renewal and step < last:
+                continue
+            tried = [(each.group, each.hard()) for each in self._groups]
+            if step % check == 0 or step == last:
+                error = self._judged(tried)
+                if error < least:
+                    best, least = tried, error
+            if step % renewal == 0 and step < last and self._renew(tried):
+                least = self._judged(best)
+        return self._measured(best)
+
+    def steps(self, unit: float) -> Iterator[int]:
+        """Train the block: a step for each number, from 1 on, that is asked for. unit: what the error is divided by."""
         choices = self._choices
         kinds = [each.trained() for each in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
@@ -305,51 +192,89 @@ class _Block:
             for kind, rate in rates.items()
             if (found := [value for each in kinds for value in each[kind]])
         ]
-        best, least = list(self._assigned), self._judged(self._assigned)
-        unit = max(least, torch.finfo(torch.float32).tiny)
-        if not parameters or not math.isfinite(least):
-            return self._measured(best)
-        optimizer = torch.optim.Adam(parameters)
+        if not parameters:
+            return
+        optimizer = torch.optim.Adam(parameters, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, choices.iterations)
-        check, renewal = max(1, choices.iterations // _CHECKS), -(-choices.iterations // RENEWALS)
         for step, numbers in enumerate(self._draws(), 1):
-            if step > 1 and step % renewal == 1 and self._renew([(each.group, each.hard()) for each in self._groups]):
-                least = self._judged(best)
+            optimizer.zero_grad()
             with torch.enable_grad():
-                loss = self._loss([(each.group, each.soft()) for each in self._groups], numbers, self._choices.drop)
-                loss = loss / unit + self._regulariser(step / choices.iterations)
-                optimizer.zero_grad()
-                loss.backward()
+                self._descend(numbers, unit, step / choices.iterations)
             optimizer.step()
             schedule.step()
             for each in self._groups:
                 each.confine()
-            if step % check == 0 or step == choices.iterations:
-                tried = [(each.group, each.hard()) for each in self._groups]
-                error = self._judged(tried)
-                if error < least:
-                    best, least = tried, error
-        return self._measured(best)
+            yield step
+
+    def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
+        """Add the gradients of a step to what is trained: those of each share of its images, and the regulariser's.
+
+        unit: what the error is divided by. done: the share of the steps. The gradients of shares are by the values of
+        the rewritten program, and are summed before they go on to what these are made of.
+        """
+        program = rewritten(self._nodes, [(each.group, each.soft()) for each in self._groups])
+        made: list[Tensor] = []
+        leaves: list[Tensor] = []
+
+        def leaf(value: Tensor) -> Tensor:
+            if not value.requires_grad:
+                return value
+            made.append(value)
+            leaves.append(value.detach().requires_grad_())
+            return leaves[-1]
+
+        tensors = {name: leaf(value) for name, value in program.tensors.items()}
+        free = replace(
+            program, tensors=tensors, quantizers={name: each.map(leaf) for name, each in program.quantizers.items()}
+        )
+        shares = self._shares(numbers)
+
+        def gradient(share: int) -> Tensor:
+            images = shares[share]
+            loss = self._loss(free, images, self._choices.drop, self._generators[share]) * (
+                len(images) / len(numbers) / unit
+            )
+            found = torch.autograd.grad(loss, leaves, materialize_grads=True)
+            return torch.cat([each.flatten() for each in found])
+
+        like = torch.cat([each.detach().flatten() for each in leaves])
+        parts = self._ranks.summed(len(shares), gradient, like).split([each.numel() for each in leaves])
+        torch.autograd.backward(
+            made, [part.view(each.shape).to(each.dtype) for part, each in zip(parts, made, strict=True)]
+        )
+        regulariser = self._regulariser(done)
+        if isinstance(regulariser, Tensor):
+            regulariser.backward()
+
+    def _shares(self, numbers: Tensor) -> Sequence[Tensor]:
+        """The images of a step in shares, which do not depend on the number of ranks."""
+        return numbers.split(_SHARE) if self._apart else [numbers]
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
         """The assignments with their outputs' SQNR about the mean, in the quantized network, on the images held out."""
         program = rewritten(self._nodes, assigned)
         names = [name for group, _ in assigned for name in group.nodes]
-        sums = {name: torch.zeros(4, dtype=torch.float64) for name in names}
-        for numbers in self._judging.split(self._batch):
-            chunks = (picked(self._blocks, chunk, numbers) for chunk in (self._exact, self._given))
+        batches = self._judging.split(self._batch)
+
+        def parts(number: int) -> Tensor:
+            chunks = (picked(self._blocks, chunk, batches[number]) for chunk in (self._exact, self._given))
             exact, given = (
                 self._blocks.values(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
             )
-            for name in names:
+            found = torch.zeros(len(names), 4, dtype=torch.float64)
+            for row, name in zip(found, names, strict=True):
                 y, error = exact[name].double(), (given[name] - exact[name]).double()
-                parts = (error.square().sum(), y.square().sum(), y.sum(), torch.tensor(y.numel()))
-                sums[name] += torch.stack([part.double().cpu() for part in parts])
+                each = (error.square().sum(), y.square().sum(), y.sum(), torch.tensor(y.numel()))
+                row.copy_(torch.stack([part.double().cpu() for part in each]))
+            return found
+
+        sums = self._ranks.summed(len(batches), parts, torch.zeros(len(names), 4, dtype=torch.float64))
+        of_name = dict(zip(names, sums, strict=True))
         found = []
         for group, assignment in assigned:
-            noise, square, total, count = torch.stack([sums[name] for name in group.nodes]).sum(0).tolist()
+            noise, square, total, count = torch.stack([of_name[name] for name in group.nodes]).sum(0).tolist()
             power = square - total * total / count
             sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
             found.append((group, replace(assignment, sqnr=sqnr)))
@@ -376,40 +301,60 @@ class _Block:
     @torch.no_grad()
     def _judged(self, assigned: Assigned) -> float:
         """The mean loss on the images held out, all of them quantized."""
-        found = 0.0
-        for numbers in self._judging.split(self._batch):
-            found += float(self._loss(assigned, numbers, 0.0)) * len(numbers)
-        return found / len(self._judging)
+        program, batches = rewritten(self._nodes, assigned), self._judging.split(self._batch)
 
-    def _loss(self, assigned: Assigned, numbers: Tensor, drop: float) -> Tensor:
-        """The mean error of the block's output on some images."""
+        def loss(number: int) -> Tensor:
+            return self._loss(program, batches[number]).double().cpu() * len(batches[number])
+
+        like = torch.zeros((), dtype=torch.float64)
+        return float(self._ranks.summed(len(batches), loss, like)) / len(self._judging)
+
+    def _loss(
+        self, program: Program, numbers: Tensor, drop: float | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The mean error of the block's output on some images. Its arguments: as of `_run`."""
         given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._blocks.blocks[self._number].value_in
         if drop and given[name].is_floating_point():
             exact = picked(self._blocks, {name: self._exact[name]}, numbers)
-            given[name] = self._mixed(given[name], exact[name], drop)
-        difference = self._run(assigned, given, drop) - wanted[self._out]
+            given[name] = given[name].lerp(exact[name], _kept(given[name], drop, generator))
+        difference = self._run(program, given, drop, generator) - wanted[self._out]
         return self._error(difference, numbers)
 
-    def _run(self, assigned: Assigned, given: Chunk, drop: float) -> Tensor:
-        """The block's output, quantized, for what it is given."""
-        program = rewritten(self._nodes, assigned)
+    def _run(
+        self, program: Program, given: Chunk, drop: float | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The block's output by a rewritten program, for what the block is given.
 
-        def watch(node: Node, args: tuple[Any, ...], result: Any) -> Any:
-            if node.op != FAKE_QUANTIZE:
-                return None
-            return self._mixed(result, args[0] + program.quantizers[args[1]].kept_offset, drop)
+        drop: the share of activations that stays exact in a step of the training, drawn with the generator; products
+        are in bfloat16 then where the device has them. None where the block is judged, in float32.
+        """
+        steps = dict[str, Callable[..., Tensor]]()
 
-        return self._blocks.values(given, [self._out], program, watch if drop else None)[self._out]
+        def quantized(x: Tensor, name: str) -> Tensor:
+            return program.quantizers[name].fake_quantize(x, _kept(x, drop, generator) if drop else None)
+
+        if drop is not None:
+            products = _PRODUCTS if multiplies_bfloat16(self._wanted[self._out].device) else {}
+            instead = {FAKE_QUANTIZE: quantized, **products}
+            steps = {node.name: instead[node.op] for node in program.nodes if node.op in instead}
+        return self._blocks.values(given, [self._out], program, steps)[self._out]
 
     def _renew(self, assigned: Assigned) -> bool:
         """Take the error's next gradients where the block is now, if it has any; whether it has."""
         if not isinstance(self._error, LowRankFisher):
             return False
-        self._error.renew(lambda numbers: self._run(assigned, picked(self._blocks, self._given, numbers), 0.0))
+        program = rewritten(self._nodes, assigned)
+        self._error.renew(lambda numbers: self._run(program, picked(self._blocks, self._given, numbers)))
         return True
 
-    def _mixed(self, quantized: Tensor, exact: Tensor, drop: float) -> Tensor:
-        """Values of which a share is exact."""
-        kept = torch.rand(quantized.shape, generator=self._generator, device=quantized.device) < drop
-        return torch.where(kept, exact, quantized)
+
+def _kept(values: Tensor, drop: float, generator: torch.Generator | None) -> Tensor:
+    """1 for a share of the values, each drawn by itself, and 0 for the others, in their shape and dtype.
+
+    16 random bits decide over each, so the share is `drop` to within 2^-16.
+    """
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
+    draws = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: values.numel()]
+    kept = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    return torch.le(draws.view(values.shape), math.ceil(drop * 2**16) - 2**15 - 1, out=kept)

@@ -12,7 +12,7 @@ from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import reconstructed
 from adalog.calibration.schedule import Progress, coded_list
 from adalog.calibration.shared import Shared
-from adalog.choices import BlockRefinement, Correction, Fitting, Stage
+from adalog.choices import BlockRefinement, Correction, Fitting, Reconstruction, Stage
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import take
@@ -50,9 +50,9 @@ def staged(
 ) -> list[tuple[SiteGroup, Assignment]]:
     """The assignments after all of these stages. images: those that calibrate. unlabelled: those that may be fitted.
 
-    partial: what stages that fit images have done so far is read from it, and written to it. ranks: one of them does
-    the work for all, since each step of a stage begins with what the steps before it gave, and sums of parts of the
-    images would have other last bits than the sum of all.
+    partial: what stages that fit images have done so far is read from it, and written to it. ranks: they share out the
+    steps of a reconstruction. The first one does all other stages for all, since each step of a stage begins with what
+    the steps before it gave, and sums of parts of the images would have other last bits than the sum of all.
     """
 
     def changed_by(stage: Stage, assigned: Assigned) -> Assigned:
@@ -61,7 +61,12 @@ def staged(
             if isinstance(stage, Correction):
                 return corrected(program, fitted, assigned, stage, memory, partial, progress)
             return reconstructed(
-                program, fitted, assigned, stage, seed=seed, memory=memory, partial=partial, progress=progress
+                *(program, fitted, assigned, stage),
+                seed=seed,
+                memory=memory,
+                partial=partial,
+                progress=progress,
+                ranks=ranks,
             )
         if isinstance(stage, BlockRefinement):
             changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
@@ -72,11 +77,15 @@ def staged(
             for (group, before), (_, after) in zip(assigned, changed, strict=True)
         ]
 
-    def run() -> list[Assignment]:
-        changed = assigned
-        for stage in stages:
-            changed = changed_by(stage, changed)
-        return [assignment for _, assignment in changed]
+    changed, coded = list(assigned), coded_list(images[0].device)
+    for stage in stages:
+        if isinstance(stage, Reconstruction):
+            changed = list(changed_by(stage, changed))
+            continue
 
-    found = ranks.by_first(run, coded_list(images[0].device))
-    return [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
+        def run(stage: Stage = stage, before: Assigned = changed) -> list[Assignment]:
+            return [assignment for _, assignment in changed_by(stage, before)]
+
+        found = ranks.by_first(run, coded)
+        changed = [(group, assignment) for (group, _), assignment in zip(assigned, found, strict=True)]
+    return changed

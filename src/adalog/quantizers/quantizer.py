@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -14,7 +14,7 @@ from adalog.errors import ArtifactError
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 32  # the width of an operand that is not quantized
-_SLICE_ELEMENTS = 1 << 18
+_SLICE_ELEMENTS = 1 << 17
 
 Same = TypeVar("Same", bound="Quantizer")
 
@@ -49,28 +49,64 @@ def round_ste(x: Tensor) -> Tensor:
 class _QuantizedStraightThrough(torch.autograd.Function):
     """x_hat with the gradients of c + s e, in which c is x clipped to [low, high] and e = (x_hat - c) / s is constant.
 
-    hat: x_hat; above: how far it lies above the values of x, because a bias has absorbed the offset.
+    hat: x_hat; above: how far it lies above the values of x, because a bias has absorbed the offset. mixed: whether
+    some of x_hat are x + above instead; there c is x.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, high: Tensor, step: Tensor, hat: Tensor, above: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, low: Tensor, high: Tensor, step: Tensor, hat: Tensor, above: float, mixed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, low, high, step, hat)
-        ctx.above = above
+        ctx.above, ctx.mixed = above, mixed
         return hat.view_as(hat)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, high, step, hat = ctx.saved_tensors
-        below, beyond = x < low, x > high
-        found: list[Tensor | None] = [None] * 4
-        if ctx.needs_input_grad[0]:
-            found[0] = gradient.masked_fill(below | beyond, 0)
-        if any(ctx.needs_input_grad[1:4]):
-            clipped = torch.minimum(torch.maximum(x.to(low.dtype), low), high)
-            seen = gradient.to(low.dtype)
-            parts = (seen * below, seen * beyond, seen * (hat.to(low.dtype) - ctx.above - clipped) / step)
-            found[1:] = (part.sum_to_size(of.shape) for part, of in zip(parts, (low, high, step), strict=True))
-        return *found, None, None
+        x, *trained, hat = ctx.saved_tensors
+        needed = any(ctx.needs_input_grad[1:4])
+        found = torch.empty_like(gradient)
+        sums = [torch.zeros_like(value) for value in trained] if needed else []
+        for given, put, *others in zip(*_slices([gradient, found, x, hat], trained), strict=True):
+            wide = torch.promote_types(x.dtype, trained[0].dtype)
+            values, hats = (each.to(wide) for each in others)
+            put.copy_(_gradient_by_values(given.to(wide), values, hats, trained, sums, ctx.above, ctx.mixed))
+        return found if ctx.needs_input_grad[0] else None, *(sums if needed else (None,) * 3), None, None, None
+
+
+def _gradient_by_values(
+    gradient: Tensor, x: Tensor, hat: Tensor, trained: Sequence[Tensor], sums: list[Tensor], above: float, mixed: bool
+) -> Tensor:
+    """The gradient by x on a slice; those by low, high and step are added to the sums.
+
+    Masks are numbers, 0 and 1: PyTorch's operations on the CPU take several times as long on booleans.
+    """
+    low, high, step = trained
+    clipped = torch.minimum(torch.maximum(x, low), high)
+    if mixed:
+        clipped.lerp_(x, _one_where(torch.eq, hat, x + above if above else x))
+    by_x = _one_where(torch.eq, clipped, x).mul_(gradient)
+    if sums:
+        outside = gradient - by_x
+        beyond = _product_sum(outside, _one_where(torch.gt, x, (low + high) / 2), high)
+        sums[0] += outside.sum_to_size(low.shape) - beyond
+        sums[1] += beyond
+        error = torch.sub(hat, clipped, out=clipped)
+        error = error.sub_(above) if above else error
+        sums[2] += _product_sum(gradient, error, step) / step
+    return by_x
+
+
+def _one_where(compare: Callable[..., Tensor], one: Tensor, other: Tensor) -> Tensor:
+    """A comparison as numbers, 1 where it holds and 0 elsewhere, in the dtype of the first."""
+    return compare(one, other, out=torch.empty_like(one))
+
+
+def _product_sum(one: Tensor, other: Tensor, like: Tensor) -> Tensor:
+    """The sum of the products of two tensors over all that a third one broadcasts over, in its shape."""
+    if like.numel() == 1:
+        return torch.dot(one.reshape(-1), other.reshape(-1)).reshape(like.shape)
+    return (one * other).sum_to_size(like.shape)
 
 
 class Quantizer(ABC):
@@ -99,21 +135,27 @@ class Quantizer(ABC):
     def dequantize(self, code: Tensor) -> Tensor:
         """The values that codes stand for, in the dtype of the scale."""
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
         """The values that the codes of x stand for, in the dtype of x; differentiable as in LSQ (Esser et al., 2020).
 
         With c the value clipped to the range and s the step there, x_hat = c + s e, in which the rounding error
         e = (x_hat - c) / s is held constant. So the gradient by x is 1 inside the range and 0 outside, and the scale
         and zero point have the gradients of LSQ and LSQ+ wherever they require one.
+        kept: 1 where a value is not quantized (QDrop), but for an offset that a bias has absorbed, and 0 elsewhere, in
+        the shape and dtype of x. The gradient by x is 1 there, and parameters get none.
         """
+        trained = (x, *self.parameters().values())
+        differentiable = torch.is_grad_enabled() and any(value.requires_grad for value in trained)
+        x = x.contiguous() if differentiable else x
         with torch.no_grad():
             hat = self._nearest(x)
-        trained = (x, *self.parameters().values())
-        if not (torch.is_grad_enabled() and any(value.requires_grad for value in trained)):
+            if kept is not None:
+                hat.lerp_(x + self.kept_offset if self.kept_offset else x, kept)  # exact for weights of 0 and 1
+        if not differentiable:
             return hat
         low, high = self.bounds()
         made: Tensor = _QuantizedStraightThrough.apply(  # type: ignore[no-untyped-call]
-            x, low, high, self.step(x), hat, self.kept_offset
+            x, low, high, self.step(x), hat, self.kept_offset, kept is not None
         )
         return made
 
@@ -290,16 +332,33 @@ class Quantizer(ABC):
 def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
     """An elementwise function of x, computed in slices of the first dimension whose temporaries fit in the cache.
 
-    It is computed on all of x at once where the scale varies along that dimension.
+    It is computed on all of x at once where the scale varies along that dimension, and on other devices than the CPU.
     """
-    varies = scale is not None and (scale.ndim > x.ndim or (scale.ndim == x.ndim > 0 and len(scale) > 1))
-    count = min(-(-x.numel() // _SLICE_ELEMENTS), len(x) if x.ndim else 1)
-    if varies or count <= 1:
-        return function(x)
     result = torch.empty_like(x)
-    for given, put in zip(x.tensor_split(count), result.tensor_split(count), strict=True):
-        put.copy_(function(given))
+    given, put = _slices([x, result], [] if scale is None else [scale])
+    if len(given) == 1:
+        return function(x)
+    for some, there in zip(given, put, strict=True):
+        there.copy_(function(some))
     return result
+
+
+def _slices(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Each of these tensors of one shape in slices that fit in the cache, along the first dimension.
+
+    They are one slice each where a parameter varies along that dimension, and on other devices than the CPU. Where all
+    parameters are single numbers, and values lie in memory in their order, the first dimension takes all others in.
+    """
+    x = values[0]
+    if x.ndim == 0 or x.device.type != "cpu":
+        return [[value] for value in values]
+    if all(value.numel() == 1 and value.ndim <= x.ndim for value in parameters):
+        if all(value.is_contiguous() for value in values):
+            values = [value.view(-1, *(1 for _ in value.shape[1:])) for value in values]
+    elif any(value.ndim > x.ndim or (value.ndim == x.ndim and len(value) > 1) for value in parameters):
+        return [[value] for value in values]
+    count = min(-(-x.numel() // _SLICE_ELEMENTS), len(values[0]))
+    return [value.tensor_split(max(1, count)) for value in values]
 
 
 def decimals(values: Tensor) -> list[float]:

@@ -1,0 +1,95 @@
+"""What a step of a reconstruction costs: a block of DeiT-S with random weights at W4A4, 32 images of noise a step.
+
+    python benchmarks/reconstruct_cost.py [--steps 15] [--images 32] [--seed 0] [--json FILE]
+
+A short search on two images gives the block its quantizers. Then, in turn, the float block runs forwards and backwards
+with the gradients of all its tensors and of its input, which is the least that training it could take, and a step of
+`Reconstruction` is made, its optimizer included. Prints one JSON object and saves it as
+benchmarks/results/reconstruct-cost.json: the median and the least CPU seconds of one thread for each, and the ratio of
+the medians.
+"""
+
+from benchmarks.publish import RESULTS, publish
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import timm
+import torch
+import typer
+from torch import Tensor
+
+from adalog import Calibration, Config, Reconstruction, Search
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.reconstruct import BlockInTraining
+from adalog.device import multiplies_bfloat16
+from adalog.graph.program import Program
+from adalog.graph.rewrite import rewritten
+from adalog.graph.sites import find_blocks
+from adalog.study.doctor import machine
+
+MODEL = "deit_small_patch16_224"
+NUMBER = 1  # of the block; the first one is the embedding of patches
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def float_pass(program: Program, given: Mapping[str, Tensor]) -> Callable[[], None]:
+    """The block's forward and backward, with gradients of all floating tensors and of its input."""
+
+    def leaf(value: Tensor) -> Tensor:
+        return value.detach().requires_grad_() if value.is_floating_point() else value
+
+    def run() -> None:
+        free = replace(program, tensors={name: leaf(value) for name, value in program.tensors.items()})
+        with torch.enable_grad():
+            free.run([leaf(given[name]) for name in free.inputs]).square().mean().backward()
+
+    return run
+
+
+def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS / "reconstruct-cost.json") -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
+    noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth judges
+    config = replace(Config.preset("w4a4"), images=2, search=Search(rounds=1, steps=1, rough_rows=0))
+    calibration = Calibration(model, noise[:2], seed=seed)
+    assigned = calibration.assign(config)
+    blocks = find_blocks(calibration.program)
+    floats = Blocks(calibration.program, [noise], blocks)
+    quantized = Blocks(rewritten(calibration.program, assigned), [noise], blocks, like=floats)
+    names = {node.name for node in floats.nodes(NUMBER).nodes}
+    here = [(group, found) for group, found in assigned if set(group.nodes) <= names]
+    choices = Reconstruction(images=len(noise), iterations=steps + 1, batch=images)
+    block = BlockInTraining(calibration.program, floats, quantized, NUMBER, here, choices, seed)
+    first = {name: value[:images] for name, value in floats.inputs(NUMBER).items()}
+    plain, taken = float_pass(floats.cut(NUMBER, count=images), first), block.steps(1.0)
+    next(taken)  # what the first call alone costs is left out
+    plain()
+    times = [(seconds_of(plain), seconds_of(lambda: next(taken))) for _ in range(steps)]
+    floor, step = zip(*times, strict=True)
+    result = {
+        "model": MODEL,
+        "bits": "w4a4",
+        "images": images,
+        "steps": steps,
+        "seed": seed,
+        "bfloat16": multiplies_bfloat16(noise.device),
+        "cpu_seconds_of_a_step": {"median": median(step), "least": min(step)},
+        "cpu_seconds_of_the_float_block": {"median": median(floor), "least": min(floor)},
+        "ratio": median(step) / median(floor),
+        "machine": machine(),
+    }
+    publish(result, json)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,191 @@
+"""What is trained of the assignments of a block: codes, scales, zero points and biases.
+
+A weight's codes are either the float ones rounded up or down (AdaRound, Nagel et al., ICML 2020) or latent values that
+are rounded straight through. Scales, of weights with latent codes and of activations, are trained as in LSQ (Esser et
+al., ICLR 2020), through their logarithm, so that they stay positive.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.compensate import with_codes
+from adalog.choices import Reconstruction
+from adalog.graph.program import Node, Program
+from adalog.graph.rewrite import SiteGroup, absorbs_offset
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
+
+# AdaRound's rectified sigmoid reaches beyond 0 and 1 by this much.
+_STRETCH = 0.1
+# Latent values begin at most this far from the middle of their codes' bins. Codes that a correction chose are often not
+# the nearest to the float weight; at the edge of their bins the first steps would undo the correction.
+_NEAR = 0.25
+
+
+def rectified_sigmoid(v: Tensor) -> Tensor:
+    """AdaRound's h(V), from 0 to 1: a sigmoid stretched by 0.1 to either side and clipped (Eq. 23 there)."""
+    return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
+
+
+def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
+    """AdaRound's 1 - |2 h - 1|^exponent, which is 0 where h is 0 or 1 (Eq. 24 there)."""
+    return 1 - (2 * h - 1).abs().pow(exponent)
+
+
+class Rounding:
+    """A weight's codes as something to train: latent values in units of codes.
+
+    They begin in the bins of the codes that the weight has, as near to the float weight as these allow; those that are
+    rounded straight through begin away from the edges of the bins.
+    """
+
+    def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
+        quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
+        self._top = quantizer.code_count - 1
+        self._quantizer = quantizer
+        # Codes are whole steps of the scale apart, so a constant leads from a code to its integer.
+        place = weight.reshape(codes.shape) / quantizer.scale + (codes - quantizer.integer(stored.codes))
+        self._up_or_down = choices.weights == "adaround"
+        inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
+        place = torch.minimum(torch.maximum(place, codes - inside), codes + inside).clamp(0, self._top)
+        if self._up_or_down:
+            self._floor = place.floor().clamp(max=self._top - 1)
+            share = ((place - self._floor).clamp(0.01, 0.99) + _STRETCH) / (1 + 2 * _STRETCH)
+            self.latent = torch.logit(share).requires_grad_()
+            self.log_scale = None
+        else:
+            self.latent = place.clone().requires_grad_()
+            self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
+
+    def soft(self) -> QuantizedTensor:
+        """The weight to train with: its codes are not whole numbers where they are rounded up or down."""
+        if self.log_scale is None:
+            return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
+        return QuantizedTensor(round_ste(self.latent), self._scaled())
+
+    @torch.no_grad()
+    def hard(self) -> QuantizedTensor:
+        """The weight as it is stored."""
+        if self.log_scale is None:
+            return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
+        return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
+
+    def _scaled(self) -> Quantizer:
+        assert self.log_scale is not None
+        return self._quantizer.scaled(self.log_scale.exp())
+
+    def regulariser(self, exponent: float) -> Tensor:
+        """The mean of AdaRound's regulariser over the values."""
+        return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Keep latent codes among the codes, since no gradient brings back those that leave."""
+        if self.log_scale is not None:
+            self.latent.clamp_(0, self._top)
+
+
+class _Levels:
+    """The scale of an activation's quantizer, and the zero point of a uniform one, as something to train."""
+
+    def __init__(self, quantizer: Quantizer):
+        self._quantizer = quantizer
+        self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
+        self.moved = (
+            torch.zeros_like(quantizer.scale).requires_grad_() if isinstance(quantizer, UniformQuantizer) else None
+        )
+
+    def soft(self) -> Quantizer:
+        found = replace(self._quantizer, scale=self._quantizer.scale * self.log_scale.exp())  # type: ignore[type-var]
+        if self.moved is None or not isinstance(found, UniformQuantizer):
+            return found
+        return replace(found, zero_point=round_ste(found.zero_point + self.moved).clamp(0, 2**found.bits - 1))
+
+    @torch.no_grad()
+    def hard(self) -> Quantizer:
+        return self.soft()
+
+
+class GroupInTraining:
+    """A group of sites, with the parts of its assignment that are trained."""
+
+    def __init__(
+        self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
+    ):
+        """quantized: the program rewritten, which holds the biases that the sites have in it."""
+        self.group, self._start = group, start
+        self._left = _Levels(start.left) if choices.scales and start.left is not None else None
+        self._right: _Levels | Rounding | None = None
+        self._bias: Tensor | None = None
+        self._now: Tensor | None = None
+        right = start.right
+        if right is None:
+            return
+        if group.first.role in ("qk", "av"):
+            assert isinstance(right, Quantizer)
+            self._right = _Levels(right) if choices.scales else None
+            return
+        weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
+        if start.fold is not None:
+            weight = start.fold.weight(weight)
+        stored = with_codes(right, weight)
+        self._right = Rounding(stored, weight, choices)
+        if choices.biases or start.bias is not None:
+            nodes = {node.name: node for node in quantized.nodes}
+            self._now = torch.cat([_bias_of(nodes[site.node.name], quantized) for site in group.sites])
+            self._offset = start.left.absorbed()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
+            self._sums = stored.dequantize().reshape(weight.shape).sum(1)
+        if choices.biases:
+            self._unit = weight.square().sum(1).sqrt()
+            self._bias = torch.zeros_like(self._unit).requires_grad_()
+
+    def trained(self) -> dict[str, list[Tensor]]:
+        """The tensors to train, by the kind that decides their learning rate."""
+        found: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
+        for side in (self._left, self._right):
+            if isinstance(side, Rounding):
+                found["codes"].append(side.latent)
+                found["scales"] += [] if side.log_scale is None else [side.log_scale]
+            elif side is not None:
+                found["scales"].append(side.log_scale)
+                found["codes"] += [] if side.moved is None else [side.moved]
+        found["biases"] += [] if self._bias is None else [self._bias]
+        return found
+
+    def soft(self) -> Assignment:
+        """The assignment to train with."""
+        return self._with(lambda side: side.soft())
+
+    @torch.no_grad()
+    def hard(self) -> Assignment:
+        """The assignment as it is stored."""
+        return self._with(lambda side: side.hard())
+
+    def _with(self, made: Callable[[Any], Any]) -> Assignment:
+        left = self._start.left if self._left is None else made(self._left)
+        right = self._start.right if self._right is None else made(self._right)
+        found = replace(self._start, left=left, right=right)
+        if self._now is None:
+            return found
+        bias = self._now if self._bias is None else self._now + self._bias * self._unit
+        if self._offset:  # the bias follows the weight that meets the lifted input, as in Eq. 15
+            assert isinstance(right, QuantizedTensor)
+            bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
+        return replace(found, bias=bias)
+
+    def regulariser(self, exponent: float) -> Tensor | float:
+        return self._right.regulariser(exponent) if isinstance(self._right, Rounding) else 0.0
+
+    def confine(self) -> None:
+        if isinstance(self._right, Rounding):
+            self._right.confine()
+
+
+def _bias_of(node: Node, program: Program) -> Tensor:
+    """The bias of a linear or convolution: (O,), zeros where it has none."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    weight = program.tensors[node.args[1].name]
+    return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name]
