@@ -68,6 +68,11 @@ SETTINGS: dict[str, str] = {
           compiled kernels.
         - The direct search with compiled kernels is its equal, so this ratio, in bold, leaves only the difference
           between the two methods.
+        - A candidate counts when its error on the site's output is computed; one for a weight sets the parameters of
+          all its rows and counts once, and of equal candidates one counts. "On a sample" is the share of candidates
+          that were scored on a sample of the rows; the others were scored on all.
+        - Only `-full` is of the search as it is now; all else is of the one before [its samples were halved and equal
+          candidates were scored once](decisions/07-rough-steps.md), as `-full-before` is.
         - Its rows with 16 images are of another processor, without instructions for bfloat16:
         - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adalog import Search
-from adalog.search import fused, objective
+from adalog.search import distinct, fused, objective
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 
@@ -28,6 +28,30 @@ def counts_of(product, search, way=None):
     return counts.to_json(measure.site_rows(product)), found
 
 
+@pytest.fixture
+def alike_scored(monkeypatch):
+    """Equal candidates are scored each by itself."""
+
+    def all_of(points):
+        count, _, *groups = points.shape
+        place = torch.arange(count).view(-1, *(1 for _ in groups)).expand(count, *groups)
+        return distinct.Distinct(points, torch.full(groups, count), place)
+
+    monkeypatch.setattr(distinct.Distinct, "of", staticmethod(all_of))
+
+
+def test_of_equal_candidates_one_counts(request):
+    search = Search(steps=2, rough_rows=0, refit=False)
+    fewer, found = counts_of(linear(), search)
+    request.getfixturevalue("alike_scored")
+    whole, same = counts_of(linear(), search)
+    assert 0.5 * whole["candidates"] < fewer["candidates"] < whole["candidates"]
+    assert sum(fewer["flops"].values()) < sum(whole["flops"].values())
+    assert fewer["evaluations"] == 2048 * fewer["candidates"]
+    assert found.sqnr == pytest.approx(same.sqnr, abs=0.01)
+
+
+@pytest.mark.usefixtures("alike_scored")
 def test_candidates_are_counted_with_the_rows_they_are_scored_on(monkeypatch):
     """Without a sample, these are a grid, the steps, and an old point beside a new one, all scored on all rows."""
     monkeypatch.setattr(objective, "_ROUGH_ELEMENTS", 0)
