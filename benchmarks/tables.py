@@ -169,6 +169,33 @@ def realbench_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+def draws_table() -> str:
+    """Several draws of calibration images on the real images, from realbench-draws.json: means and deviations."""
+    result = json.loads((RESULTS / "realbench-draws.json").read_text())
+    lines = [
+        "| bits | method | draws | top-1 | agreement with fp32 | p, adalog | calibration [CPU s] |",
+        "|---" * 7 + "|",
+    ]
+    for (bits, method), rows in real_rows(result).items():
+        beside = [row["mcnemar_p_adalog"] for row in rows if row["mcnemar_p_adalog"] is not None]
+        cells = (
+            bits.upper(),
+            labelled(method),
+            str(len(rows)),
+            share_text(rows, "top1"),
+            share_text(rows, "agreement"),
+        )
+        cells += (f"{median(beside):.2g}" if beside else "", f"{mean(row['seconds'] for row in rows):.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    note = (
+        f"Mean ± standard deviation over draws of {result['calibration_images']} of the support images; full precision "
+        f"has {100 * result['fp32']['top1']:.1f} %. p: McNemar's test beside adalog of the same draw, the median. "
+        f"Measured at commit {result['commit'][:7]} on an {result['machine']['processor']}, beside other work; "
+        "figures: `benchmarks/results/realbench-draws.json`."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def realbench_sites_table() -> str:
     """The sites with the least SQNR under adalog, at each of the bits of realbench.json."""
     found = real_rows(measured("realbench"))
@@ -353,6 +380,7 @@ TABLES = (
     ("docs/measured.md", "executors table", speed_tables.executors_table),
     ("docs/measured.md", "realbench table", realbench_table),
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
+    ("docs/measured.md", "draws table", draws_table),
     ("docs/measured.md", "paper tables", paper_tables),
     ("docs/measured.md", "sides table", sides_table),
     ("docs/measured.md", "golden table", golden_table),
