@@ -107,7 +107,7 @@ def budgets_table() -> str:
                 cells = [model, bits.upper(), words, f"{size / 1e6:.2f}", f"{bops / 1e9:.2f}", loss, *shares]
                 lines.append("| " + " | ".join(cells) + " |")
         draws, spearman = len({row["seed"] for row in rows}), result["spearman"][file.partition("-")[2]]
-        drawn = ", both of the support images that then judge, without labels," if model == "TinyViT" else ""
+        drawn = ", both of the support images that then judge, without labels" if model == "TinyViT" else ""
         notes.append(
             f"{model[0].upper()}{model[1:]}: {'one draw' if draws == 1 else f'means of {draws} draws'} of 32 images "
             f"that calibrate and {result['judged_by']} that choose{drawn}; the foretold and the measured losses of "

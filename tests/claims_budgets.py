@@ -53,12 +53,12 @@ def budgets_counts() -> str:
         [100 * (1 - row["kl_budget"] / row["kl_uniform"]) for row in rows if row["bits"] == bits]
         for bits in ("w4a4", "w3a3")
     )
-    order(four == sorted(four) and three == sorted(three) and len(four) == len(three) == len(counts), rows)
-    order(four[0] > 20 and three[0] > 20, four, three)
+    order(max(four) == four[-1] and max(three) == three[-1] and len(four) == len(three) == len(counts), rows)
+    order(min(four) > 20 and min(three) > 20, four, three)
     return (
         f"On the first draw, {listed([str(count) for count in counts])} images that choose lower the divergence by "
         f"{listed([f'{fall:.0f}' for fall in four])} % at W4A4 and by {listed([f'{fall:.0f}' for fall in three])} % at "
-        "W3A3: a few are enough to gain, and more choose better."
+        "W3A3: a few are enough to gain, and 128 choose best."
     )
 
 

@@ -85,7 +85,7 @@ def search_halved() -> str:
     order(max(ratios) < 1.005, max(ratios))
     return (
         f"On DeiT-T the search as it is now takes {now['cpu_seconds'] / before['cpu_seconds']:.2f} of the CPU time of "
-        f"that one, measured one after the other beside other work, with {geometric_mean(ratios):.4f} times its "
+        f"that one, measured one after the other, with {geometric_mean(ratios):.4f} times its "
         f"squared errors in the geometric mean over sites and {max(ratios):.4f} times at most."
     )
 

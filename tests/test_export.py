@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from adalog import Calibration, Config, Search, export
 from adalog.export import onnx as written
 from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
+from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
 from adalog.export.replay import Replay
 from adalog.quantizers import LogQuantizer
@@ -132,6 +134,31 @@ def test_openvino(quantize, images, form):
     description, numbers = export.to_openvino(content)
     assert description.startswith(b"<?xml")
     assert len(numbers) > 0
+
+
+def test_openvino_rounds_signed_bytes_as_the_artifact_does(quantize):
+    """Also values near the edge of two codes, which its QuantizeLinear takes for the other code."""
+    pytest.importorskip("openvino")
+    helper, scale = onnx.helper, 0.6717
+    edges = (np.arange(-4, 4) + 0.5) * scale
+    values = np.concatenate([edges * (1 - 4e-6), edges * (1 + 4e-6)]).astype(np.float32)
+    tensors = [helper.make_tensor("scale", 1, (), [scale]), helper.make_tensor("zero", 3, (), [-2])]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["codes"], "site.signed.0/QuantizeLinear"),
+        helper.make_node("Cast", ["codes"], ["y"], to=1),
+    ]
+    ends = [[helper.make_tensor_value_info(name, 1, [len(values)])] for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "codes", *ends, tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", written.OPSET)], ir_version=10)
+    written._round_signed(model)
+    onnx.checker.check_model(model, full_check=True)
+    assert "QuantizeLinear" not in [node.op_type for node in model.graph.node]
+    for engine in ("onnxruntime", "openvino"):
+        (found,) = open_engine(engine, model.SerializeToString())({"x": values}).values()
+        assert found.tolist() == (np.round(values / np.float32(scale)) - 2).tolist()
+    model, _ = read(written.to_onnx(quantize("attention", 4), "mixed", "", selects=True))
+    signed = {each.name for each in model.graph.initializer if each.data_type == onnx.TensorProto.INT8}
+    assert not [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[-1] in signed]
 
 
 def test_a_file_is_the_same_each_time_and_says_what_it_is(one):

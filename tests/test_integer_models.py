@@ -49,7 +49,7 @@ def test_executors_agree_on_every_site(quantized, images):
         assert all(each.double().mean() > 0.9 for each in same)
         if all(bool(each.all()) for each in same):
             assert all(map(torch.equal, one.accumulators, other.accumulators))
-            assert torch.allclose(one.output, other.output, rtol=1e-5, atol=1e-5)
+            assert torch.equal(one.output, other.output)  # of few values, one may lie at the edge of two codes
 
 
 def test_steps_in_one_change_nothing(quantized, images):

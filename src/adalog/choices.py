@@ -255,7 +255,7 @@ class Reconstruction:
     """
 
     images: int = 1024
-    iterations: int = 200
+    iterations: int = 400
     batch: int = 8
     weights: WeightRounding = "latent"
     scales: bool = True

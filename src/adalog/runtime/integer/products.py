@@ -189,11 +189,13 @@ class RowProduct:
             for part, (scale, rows) in enumerate(zip(self._scales, parts, strict=True)):
                 real.copy_(self._sums(part, rows))
                 if part:
-                    out.addcmul_(real, scale)
-                elif bias is None:
-                    torch.mul(real, scale, out=out)
+                    out.add_(real.mul_(scale))
                 else:
-                    torch.addcmul(bias, real, scale, out=out)
+                    torch.mul(real, scale, out=out)
+            if bias is not None:
+                # Not `addcmul`, which rounds once: accumulators are few whole numbers, and one of them may lie exactly
+                # between two codes of the next quantizer. Then all executors must round alike.
+                out.add_(bias)
             yield span, out
 
     def __call__(self, left: list[Tensor], right: None = None, bias: Tensor | None = None) -> Tensor:
