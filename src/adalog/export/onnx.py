@@ -32,7 +32,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     """The ONNX file of a quantized program; the same program gives the same bytes with the same packages.
 
     source: the SHA-256 of the artifact. selects: write codes as OpenVINO is quickest at and most exact with, not ONNX
-    Runtime. Raises ArtifactError for a program that has no form in ONNX, and AdalogError where the packages are missing.
+    Runtime. Raises ArtifactError for a program that has no form in ONNX, AdalogError where the packages are missing.
     """
     onnx = package("onnx")
     package("onnxscript")
