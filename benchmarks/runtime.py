@@ -1,6 +1,6 @@
 """The native kernels compared with engines that people use, on the CPU, in one run.
 
-    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 w6a6 w8a8 \
+    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 w8a8:uniform \
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
     python benchmarks/runtime.py --model demo | --model realbench:DIR [--work DIR]
 
@@ -259,9 +259,10 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
 
 
 def quantized(case: Case, bits: str, path: Path) -> dict[str, int]:
-    """Write the model's artifact, unless it is there, and return the widths of its tables."""
+    """Write the model's artifact, unless it is there, and return the widths of its tables. bits: as of --bits."""
     if not path.exists():
-        config, images = Config.preset(bits), case.calibration
+        width, _, method = bits.partition(":")
+        config, images = Config.preset(width, method or "adalog"), case.calibration
         if case.classes is None:
             short = Search(init=(4, 2), parents=1, steps=0, rough_rows=0)
             config, images = replace(config, images=2, search=short), images[:2]
@@ -384,7 +385,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", default="timm:deit_small_patch16_224", help="a model as `adalog quantize` takes it, or realbench:DIR"
     )
     parser.add_argument("--pretrained", action="store_true", help="use the pretrained weights of that model")
-    parser.add_argument("--bits", nargs="+", default=["w4a4", "w6a6", "w8a8"])
+    parser.add_argument(
+        "--bits", nargs="+", default=["w4a4", "w6a6", "w8a8", "w8a8:uniform"], help="w8a8:METHOD takes another method"
+    )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--level", choices=LIMITS, help="default: the fastest level of this machine")

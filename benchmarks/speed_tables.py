@@ -45,7 +45,13 @@ LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avx2": "AVX2"}
 def engine(name: str) -> str:
     """What is timed, for people; ours are bold."""
     kind, _, bits = name.partition("/")
-    return f"**adalog {bits.upper()}, native**" if kind == "native" else ENGINES[name]
+    return f"**adalog {width(bits)}, native**" if kind == "native" else ENGINES[name]
+
+
+def width(bits: str) -> str:
+    """The bits of ours, and the method where it is not `adalog`, for people."""
+    bits, _, method = bits.partition(":")
+    return f"{bits.upper()} {method}" if method else bits.upper()
 
 
 def age(result: dict[str, Any]) -> str:
@@ -70,7 +76,7 @@ def runtime_table() -> str:
         for row in result["rows"]:
             if row["name"] not in peers:
                 bits, ratios = row["name"].partition("/")[2], result["ratios"][f"{row['name']}/b{row['batch']}"]
-                cells = (name, result["level"] + age(result), result["threads"], bits.upper(), row["batch"])
+                cells = (name, result["level"] + age(result), result["threads"], width(bits), row["batch"])
                 cells += (f"{row['cpu_ms']:.1f}",)
                 cells += (f"{row['logit_error']:.2f}", f"{row['weight_bytes'] / 1e6:.2f}")
                 cells += (f"{row['load_cpu_seconds']:.1f}",)

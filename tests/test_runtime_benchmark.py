@@ -1,6 +1,6 @@
 """The kernels beside their peers, as `benchmarks/runtime.py` compares them, and how results are published."""
 
-from benchmarks import publish, runtime, tables
+from benchmarks import publish, runtime, speed_tables, tables
 
 import json
 import subprocess
@@ -45,6 +45,13 @@ def test_kernels_are_compared_with_peers(tiniest):
     assert errors["torch-bf16"] < errors["native/w4a4"] < 1
     parameters = sum(value.numel() for value in tiniest.parameters())
     assert [rows[name, 1]["weight_bytes"] for name in names[:2]] == [4 * parameters, 2 * parameters]
+
+
+def test_another_method_may_be_measured(tiniest, tmp_path):
+    case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2))
+    assert runtime.quantized(case, "w4a4", tmp_path / "log.safetensors") == {"u8": 2}
+    assert runtime.quantized(case, "w4a4:uniform", tmp_path / "uniform.safetensors") == {}
+    assert speed_tables.engine("native/w8a8:uniform") == "**adalog W8A8 uniform, native**"
 
 
 def test_each_run_is_judged_where_there_are_labels(tiniest, monkeypatch):
