@@ -257,7 +257,7 @@ def _selects(writer: _Writer, value: str, thresholds: Any, levels: Any, result: 
 
 
 def _round_signed(model: Any) -> None:
-    """Write every QuantizeLinear to signed bytes as the operators that it consists of.
+    """Round what becomes signed bytes before QuantizeLinear sees it.
 
     OpenVINO 2026.4 counts the steps of signed bytes from -128 on in float32, which rounds a value to 1.5e-5 of a step.
     Products put out few values, and one of them so near to the edge of two codes has the wrong one in most images.
@@ -269,18 +269,15 @@ def _round_signed(model: Any) -> None:
     tensors: dict[str, Any] = {}
     for node in model.graph.node:
         zero = given.get(node.input[-1]) if node.op_type == "QuantizeLinear" else None
-        if zero is None or zero.data_type != TensorProto.INT8:
-            nodes.append(node)
-            continue
-        value, scale, _ = node.input
-        writer = _Writer(node.name.rpartition("/")[0])
-        one = scale in given and bool((numpy_helper.to_array(given[scale]) == 1).all())
-        whole = writer.node("Round", [value if one else writer.node("Div", [value, scale])])
-        least = float(numpy_helper.to_array(zero))
-        moved = writer.node("Add", [whole, writer.tensor("zero", np.float32(least))]) if least else whole
-        writer.node("Cast", [moved], node.output[0], to=TensorProto.INT8)
-        nodes += writer.nodes
-        tensors |= writer.tensors
+        if zero is not None and zero.data_type == TensorProto.INT8:
+            value, scale, zero_point = node.input
+            writer = _Writer(node.name.rpartition("/")[0])
+            one = scale in given and bool((numpy_helper.to_array(given[scale]) == 1).all())
+            whole = writer.node("Round", [value if one else writer.node("Div", [value, scale])])
+            node.input[:] = [whole, scale if one else writer.tensor("one", np.float32(1)), zero_point]
+            nodes += writer.nodes
+            tensors |= writer.tensors
+        nodes.append(node)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
