@@ -212,12 +212,9 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
         write(writer, value, thresholds, levels, node.output[0])
         nodes += writer.nodes
         tensors |= writer.tensors
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    model.graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
     for opset in [each for each in model.opset_import if each.domain == domain]:
         model.opset_import.remove(opset)
-    _drop_unread(model)
+    _rebuild(model, nodes, tensors)
 
 
 def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
@@ -278,10 +275,7 @@ def _round_signed(model: Any) -> None:
             nodes += writer.nodes
             tensors |= writer.tensors
         nodes.append(node)
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    model.graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
-    _drop_unread(model)
+    _rebuild(model, nodes, tensors)
 
 
 def _store(model: Any, stored: Mapping[str, Stored]) -> None:
@@ -342,9 +336,14 @@ def pack_nibbles(codes: Any) -> bytes:
     return bytes(flat[::2] | flat[1::2] << 4)
 
 
-def _drop_unread(model: Any) -> None:
-    """Drop the initialisers that no node reads."""
+def _rebuild(model: Any, nodes: Sequence[Any], tensors: Mapping[str, Any]) -> None:
+    """Give the graph these nodes and, beside its own initialisers, these; drop those that no node reads."""
+    from onnx import numpy_helper
+
     graph = model.graph
+    del graph.node[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(numpy_helper.from_array(each, key) for key, each in tensors.items())
     read = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     kept = [each for each in graph.initializer if each.name in read]
     del graph.initializer[:]
