@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -276,6 +277,28 @@ def test_scales_of_a_linear(metric, labels):
     assert set(found.right.zero_point.flatten().tolist()) == {4.0}
     error = x @ weight.T - found.left.fake_quantize(x) @ found.right.fake_quantize(weight).T
     assert found.sqnr == pytest.approx(10 * math.log10(float(output.square().sum() / error.square().sum())))
+
+
+@pytest.mark.parametrize("role", ["linear", "qk"])
+def test_rounds_end_once_an_operand_stays_as_it_is(role, monkeypatch):
+    """A hundred rounds find what the first few find: an operand is not searched twice beside the same other one."""
+    beside, search = [], scales._Scaled.search
+
+    def counted(self, error, *rough):
+        beside.append((error.operand, error.factor))
+        return search(self, error, *rough)
+
+    monkeypatch.setattr(scales._Scaled, "search", counted)
+    operands = Operand(normal(40, 12) * 2, Format(3)), Operand(normal(6, 12, seed=1), Format(3, own_dims=()))
+    choices = ScaleSearch(metric="squared", candidates=12, rounds=100)
+    found = scales.search_product(Product(role, *operands), choices)
+    assert 2 < len(beside) < 12
+    for (one, factor), (other, same) in combinations(beside, 2):
+        assert one is not other or not torch.equal(factor, same)
+    needed = replace(choices, rounds=-(-len(beside) // 2))
+    shorter = scales.search_product(Product(role, *operands), needed)
+    assert torch.equal(shorter.left.scale, found.left.scale)
+    assert torch.equal(shorter.right.scale, found.right.scale)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "hessian"])

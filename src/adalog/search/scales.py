@@ -74,17 +74,16 @@ def search_product(product: Product, search: ScaleSearch) -> Assignment:
     firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, product.row_splits)
     first, second = firsts.start(), seconds.start()
     products = [(left, right, product.weights), *_sampled(product, search.rough_stride)]
-    for _ in range(search.rounds):
-        before = first, second
-        for on_left in (left_first, not left_first):
-            if on_left and firsts.is_searched:
-                other = seconds.quantizer(None if search.released and product.role == "av" else second)
-                first = firsts.search(*(_OutputError.of(x, w, other, h, search) for x, w, h in products))
-            elif not on_left and seconds.is_searched:
-                other = firsts.quantizer(first)
-                second = seconds.search(*(_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products))
-        if all(torch.equal(now, then) for now, then in zip((first, second), before, strict=True)):
-            break
+    for turn, on_left in enumerate((left_first, not left_first) * search.rounds):
+        before = first if on_left else second
+        if on_left and firsts.is_searched:
+            other = seconds.quantizer(None if search.released and product.role == "av" else second)
+            first = firsts.search(*(_OutputError.of(x, w, other, h, search) for x, w, h in products))
+        elif not on_left and seconds.is_searched:
+            other = firsts.quantizer(first)
+            second = seconds.search(*(_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products))
+        if turn and torch.equal(before, first if on_left else second):
+            break  # the other operand was found beside this one, so all later turns find the same again
     return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
 
 
