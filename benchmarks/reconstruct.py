@@ -194,7 +194,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         searched.cache_clear()
         fitted.cache_clear()
     fp32 = float((reference == case.labels).double().mean())
-    result = {"fp32": fp32, "judged": len(reference), "rows": rows, "machine": machine()}
+    result = {"fp32": fp32, "judged": len(reference), "iterations": Reconstruction().iterations, "rows": rows}
+    result["machine"] = machine()
     publish(result, given.json or RESULTS / f"reconstruct-{given.model}.json")
 
 

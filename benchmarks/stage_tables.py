@@ -6,6 +6,8 @@ import json
 from statistics import mean
 from typing import Any
 
+from adalog import Reconstruction
+
 
 def stages_results() -> dict[str, dict[str, Any]]:
     """What was measured of the stages after the search, by the name of the model in the tables."""
@@ -29,10 +31,20 @@ def more_images_note() -> str:
     """How the rows of TinyViT with 1,000 images compare with the others."""
     later = {(row["bits"], row["stage"], row["images"]): 100 * row["top1"] for row in more_images()["rows"]}
     return (
-        "TinyViT's rows of 1,000 images at W4A4 and W3A3 were measured later, with later code, the former on another "
-        f"processor; there the search has {later['w4a4', 'search', 32]:.1f} % and {later['w3a3', 'search', 32]:.1f} %, "
-        f"and a correction from 128 images {later['w4a4', 'correction', 128]:.1f} % at W4A4."
+        "TinyViT's rows of 1,000 images were measured later, at four commits and on two processors, as the history of "
+        f"their file tells; with that code the search has {later['w4a4', 'search', 32]:.1f} % at W4A4 and "
+        f"{later['w3a3', 'search', 32]:.1f} % at W3A3, and a correction from 128 images "
+        f"{later['w4a4', 'correction', 128]:.1f} % at W4A4."
     )
+
+
+def steps_note() -> str:
+    """In how many steps blocks were trained; files that do not say so are of a time when there were 200."""
+    steps = {model: result.get("iterations", 200) for model, result in stages_results().items()}
+    told = " and ".join(f"{count} steps on {model}" for model, count in steps.items())
+    if len(set(steps.values())) == 1:
+        told = f"{next(iter(steps.values()))} steps"
+    return f"A reconstruction took {told} here; today's default is {Reconstruction().iterations}."
 
 
 STAGES = {"search": "`adalog`, the search alone", "correction": "`adalog+`, a correction after it"}
@@ -63,6 +75,7 @@ def stages_table() -> str:
         lines.append(f"| {STAGES[stage]} | {images:,} | {' | '.join(found)} |")
     note = (
         f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {more_images_note()} "
+        f"{steps_note()} "
         "No query or test image is fitted, and no label. On TinyViT the images that are fitted are among the 1,000 "
         "whose features and labels then judge. The search always has 32 images."
     )

@@ -211,7 +211,7 @@ def golden_table() -> str:
     """How close methods are to their released code, by file, and what `adalog` gains over that of AdaLog."""
     result = json.loads((RESULTS / "golden.json").read_text())
     lines = [
-        "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points |",
+        "| setting | layers | largest ratio of errors | within 0.1 % | same q | same zero points of activations |",
         "|---" * 6 + "|",
     ]
     for name, row in result["files"].items():
@@ -242,7 +242,7 @@ def search_table() -> str:
     A file made before candidates were counted has fewer rows, and none in the second table.
     """
     speeds = ["| model | images | our search | speed-up | over direct, fused | loss, largest ratio | geometric mean |"]
-    speeds = [f"{speeds[0]} held out | float forwards |", "|---" * 9 + "|"]
+    speeds = [f"{speeds[0]} held out | seconds, in float forwards |", "|---" * 9 + "|"]
     counts = ["| model | search | candidates per site | on a sample | candidates x rows | TFLOP | in bfloat16 |"]
     counts.append("|---" * 7 + "|")
     whole, parts, machines = [], [], []

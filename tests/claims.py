@@ -77,5 +77,17 @@ def tenths(value: float) -> str:
     return f"{math.floor(10 * round(value, 6) + 0.5) / 10:.1f}"
 
 
+def at_most(value: float) -> str:
+    """Two digits that are no smaller than the value, for "at most"."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(round(value / step, 9)) * step:.2g}"
+
+
+def at_least(value: float) -> str:
+    """Two digits that are no larger than the value, for "at least"."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.floor(round(value / step, 9)) * step:.2g}"
+
+
 def plain(text: str) -> str:
     return " ".join(text.replace("**", "").split())

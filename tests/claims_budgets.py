@@ -80,8 +80,8 @@ def budgets_both() -> str:
         f"Chosen widths lift TinyViT from {before:.1f} % to {after:.1f} % by search alone, at no more bytes and BOPs "
         f"than W4A4; at those of W6A6 top-1 goes from {100 * six['top1_uniform']:.1f} % to "
         f"{100 * six['top1_budget']:.1f} %, within a standard error. Both are of one draw; "
-        f"{budgets('realbench')['judged_by']} more of the support images, without their labels, choose. On the bundled "
-        f"ViT, where {budgets('demo')['judged_by']} images choose, the KL divergence falls by {four[0]:.0f} to "
+        f"{budgets('realbench')['judged_by']} more of the support images, without their labels, choose. At W4A4 on the "
+        f"bundled ViT, where {budgets('demo')['judged_by']} images choose, the KL divergence falls by {four[0]:.0f} to "
         f"{four[-1]:.0f} % on three draws, and top-1 stays the same within a standard error."
     )
 

@@ -124,6 +124,19 @@ def test_a_root_of_what_was_never_seen():
     assert bool(nothing.loss(rounding_candidates(left, (0,)), points).isfinite().all())
 
 
+def test_a_root_of_a_matrix_with_more_rounding_than_a_factor_bears():
+    """Many equal tokens, as of blank images: rounding in their sum leaves directions of negative power."""
+    left, right = normal(4, 24, seed=1).float(), normal(24, 1, seed=2).float().expand(24, 60).clone()
+    error = ProductError.of(left, right, right * 1.01, (0,))
+    allowed = float(error.factor.diagonal().max()) * torch.finfo(torch.float32).eps * 24
+    rounded = replace(error, factor=error.factor - 10 * allowed * torch.eye(24))
+    assert int(torch.linalg.cholesky_ex(rounded.factor + allowed * torch.eye(24)).info)
+    points = points_of(left.shape, (0,)).float()
+    exact, found = (each.loss(rounding_candidates(left, (0,)), points) for each in (error, rounded.rooted()))
+    found = found + (exact - found).mean(0)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.max()))
+
+
 def test_a_large_error_along_rare_directions_costs_more_than_a_small_one(monkeypatch):
     """Neighbours in an image are nearly equal, and a weight that takes their difference sees little of them.
 

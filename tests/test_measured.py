@@ -41,8 +41,8 @@ FIGURE = re.compile(
 # Sentences of a page whose numbers and orders are settings, definitions or facts about code and papers.
 SETTINGS: dict[str, str] = {
     MEASURED: """
-        - The search has become quicker since (commit baa2614, and 303182f for `adalog-released`), so that seconds
-          on this page are of the slower search and accuracies of slightly other quantizers, unless the file's
+        - The search has become quicker since (commit baa2614, 303182f for `adalog-released`, and 5aba1c9
+          for `ptq4vit` and `easyquant`), so that seconds on this page are of the slower search and accuracies of slightly other quantizers, unless the file's
           commit is later.
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
         - each query image takes the label of the nearest of 1,000 support images, one per class.
@@ -63,24 +63,23 @@ SETTINGS: dict[str, str] = {
           several. "Error" is the relative error of the logits to the float model; that of a peer stands in brackets
           behind its ratio.
         - The widths are 2, 3, 4, 6 and 8 bits on the bundled model, and 3, 4, 6 and 8 on TinyViT.
-        - Every block was trained in 200 steps, where it has 400 now, and with code that took longer over a step.
         - The direct search runs twice:
         - equals:
         - six steps of 128 candidates and up to three rounds, as the released code has, in float32 and with
           compiled kernels.
         - The direct search with compiled kernels is its equal, so this ratio, in bold, leaves only the difference
           between the two methods.
-        - A candidate counts when its error on the site's output is computed; one for a weight sets the parameters of
-          all its rows and counts once, and of equal candidates one counts. "On a sample" is the share of candidates
-          that were scored on a sample of the rows; the others were scored on all.
         - Only `-full` is of the search as it is now; all else is of the one before [its samples were halved and equal
           candidates were scored once](decisions/07-rough-steps.md), as `-full-before` is.
         - Its rows with 16 images are of another processor, without instructions for bfloat16:
         - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and
           equal answers.
-        - Speeds are of one thread; those on DeiT-S's shapes, and in brackets relative to fp32 PyTorch, are in
-          seconds of the process.
+        - The file with 16 images is from before equal candidates were scored once. "On a sample" is the share of
+          candidates that were scored on a sample of the rows; the others were scored on all there.
+        - The second table has images per CPU second on DeiT-S's shapes, with random weights and tables of 8 bits,
+          and in brackets the ratio to fp32 PyTorch.
+        - The seconds of TinyViT's corrections from 128 images are of earlier code.
     """,
     README: """
         - `adalog` turns a trained vision transformer into one whose linears, convolutions and attention
@@ -100,7 +99,7 @@ SETTINGS: dict[str, str] = {
         - a ViT of our own on CIFAR-10 (192 wide, 6 deep), which is bundled, and TinyViT-5M, pretrained on
           ImageNet-22k.
         - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AMX, AVX-512-VNNI, AVX2,
-          or slowly without any of these) and on ARM, whose kernels were tested under emulation and never timed;
+          or without any of these) and on ARM, whose kernels were tested under emulation and never timed;
           `.compile("torch")` does so with PyTorch's products, wherever PyTorch runs.
     """,
     COST: """

@@ -76,8 +76,8 @@ _REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean
 _REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
 
 # Reconstruction as published takes 20,000 steps of 32 images a block, for which a GPU is used; these rows take fewer.
-_SHORTENED = "in 200 steps of 8 images a block (published: 20,000 of 32)"
 _BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1)
+_SHORTENED = f"in {_BRECQ.iterations} steps of {_BRECQ.batch} images a block (published: 20,000 of 32)"
 
 # There is one row per method. A row "-released" computes what the authors' released code does, where that is not what
 # the row without this word computes; benchmarks/golden.py compares it with outputs of that code. The first

@@ -97,8 +97,7 @@ class ProductError:
         (`rooted`): rounded as it is, it may have directions of negative power, along which large errors would seem to
         cost less than nothing. Losses are then off by one constant in each group.
         """
-        able = self.factor.dtype == torch.float32 and multiplies_bfloat16(self.factor.device)
-        if self.factor.shape[-1] < _NARROW or not able:
+        if not gains_from_bfloat16(self.factor):
             return self
         error = self.rooted() if self.gram else self
         rest = None if error.rest is None else (error.rest[0].bfloat16(), error.rest[1])
@@ -108,12 +107,19 @@ class ProductError:
         """The error by a root F of its Gram matrix G = F F^T, up to one constant in each group.
 
         With e the quantization error of a row and b its part of `base`, e G e^T + 2 b e^T = ||e F + b F^-T||^2 - const.
+        Many equal rows, as of blank images, leave more rounding in G than Cholesky's factors bear; its eigenvectors,
+        none with less power than rounding, make the root then.
         """
         gram, number = self.factor.double(), torch.finfo(self.factor.dtype)
         ones = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         rounding = gram.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # of G's products
-        root = torch.linalg.cholesky(gram + rounding[..., None, None] * ones)
-        inverse = torch.linalg.solve_triangular(root.mT, ones, upper=True)
+        root, failed = torch.linalg.cholesky_ex(gram + rounding[..., None, None] * ones)
+        if failed.any():
+            power, turn = torch.linalg.eigh(gram)
+            length = torch.maximum(power, rounding[..., None]).sqrt()[..., None, :]
+            root, inverse = turn * length, turn / length
+        else:
+            inverse = torch.linalg.solve_triangular(root.mT, ones, upper=True)
         base = self.base @ inverse.to(self.base.dtype)
         return replace(self, factor=root.to(self.factor.dtype), base=base, gram=False)
 
@@ -271,6 +277,12 @@ class ProductError:
             diagonal, base = self.rest
             total += sums(delta * diagonal, base, delta, self.own_dims)
         return total + self.constant if self.gram else total
+
+
+def gains_from_bfloat16(factor: Tensor) -> bool:
+    """Whether a product with this right factor (..., I, O) takes less time in bfloat16."""
+    able = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
+    return able and factor.shape[-1] >= _NARROW
 
 
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:

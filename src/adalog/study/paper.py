@@ -18,6 +18,7 @@ from adalog.methods import METHODS
 
 IMAGES = 32  # calibration images (Sec. 4.1)
 FITTED_IMAGES = 1024  # those that stages fit, as is usual where blocks are reconstructed
+_STEPS = f"{Reconstruction().iterations} steps of {Reconstruction().batch} images"  # those of a block
 _BITS = ("w4a4", "w3a3", "w6a6")
 # The methods of the published comparison come first, then all others.
 _COMPARED = ("adalog", "adalog-released", "repq-vit", "repq-vit-released", "ptq4vit", "ptq4vit-released", "apq-vit")
@@ -175,8 +176,8 @@ TABLES = {
         "AdaLog off and on, by search alone and with reconstruction",
         ("after softmax", "after GELU", "search", "reconstruction"),
         tuple(row for bits in _BITS[:2] for row in (*_searched(bits), *_reconstructed(bits))),
-        note="Reconstruction fits 1,024 images, and trains a block in 200 steps of 8 images, where the published rows "
-        "take 20,000 of 32. BRECQ weights errors by squared gradients of the labels' loss, and here by those of the "
+        note=f"Reconstruction fits 1,024 images, and trains a block in {_STEPS}, where the published rows take 20,000 "
+        "of 32. BRECQ weights errors by squared gradients of the labels' loss, and here by those of the "
         "distance to the float network's outputs, since no label is seen.",
     ),
     "5": Table(
@@ -204,7 +205,7 @@ TABLES = {
         ("method", "stages"),
         tuple(row for bits in _BITS[:2] for row in _fitted(bits)),
         note="This is no table of the paper. As published, `erq` fits 32 images and `qwt` 512, and what trains takes "
-        "20,000 steps of 32 images a block, where the rows here take 200 of 8.",
+        f"20,000 steps of 32 images a block, where a block takes {_STEPS} here.",
     ),
 }
 
