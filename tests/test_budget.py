@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from PIL import Image
 from adalog import Calibration, Config, DataError, artifact, load
 from adalog.cli import pareto
 from adalog.cli.console import check_unfinished, remove_finished
+from adalog.inputs.images import ImageSet
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import budget as module
+from adalog.study import pareto as study_pareto
 from adalog.study.budget import Budget, Totals, choose, quantize_within
 from adalog.study.cost import cost
+from adalog.study.evaluate import Prepared
 from adalog.study.pareto import curve
 from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite, sensitivity
 from commands import call, run
@@ -267,6 +271,8 @@ def place(tmp_path_factory):
         for index in range(8):
             pixels = torch.randint(0, 256, (8, 8, 3), generator=draw, dtype=torch.uint8).numpy()
             Image.fromarray(pixels).save(folder / "images" / str(label) / f"{index}.png")
+    for label in range(2):
+        shutil.copytree(folder / "images" / str(label), folder / "two" / str(label))
     return folder
 
 
@@ -319,6 +325,7 @@ def test_commands_from_rows_to_curves(place):
         (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
         (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),
         (("pareto", *GIVEN, "--val", "nowhere"), "nowhere"),
+        (("pareto", *GIVEN, "--val", "two"), "two has 2 subfolders, one a class, and own.py:small tells"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(place, arguments, told, monkeypatch, capsys, tmp_path):
@@ -356,6 +363,15 @@ def test_only_what_a_run_left_counts_as_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     check_unfinished(partial, resume=False)
     check_unfinished(tmp_path / "nowhere" / "x", resume=False)
+
+
+def test_a_curve_knows_the_images_that_it_was_judged_by():
+    """Other images with the same labels are another curve."""
+    labels, images = torch.tensor([0, 1]), torch.zeros(2, 3, 8, 8)
+    files = [ImageSet((Path(folder) / "a.png", Path(folder) / "b.png"), (0, 1)) for folder in ("one", "other")]
+    given = [images, images + 1, *files]
+    told = [study_pareto._told(Prepared(each), labels) for each in (*given, *given)]
+    assert len(set(told)) == len(given)
 
 
 @pytest.mark.slow

@@ -89,6 +89,18 @@ def test_an_infinite_ridge_leaves_the_weight():
     assert _target(moments, start, math.inf)[1] is start
 
 
+def test_moments_that_rounding_made_indefinite_have_a_target():
+    """A few channels far larger than the rest leave more rounding in the sums than the ridge adds."""
+    x, start = correlated(400, 64), normal(1, 3, 64, seed=6)
+    x[:, :4] = 1e5 * x[:, :1] * torch.arange(1, 5)
+    moments = Moments.of(x[None], x[None] @ start.mT)
+    rounding = 1e-5 * float(moments.xx.diagonal(dim1=1, dim2=2).max()) * torch.eye(64).double()
+    assert int(torch.linalg.cholesky_ex(moments.xx - 0.5 * rounding).info)
+    form, target = _target(replace(moments, xx=moments.xx - rounding), start, 1e-4)
+    assert int(torch.linalg.cholesky_ex(form).info) == 0
+    assert float(moments.error(target).sum()) < 1e-6 * float(moments.yy.sum())
+
+
 def test_the_ridge_is_the_one_that_serves_other_rows():
     """Rows in plenty are believed, and few rows of noise are not."""
     start, true = normal(1, 4, 12, seed=1), normal(1, 4, 12, seed=2)

@@ -41,9 +41,9 @@ FIGURE = re.compile(
 # Sentences of a page whose numbers and orders are settings, definitions or facts about code and papers.
 SETTINGS: dict[str, str] = {
     MEASURED: """
-        - The search has become quicker since (commit baa2614, 303182f for `adalog-released`, and 5aba1c9
-          for `ptq4vit` and `easyquant`), so that seconds on this page are of the slower search and accuracies of slightly other quantizers, unless the file's
-          commit is later.
+        - The search has become quicker since (commit baa2614, 303182f for `adalog-released`, and 5aba1c9 for
+          `ptq4vit` and `easyquant`), so that seconds on this page are of the slower search and accuracies of
+          slightly other quantizers, unless the file's commit is later.
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
         - each query image takes the label of the nearest of 1,000 support images, one per class.
         - Its widest scale spans a row's values from the smallest to the largest, and that range need not

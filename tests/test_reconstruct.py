@@ -324,6 +324,17 @@ def test_averaged_weights_are_the_mean_over_images(pool, searched):
     assert torch.allclose(averaged(torch.arange(2)), everything.mean(0).expand(2, *everything.shape[1:]), atol=1e-5)
 
 
+def test_changes_that_are_equal_but_for_rounding_count_once(pool, searched):
+    """The low-rank part of the error stays as it is where gradients are taken again at the same state."""
+    block = block_of(*searched, pool[:8], loss="low-rank")
+    error, unit, draw = block._error, block._error._units[0], torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for found, share in ((error._changes[-1], 1e-6), (error._gradients[-1], 1e-2)):
+            found.mul_(1 + share * torch.randn(found.shape, generator=draw))
+        block._renew(block._assigned)
+        assert error._units[0] == pytest.approx(unit, rel=0.1)
+
+
 def test_the_regulariser_begins_late_and_sharpens(pool, searched):
     """Nothing in the first fifth; then the exponent falls from 20, which leaves all but the decided alone, to 2."""
     block = block_of(*searched, pool[:24], weights="adaround")

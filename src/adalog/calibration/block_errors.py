@@ -20,6 +20,8 @@ Slope = Callable[[Mapping[int, Tensor]], Sequence[Tensor]]
 # FIMA-Q's gradients: how often they are taken anew while a block is trained (15 times there), and on how many images.
 RENEWALS = 4
 _IMAGES = 64
+# Directions of the changes with less than this share of the largest one's power are rounding.
+_EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,8 @@ class LowRankFisher:
         self._gradients.append(gradient / sum(rows))
         self._changes.append(change / sum(rows))
         changes = torch.stack(self._changes).double()
-        self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True).to(gradient.dtype)
+        # Changes that are equal but for rounding count once: differences of theirs would weigh errors by noise.
+        self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True, rtol=_EQUAL).to(gradient.dtype)
         parts = [torch.stack(self._parts(each)) * count for each, count in zip(differences, rows, strict=True)]
         low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
         self._units = float(low), float(diagonal)

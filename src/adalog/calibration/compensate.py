@@ -41,6 +41,8 @@ _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 _RIDGE = 1e-2
 # Where the weight itself is not fitted, this share of the mean variance keeps the inputs' moments definite.
 _DAMPING = 1e-2
+# What a sum of squares in float32 is off by, as a share of it, for each column of the moments.
+_OF_SUMS = 4 * torch.finfo(torch.float32).eps
 # Inputs whose variance is below this share of their mean square are constant but for rounding.
 _ROUNDING = 1e-10
 # The bytes that the patches of a convolution may take at a time.
@@ -330,11 +332,16 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
     variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
     variance = torch.where(variance > 0, variance, 1.0)
     unit = torch.eye(start.shape[2], dtype=torch.float64, device=start.device)
-    if math.isinf(ridge):
-        return moments.xx + _DAMPING * variance[:, None, None] * unit, start
-    added = ridge * variance[:, None, None]
+    added = (_DAMPING if math.isinf(ridge) else ridge) * variance[:, None, None]
+    root, failed = torch.linalg.cholesky_ex(moments.xx + added * unit)
+    if failed.any():  # a few channels far larger than the rest: sums in float32 are off by more than what was added
+        largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]
+        added = torch.maximum(added, largest * (_OF_SUMS * start.shape[2]))
+        root = torch.linalg.cholesky(moments.xx + added * unit)
     form = moments.xx + added * unit
-    return form, torch.cholesky_solve((moments.yx + added * start).transpose(1, 2), torch.linalg.cholesky(form)).mT
+    if math.isinf(ridge):
+        return form, start
+    return form, torch.cholesky_solve((moments.yx + added * start).transpose(1, 2), root).mT
 
 
 def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:

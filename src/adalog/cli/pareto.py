@@ -49,7 +49,7 @@ from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_images
 from adalog.study import sensitivity as study
 from adalog.study.drawing import rendered
-from adalog.study.evaluate import Prepared
+from adalog.study.evaluate import Prepared, check_classes, predict, score
 from adalog.study.pareto import BUDGETS, Point, curve, pareto_figure
 
 
@@ -127,7 +127,13 @@ def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Pre
     images = find_images(val)
     if images.labels is None:
         raise DataError(f"{val} has no labels: make a subfolder a class, or add a CSV file of file,label")
-    return Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
+    prepared, labels = Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
+    # Before the long part, on one image of the highest class: whether the model tells these classes.
+    last = int(labels.argmax())
+    logits = predict(about.loaded.module, prepared(range(last, last + 1)), device=about.judged.device)
+    check_classes(images.classes, logits, str(val), model)
+    score(logits, labels[[last]])
+    return prepared, labels
 
 
 def table_of(points: list[Point], measure: str) -> Table:

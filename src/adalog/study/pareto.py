@@ -101,7 +101,7 @@ def curve(
     lines = None
     if partial is not None:
         made_of = fingerprint((found.to_json(), count), [("judged", judged), ("expected", judge.expected)])
-        labels = "" if labelled is None else fingerprint(len(labelled[0]), [("labels", labelled[1])])
+        labels = "" if labelled is None else _told(*labelled)
         lines = Lines(partial, f"{calibration.fingerprint(config)} {made_of} {labels}", "points", ranks.rank)
     points: dict[str, Point | None] = {}
     if lines is not None:
@@ -141,6 +141,14 @@ def curve(
     return [point for point in points.values() if point is not None]
 
 
+def _told(prepared: Prepared, labels: Tensor) -> str:
+    """A fingerprint of labelled images; files count by their paths."""
+    images, tensors = prepared.images, [("labels", labels)]
+    if isinstance(images, Tensor):
+        return fingerprint(len(images), [*tensors, ("images", images)])
+    return fingerprint([str(path) for path in images.paths], tensors)
+
+
 @dataclass(frozen=True)
 class _Judge:
     """What judges the models of a curve. expected: what the full-precision one says about the images `judged`."""
@@ -171,7 +179,9 @@ class _Judge:
         if self.labelled is None:
             return None
         images, labels = self.labelled
-        (counts,) = Contest([runs], [False]).tallies(images, labels, jobs=at_once, ranks=self.ranks)
+        place = self.judged.device
+        contest = Contest([runs], [place.type != "cpu"], place)
+        (counts,) = contest.tallies(images, labels, jobs=at_once, ranks=self.ranks)
         return None if counts.right is None else counts.right / counts.images
 
 
