@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import adalog
-from adalog import CalibrationError, CaptureError, Config, QuantizedModel, Search
+from adalog import CalibrationError, CaptureError, Config, Correction, QuantizedModel, Search
+from adalog.calibration import stages
 
 CONFIG = Config(images=3, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=0))
 IMAGES = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -313,3 +314,37 @@ def test_attention_called_on_maps_of_one_size():
     expected = model(IMAGES)
     adalog.quantize(model.head, IMAGES, MINMAX, within=model)
     assert_close(model(IMAGES), expected, least=20)
+
+
+class Twice(nn.Module):
+    """A part that is called twice on maps of one size, the second time on far larger values."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.part(10 * self.part(x) + 5).mean(1))
+
+
+def test_a_stage_fits_what_all_calls_give(monkeypatch):
+    torch.manual_seed(0)
+    whole = Twice().eval()
+    images, given, fitted = torch.randn(16, 5, 8), [], []
+    watch = whole.part.register_forward_hook(lambda _, inputs, output: given.append(inputs[0]))
+    with torch.no_grad():
+        whole(images)
+    watch.remove()
+    corrected = stages.corrected
+
+    def watched(program, seen, *rest):
+        fitted.extend(seen)
+        return corrected(program, seen, *rest)
+
+    monkeypatch.setattr(stages, "corrected", watched)
+    config = Config(4, 4, 4, images=8, search=Search(steps=1), stages=(Correction(images=16),))
+    part = adalog.quantize(whole.part, images, config, within=whole)
+    assert part.provenance["fitted_images"] == 32  # of both calls
+    found, expected = (values.flatten().sort().values for values in (fitted[0], torch.cat(given)))
+    torch.testing.assert_close(found, expected)

@@ -460,6 +460,7 @@ def test_a_table_from_the_command_line(place):
         (["5", "--models", "models.py:small", "--data", "data/val"], "has no folder train"),
         (["5", "--models", "models.py:small", "--data", "flat", "--images", "2"], "has no labels to judge by"),
         (["5", "--models", "models.py:small", "--data", "two", "--images", "2"], "has 2 subfolders, one a class"),
+        (["5", "--data", "two"], "the bundled model brings its own images: leave out --data two"),
         (["5", "--images", "65"], "demo has 64 images to calibrate with, --images 65 are wanted"),
         (["5", "--out", "data"], "data.rows"),
         (["5", "--device", "nonsense"], "device = 'nonsense' is not one of this machine"),

@@ -1,6 +1,7 @@
 """The paper's table of detectors, measured on the bundled one and on images of one's own."""
 
 import json
+import math
 
 import pytest
 from PIL import Image
@@ -25,6 +26,13 @@ def test_published_figures_stand_beside_whatever_was_calibrated():
     assert detectors._published("mmdet:mask-swin-t", "w4a4", "adalog") == {"box_ap": 39.1, "mask_ap": 37.7}
     assert detectors._published("mmdet:cascade-swin-s", "fp32", "fp32") == {"box_ap": 51.9, "mask_ap": 45.0}
     assert detectors._published("demo:detector", "w4a4", "adalog") == {}
+
+
+def test_an_average_precision_without_objects_is_left_empty():
+    draws = [detectors._numbers({"box_ap": 0.5, "mask_ap": math.nan}) | {"seconds": float(each)} for each in range(2)]
+    row = detectors._joined(draws)
+    assert (row["mask_ap"], row["box_ap"]["mean"], row["seconds"]["mean"]) == (None, 0.5, 0.5)
+    assert [detectors._percent(row[name]) for name in ("mask_ap", "box_ap")] == ["", "50.0 ± 0.0"]
 
 
 @pytest.mark.slow
@@ -62,6 +70,8 @@ def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     ("arguments", "told"),
     [
         (("tables", "C", "1"), "table C is of detectors: measure it without C, 1"),
+        (("tables", "C", "--device", "cuda"), "table C is measured on the CPU: leave out --device cuda"),
+        (("tables", "C", "--data", "."), "the bundled detector brings its own images and weights: leave out --data"),
         (("tables", "C", "--models", "timm:vit"), "table C is of detectors, and timm:vit is none of mmdet:NAME"),
         (("tables", "C", "--models", "mmdet:mask-swin-t"), "brings no weights: give --checkpoint"),
         (("tables", "1", "--checkpoint", "x"), "--checkpoint goes with table C"),

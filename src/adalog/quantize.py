@@ -60,7 +60,8 @@ def quantize(
     calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
     if len(calls) > 1:
         check_shareable(model, calibration.sites)
-    result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
+    own = config.fitting(len(unlabelled[0])) if config.images_fitted else config  # calls and windows count as images
+    result = calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks)
     if len(calls) > 1:
         program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
         result = QuantizedModel(replace(result.quantized, program=program, example=example))

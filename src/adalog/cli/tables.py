@@ -63,12 +63,16 @@ def command(
     if detectors.TABLE in names:
         if len(names) > 1:
             raise ValueError(f"table {detectors.TABLE} is of detectors: measure it without {', '.join(names[:3])}")
+        if device != "cpu":
+            raise ValueError(f"table {detectors.TABLE} is measured on the CPU: leave out --device {device}")
         _detected(model_names, checkpoint, data, seeds, images, chosen, out, work, jobs, json_out)
         return
     if checkpoint is not None:
         raise ValueError(f"--checkpoint goes with table {detectors.TABLE}: leave it out")
     fitted = paper.images_fitted(names, images, *chosen)
     specs = list(dict.fromkeys(model_names.split(",")))
+    if data is not None and specs == ["demo"]:
+        raise ValueError(f"the bundled model brings its own images: leave out --data {data}, or name another model")
     places = _Places.of(out, work, json_out, [source_of(name) for name in specs])
     for name in specs:
         if not zoo.is_model(name):
@@ -155,6 +159,9 @@ def _detected(
     odd = [name for name in specs if not detection.names_detector(name)]
     if odd:
         raise ValueError(f"table {detectors.TABLE} is of detectors, and {odd[0]} is none of {detection.KINDS}")
+    unused = [name for name, given in (("--data", data), ("--checkpoint", checkpoint)) if given is not None]
+    if unused and specs == [detection.DEMO]:
+        raise ValueError(f"the bundled detector brings its own images and weights: leave out {' and '.join(unused)}")
     places = _Places.of(out, work, json_out, [checkpoint])
     with waiting(f"load {', '.join(specs)}"):
         benches = [

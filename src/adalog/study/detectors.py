@@ -250,6 +250,9 @@ def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in _MEASURED:
         values = [record[name] for record in records]
+        if None in values:  # an average precision without an object to find
+            found[name] = None
+            continue
         found[name] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else 0.0, "values": values}
     return found
 
@@ -301,6 +304,8 @@ def _beside(figures: dict[str, float]) -> list[str]:
 
 
 def _percent(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{100 * value:.1f}"
     deviation = f" ± {100 * value['std']:.1f}" if len(value["values"]) > 1 else ""
