@@ -355,7 +355,7 @@ def test_a_row_of_one_seed_is_no_row_of_another(bench, two_tables, tmp_path, mon
 
     whole = {"classes": [], "top1": 1.0, "right": "00", "fixops": 1, "bytes": 1}
     monkeypatch.setattr(tables._Measured, "_quantized", measure)
-    monkeypatch.setattr(tables._Measured, "_full_precision", lambda self: whole)
+    monkeypatch.setattr(tables._Measured, "_full_precision", lambda self, classes: whole)
     tables.run(["1"], [bench], work=tmp_path)
     for count in (1, 0):  # what is left to be measured of the second seed
         measured.clear()

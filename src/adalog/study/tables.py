@@ -45,18 +45,23 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
     The result is JSON. The sources of the package belong to every key, so that no result outlives the code that made
     it. Raises DataError for a file that holds no such result.
     """
-    key = {**key, "source": source_hash()}
-    if path is not None and path.exists():
-        try:
-            found = json.loads(path.read_text())
-            if found["key"] == key:
-                return found["value"]
-        except (ValueError, LookupError, TypeError) as cause:
-            raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
-    value = make()
-    if path is not None:
-        write_whole(path, json.dumps({"key": key, "value": value}).encode())
+    value = read_kept(path, key)
+    if value is None:
+        value = make()
+        if path is not None:
+            write_whole(path, json.dumps({"key": {**key, "source": source_hash()}, "value": value}).encode())
     return value
+
+
+def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
+    """What `kept` finds in the file; None where it has to be made."""
+    if path is None or not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        return found["value"] if found["key"] == {**key, "source": source_hash()} else None
+    except (ValueError, LookupError, TypeError) as cause:
+        raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,14 @@ class Bench:
             return drawn
         return pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
 
-    def classes(self, network: nn.Module, jobs: int, device: torch.device) -> Tensor:
-        """The class that a network gives to each image: (N,)."""
+    def classes(self, network: nn.Module, jobs: int, device: torch.device, ranks: Ranks = ALONE) -> Tensor:
+        """The class that a network gives to each image, (N,). ranks: those that share out the images."""
         images = Prepared(self.judged, self.model.preprocessing)
 
         def told(numbers: range) -> list[int]:
             return predict(network, images(numbers), device=device).argmax(dim=1).tolist()
 
-        found = in_batches(len(images), told, jobs=jobs if device.type == "cpu" else 1)
+        found = in_batches(len(images), told, jobs=jobs if device.type == "cpu" else 1, ranks=ranks)
         return torch.tensor([label for batch in found for label in batch])
 
     def check(self, device: torch.device) -> None:
@@ -225,7 +230,7 @@ def _run_bench(
     """Measure the runs of one model, and add them to the result of all."""
     name, before = rows.bench.model.name, list(result["rows"])
     records: dict[Config, dict[int, dict[str, Any]]] = {}
-    whole = ranks.shared(["fp32"], lambda _: rows.full_precision())["fp32"]
+    whole = rows.full_precision(ranks)
     told = {field: whole[field] for field in ("top1", "fixops", "bytes")}
     result["models"][name] = {"images": len(rows.bench.labels), **told}
     named = {short_name(config, seed): (config, seed) for config, seed in runs}
@@ -266,17 +271,21 @@ class _Measured:
         self._known: tuple[int, Calibration] | None = None
         bench.model.module.to(device)
 
-    def full_precision(self) -> dict[str, Any]:
-        """How the model answers as it is."""
-        return self._kept("fp32", {}, self._full_precision)
+    def full_precision(self, ranks: Ranks) -> dict[str, Any]:
+        """How the model answers as it is. Ranks share out the images, unless the first one has kept the result."""
+        found: dict[str, Any] | None = ranks.by_first(lambda: read_kept(self._path("fp32"), self._key))
+        if found is None:
+            self._calibration(0)  # each rank needs it, and makes it before it waits for others
+            classes = self.bench.classes(self.bench.model.module, self._jobs, self._device, ranks)
+            found = ranks.by_first(lambda: self._kept("fp32", {}, lambda: self._full_precision(classes)))
+        return found
 
     def quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
         """How it answers under these choices. whole: what `full_precision` gives."""
         key = {"config": config.to_json(), "seed": seed}
         return self._kept(short_name(config, seed), key, lambda: self._quantized(config, seed, whole))
 
-    def _full_precision(self) -> dict[str, Any]:
-        classes = self.bench.classes(self.bench.model.module, self._jobs, self._device)
+    def _full_precision(self, classes: Tensor) -> dict[str, Any]:
         right = classes == self.bench.labels
         told = {"classes": classes.tolist(), "top1": float(right.double().mean()), "right": packed(right)}
         return told | _costs(self._calibration(0).program, self.bench)
@@ -301,9 +310,11 @@ class _Measured:
         }
 
     def _kept(self, name: str, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = None if self._work is None else self._work / f"{self._model}-{name}.json"
-        found: dict[str, Any] = kept(path, {**self._key, **key}, make)
+        found: dict[str, Any] = kept(self._path(name), {**self._key, **key}, make)
         return found
+
+    def _path(self, name: str) -> Path | None:
+        return None if self._work is None else self._work / f"{self._model}-{name}.json"
 
     def _calibration(self, seed: int) -> Calibration:
         """The calibration on the images of a seed: one at a time, made when a row is first measured."""
