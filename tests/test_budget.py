@@ -276,7 +276,8 @@ def place(tmp_path_factory):
     return folder
 
 
-GIVEN = ("own.py:small", "--data", "images", "--images", 8, "--judged", 8, "--threads", 1)
+SEARCHED = ("own.py:small", "--data", "images", "--images", 8, "--threads", 1)
+GIVEN = (*SEARCHED, "--judged", 8)
 
 
 @pytest.mark.slow
@@ -286,7 +287,7 @@ def test_commands_from_rows_to_curves(place):
     rows = json.loads((place / "rows.json").read_text())
     assert (rows["measure"], rows["images"], len(rows["rows"])) == ("kl", 8, 18)
     assert not list(place.glob("*.partial*"))
-    given = (*GIVEN, "--sensitivity", "rows.json")
+    given = (*SEARCHED, "--sensitivity", "rows.json")
     run("quantize", *given, "--budget", "9kB", "-o", "small", "--json", "told.json", cwd=place)
     told = json.loads((place / "told.json").read_text())
     assert told["bytes"] == (place / "small").stat().st_size == told["budget"]["bytes"] <= 9000
@@ -297,7 +298,21 @@ def test_commands_from_rows_to_curves(place):
     told = json.loads((place / "told.json").read_text())
     assert 0 < told["budget"]["foretold"] <= 0.01
     assert not list(place.glob("*.partial*"))
-    run("pareto", *given, "--val", "images", "--budgets", 3, "-o", "curve.png", "--json", "curve.json", cwd=place)
+    run(
+        "pareto",
+        *given,
+        "--judged",
+        8,
+        "--val",
+        "images",
+        "--budgets",
+        3,
+        "-o",
+        "curve.png",
+        "--json",
+        "curve.json",
+        cwd=place,
+    )
     points = json.loads((place / "curve.json").read_text())["points"]
     assert [point["chosen"] for point in points] == [False] * 3 + [True] * 3
     assert all(0 <= point["top1"] <= 1 and point["loss"] > 0 for point in points)
@@ -316,13 +331,16 @@ def test_commands_from_rows_to_curves(place):
         (("quantize", *GIVEN, "--target-bops", "4 gigs"), "--target-bops '4 gigs' is no number: give one like 40G"),
         (("quantize", *GIVEN, "--target-bops", "4", "--target-fixops", "4"), "are one limit: give one of them"),
         (("quantize", *GIVEN, "--max-kl", "-1"), "a budget of -1.0 loss is not positive and finite"),
-        (("quantize", *GIVEN, "--sensitivity", "x"), "--sensitivity serves a budget: give --budget"),
-        (("quantize", *GIVEN, "--budget", "1kB", "--sensitivity", "x"), "x cannot be read: No such file"),
+        (("quantize", *SEARCHED, "--sensitivity", "x"), "--sensitivity serves a budget: give --budget"),
+        (("quantize", *GIVEN), "--judged counts the images that a budget measures its own losses on"),
+        (("quantize", *GIVEN, "--budget", "1kB", "--sensitivity", "x"), "--judged counts the images"),
+        (("quantize", *SEARCHED, "--budget", "1kB", "--sensitivity", "x"), "x cannot be read: No such file"),
         (("quantize", "demo:detector", "--budget", "1MB"), "a detector has no budget yet: give --bits"),
         (("sensitivity", *GIVEN, "--widths", "1,4"), "--widths '1,4' are not bits from 2 to 8 with commas"),
         (("sensitivity", "nothing"), "model 'nothing' is none of"),
         (("sensitivity", *GIVEN[:5], "--judged", 30), "images has 32 images, --images plus --judged 38 are wanted"),
         (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
+        (("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"), "--widths says what is measured"),
         (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),
         (("pareto", *GIVEN, "--val", "nowhere"), "nowhere"),
         (("pareto", *GIVEN, "--val", "two"), "two has 2 subfolders, one a class, and own.py:small tells"),
@@ -343,7 +361,7 @@ def test_a_limit_of_kl_takes_a_classifier(place, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(place)
     file = tmp_path / "features.json"
     file.write_text(json.dumps(dataclasses.replace(problem(0), measure="relative squared error").to_json()))
-    code, told = call(monkeypatch, capsys, "quantize", *GIVEN, "--max-kl", "0.1", "--sensitivity", file)
+    code, told = call(monkeypatch, capsys, "quantize", *SEARCHED, "--max-kl", "0.1", "--sensitivity", file)
     assert (code, told) == (
         2,
         "error: --max-kl is of a classifier, and the model has no logits: give --budget or --target-bops\n",

@@ -163,7 +163,7 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)
 
 
-def test_released_zero_points_are_refused_by_files(calibrations):
+def test_released_zero_points_are_refused_by_files(calibrations, tmp_path):
     """RepQ-ViT's code does not round the shared zero point: its 2^b + 1 levels are no codes of b bits."""
     config = brief("repq-vit")
     config = replace(config, search=replace(config.search, round_zero_point=False))
@@ -171,6 +171,9 @@ def test_released_zero_points_are_refused_by_files(calibrations):
     assert bool(torch.isfinite(model(zoo.IMAGES)).all())
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
         serialise(model.quantized)
+    with pytest.raises(ValueError, match="round_zero_point = False finds zero points that no file stores"):
+        calibrations("timm_vit").quantize(config, partial=tmp_path / "searches")
+    assert not list(tmp_path.iterdir())
 
 
 # --- seen in order ---------------------------------------------------------------------------------------------------

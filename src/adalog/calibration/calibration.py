@@ -28,7 +28,7 @@ from adalog.calibration.partial import Partial, assignment_json, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.choices import Search
+from adalog.choices import RangeSearch, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
@@ -161,6 +161,11 @@ class Calibration:
         """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
+        if partial is not None and isinstance(config.search, RangeSearch) and not config.search.round_zero_point:
+            raise ValueError(
+                "round_zero_point = False finds zero points that no file stores, neither an artifact nor a partial file: "
+                "judge such a model in memory (`adalog tables` does), or round them (the method repq-vit)"
+            )
         self._shared.prepare(config)
         given = _given(start, self.groups)
         file = None if partial is None else Partial(partial, self.fingerprint(config, given), ranks.rank)

@@ -81,6 +81,8 @@ def command(
     tried = read_widths(widths)
     if len(tried) < 2:
         raise ValueError(f"--widths {widths}: a curve takes two widths or more")
+    if sensitivity is not None and widths != WIDTHS:
+        raise ValueError("--widths says what is measured, and --sensitivity is measured already: leave one of them out")
     if out.suffix not in (".png", ".svg"):
         raise DataError(f"{out} is none of .png, .svg: name such a file")
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths

@@ -113,6 +113,8 @@ def command(
     asked = detectors.parts_asked(model, parts)
     if sensitivity is not None and limits is None:
         raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
+    if judged != JUDGED and (limits is None or sensitivity is not None):
+        raise ValueError("--judged counts the images that a budget measures its own losses on: leave it out here")
     partial = out.with_name(f"{out.name}.partial")
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
     check_unfinished(partial, resume)
