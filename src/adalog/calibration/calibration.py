@@ -4,7 +4,7 @@ import copy
 import functools
 import hashlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -163,7 +163,7 @@ class Calibration:
         check_images(config, self.unlabelled)
         if partial is not None and isinstance(config.search, RangeSearch) and not config.search.round_zero_point:
             raise ValueError(
-                "round_zero_point = False finds zero points that no file stores, neither an artifact nor a partial file: "
+                "round_zero_point = False finds zero points that no file stores, neither artifact nor partial: "
                 "judge such a model in memory (`adalog tables` does), or round them (the method repq-vit)"
             )
         self._shared.prepare(config)
@@ -220,13 +220,13 @@ class Calibration:
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """The assignments of all products, or of those of these sites, with all their operands, whatever the memory."""
-        check_pinned(config, self.sites)
         _check_known(sites or (), self.sites)
-        self._shared.prepare(config)
-        ordered = (group for split in self._splits() for group in split)
-        wanted = (group for group in ordered if sites is None or any(site.name in sites for site in group.sites))
-        found = {group.name: self._search(group, config) for group in wanted}
+        found = {each.group.name: each for each in self._searched(config, sites)}
         return [found[group.name] for group in self.groups if group.name in found]
+
+    def seconds(self, config: Config) -> float:
+        """CPU seconds of the searches of all products, each when it was made; the operands are held split by split."""
+        return sum(each.seconds for each in self._searched(config, None))
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
@@ -246,6 +246,14 @@ class Calibration:
         return self._observed.seen([name])[name]
 
     # --- one group ---
+
+    def _searched(self, config: Config, sites: Collection[str] | None) -> Iterator[Searched]:
+        """What `search` gives, one after the other, in the order in which operands are observed."""
+        check_pinned(config, self.sites)
+        self._shared.prepare(config)
+        for group in (group for split in self._splits() for group in split):
+            if sites is None or any(site.name in sites for site in group.sites):
+                yield self._search(group, config)
 
     @torch.no_grad()  # each thread has this setting for itself
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
