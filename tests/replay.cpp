@@ -19,6 +19,7 @@ int adalog_attention(void*, const void*);
 int adalog_norm(void*, const void*);
 int adalog_encode(void*, const void*);
 int adalog_patches(void*, const void*);
+int adalog_depthwise(void*, const void*);
 }
 
 static FILE* file;
@@ -42,7 +43,8 @@ int main(int, char** given) {
     void* context = adalog_open(2, level);
     if (!file || !context) return 4;  // this processor lacks the level
     using Kernel = int (*)(void*, const void*);
-    const Kernel kernels[] = {adalog_linear, adalog_product, adalog_attention, adalog_norm, adalog_encode, adalog_patches};
+    const Kernel kernels[] = {adalog_linear, adalog_product, adalog_attention, adalog_norm,
+                              adalog_encode, adalog_patches, adalog_depthwise};
     for (int64_t calls = number(); calls; calls--) {
         const int64_t kernel = number();
         std::vector<uint8_t*> memory(number());

@@ -37,11 +37,7 @@ def test_a_model(level, quantized, images):
     found = compiled(images)
     assert close(found, quantized(images)) < 0.05  # where float noise moves values over thresholds
     assert torch.equal(found, compiled(images))
-    assert sorted(compiled.prepare(4).fallbacks.values()) == [
-        "aten.add.Tensor",
-        "aten.mean.dim",
-        *["aten.relu.default"] * 2,
-    ]
+    assert sorted(compiled.prepare(4).fallbacks.values()) == ["aten.add.Tensor", "aten.mean.dim"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import torch
 from adalog import Config, library
 from adalog.run import abi
 from adalog.runtime import native
-from test_native_kernels import accumulators, exact
+from test_native_products import check_accumulators
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
 
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
@@ -165,5 +165,16 @@ def test_accumulators(replay, tmp_path, monkeypatch):
             codes, others = codes[0], None
             weight = codes_of(generator, other, (columns, terms), largest)
             model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-        assert torch.equal(accumulators("scalar", model, codes, others), exact(model, codes, others))
+        check_accumulators("scalar", model, codes, others)
+    for seed in range(12):  # convolutions of each channel alone
+        generator = torch.Generator().manual_seed(seed)
+        width, channels = 2 + seed % 7, (3, 8, 21, 40)[seed % 4]
+        right = uniform(generator, 8 - seed % 7, channels, 1, 1, 1)
+        left = uniform(generator, width, *((channels, 1, 1) if seed % 2 else ()))
+        codes = codes_of(generator, width, (2, channels, 9, 8), (0, 0, 1, 2)[seed % 4])
+        weight = codes_of(generator, right.bits, (channels, 1, 3, 3), (0, 1, 2)[seed % 3])
+        geometry = ((1 + seed % 2, 1), (1, 1), (1, 1), channels)
+        check_accumulators(
+            "scalar", model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry), codes
+        )
     check(recorder, replay, tmp_path)

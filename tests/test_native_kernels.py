@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from adalog import library, run
 from adalog.export import to_tape
-from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.quantizers import UniformQuantizer
 from adalog.run import abi
 from adalog.runtime import native, reference
 from adalog.runtime.native import products
@@ -23,113 +23,15 @@ from adalog.runtime.native.arena import Layout
 from adalog.runtime.native.tables import Lookup, search_tables, steps_of
 from strategies import bits, normal, seeds
 from test_run import HOSTILE
-from whole_numbers import codes_of, left_quantizer, model_of, uniform
+from whole_numbers import left_quantizer, model_of
 
 LEVELS = library.levels()
 needs_kernels = pytest.mark.skipif(not LEVELS, reason=f"no kernels: {library.why()}")
 every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", marks=needs_kernels)])
 few = settings(max_examples=12)  # at each level
+tables = st.sampled_from([8, 16])
 SOURCES = [Path(native.__file__).with_name(f"{name}.cpp") for name in ("native", "roof")]
 SOURCES += [Path(library.__file__).parent / "search" / "fused.cpp"]
-
-
-# --- products --------------------------------------------------------------------------------------------------------
-
-kinds = st.sampled_from(["uniform", "log2", "log-sqrt2", "adalog"])
-tables = st.sampled_from([8, 16])
-extremes = st.sampled_from([0, 0, 0, 1, 2])
-
-
-def accumulators(level, model, left, right):
-    (site,) = reference.plan(model.program, model.example)
-    lifted = [products.encoder(site.left, site).lift(left)]
-    if site.weight is None:
-        lifted.append(products.encoder(site.right, site).lift(right))
-    product = products.product(site, abi.Context(1, level))
-    assert isinstance(product, products.Product) == products.takes(site)
-    (found,) = product.accumulate(*lifted)
-    return found
-
-
-def exact(model, left, right):
-    (site,) = reference.plan(model.program, model.example)
-    lifted = [reference.Encoder(site.left, site).lift(left)]
-    if site.weight is None:
-        lifted.append(reference.Encoder(site.right, site).lift(right))
-    (found,) = reference.Product(site).accumulate(*lifted)
-    return found
-
-
-@every_level
-@few
-@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, n) for n in (9, 5, 140, 300)]), extremes, seeds)
-def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
-    generator = torch.Generator().manual_seed(seed)
-    batch, tokens, outputs, terms = sizes
-    left = left_quantizer(generator, kind, width, table, ())
-    right = uniform(generator, weight_width, outputs, 1)
-    codes = codes_of(generator, width, (batch, tokens, terms), extreme)
-    weight = codes_of(generator, weight_width, (outputs, terms), extreme)
-    model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-    found = accumulators(level, model, codes, None)
-    assert torch.equal(found, exact(model, codes, None))
-
-
-@every_level
-@few
-@given(
-    kinds,
-    bits,
-    bits,
-    tables,
-    st.tuples(*[st.integers(1, n) for n in (3, 3, 40, 70, 70)]),
-    st.booleans(),
-    extremes,
-    seeds,
-)
-def test_products_of_computed_operands(level, kind, width, other_width, table, sizes, transposed, extreme, seed):
-    generator = torch.Generator().manual_seed(seed)
-    batch, heads, rows, terms, columns = sizes
-    left = left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
-    right = uniform(generator, other_width, heads, 1, 1)
-    codes = codes_of(generator, width, (batch, heads, rows, terms), extreme)
-    others = codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
-    model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
-    others = others.mT.contiguous().mT if transposed else others
-    found = accumulators(level, model, codes, others)
-    assert torch.equal(found, exact(model, codes, others))
-
-
-@every_level
-@few
-@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, 3)] * 4), st.integers(0, 2), seeds)
-def test_convolution(level, kind, width, weight_width, table, sizes, padding, seed):
-    generator = torch.Generator().manual_seed(seed)
-    batch, channels, stride, dilation = sizes
-    left = left_quantizer(generator, kind, width, table, ())
-    right = uniform(generator, weight_width, 5, 1, 1, 1)
-    codes = codes_of(generator, width, (batch, channels, 9, 8), 0)
-    weight = codes_of(generator, weight_width, (5, channels, 3, 2), 0)
-    geometry = (stride, 1), (padding, 1), (dilation, 1), 1
-    model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
-    found = accumulators(level, model, codes, None)
-    assert torch.equal(found, exact(model, codes, None))
-    x = left.dequantize(codes)
-    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
-
-
-@every_level
-def test_the_largest_sums(level):
-    """Every byte at its largest, where 16 bits would saturate and 32 wrap were they signed differently."""
-    for width, terms in ((8, 4000), (4, 4000), (8, 63)):
-        left = LogQuantizer(torch.tensor(1.0), 1, 1, width, "saturate", table=False, width=8, headroom=7)
-        for zero in (0.0, 2.0**width - 1):
-            right = UniformQuantizer(torch.ones(3, 1), torch.full((3, 1), zero), width)
-            codes = torch.zeros(1, 1, terms, dtype=torch.uint8)
-            weight = torch.full((3, terms), 0 if zero else 2**width - 1, dtype=torch.uint8)
-            model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
-            found = accumulators(level, model, codes, None)
-            assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
 
 
 # --- functions of few values -----------------------------------------------------------------------------------------
@@ -382,6 +284,10 @@ def fill(structure, size):
             structure.bits = random.randrange(1, 10)
         elif name == "most":
             structure.most = random.choice([0, 1, 2, 3])
+        elif name == "shift":
+            structure.shift = random.choice([0, 0, 15, 16, 17, 18, 23, 24, -1])
+        elif name == "least":
+            structure.least = random.choice([0, 3000, 2**15, 2**15 + 1, -1])
         elif name == "top":
             structure.top = random.randrange(256)
         elif name == "transposed":
@@ -410,6 +316,11 @@ for level in library.levels():
             structure.weights = handle
             structure.row = random.choice([terms, terms, terms + 3, terms - 1])
             structure.out.row = random.choice([columns, columns, columns + 1])
+        if name == "depthwise":
+            places = structure.kernel[0] * structure.kernel[1]
+            structure.pairs = random.choice([(places + 1) // 2, (places + 1) // 2, 1, 300])
+            structure.zero = memory(min(max(structure.channels, 1), 2**20))
+            structure.factors = memory(min(max(2 * structure.factor_count, 1), 2**20))
         done += context.bind(name, structure)() == 0
         if handle:
             context._library.adalog_weights_free(handle)

@@ -254,6 +254,8 @@ ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "floa
         (setting(one("linear"), "out", "data", ["constants", 0]), "is not in work"),
         (setting(one("linear"), "out", "data", [0, 0]), "is not in work"),
         (setting(one("norm"), "out", "scale", ["work", 0]), "is not in constants"),
+        (setting(one("norm"), "out", "scale", ["constants", 2]), "is not where a number starts"),
+        (setting(one("norm"), "data", ["work", 1]), "is not where a number starts"),
         (setting(one("norm"), "epsilon", None), "has epsilon = None"),
         (setting(one("norm"), "out", "address", 1), "has fields that no kernel takes"),
         (setting(one("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies behind the region"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 7  # the version of its interface
+ABI = 8  # the version of its interface
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of their bits in `adalog_features`
 
 

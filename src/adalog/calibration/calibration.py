@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +24,11 @@ from adalog.calibration.operands import (
     request_of,
     why_unfolded,
 )
-from adalog.calibration.partial import Partial, assignment_json, fingerprint
+from adalog.calibration.partial import Partial, assignment_json, check_storable, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.choices import RangeSearch, Search
+from adalog.choices import Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
@@ -112,9 +112,7 @@ class Calibration:
         self._blocks = find_blocks(self.program)
         self._memory = memory
         self._shapes = trace(self.program, self.images)
-        self._requests = {
-            group.name: request_of(self.program, group, self.sites, self._shapes) for group in self.groups
-        }
+        self._requests = {each.name: request_of(self.program, each, self.sites, self._shapes) for each in self.groups}
         self._observed = Observed(self.program, self.images, self._shapes, self._requests.values(), memory // 2)
         head = frozenset(self._blocks[-1].nodes)
         self._unfolded = functools.partial(why_unfolded, sites=self.sites, shapes=self._shapes, head=head)
@@ -161,11 +159,6 @@ class Calibration:
         """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
-        if partial is not None and isinstance(config.search, RangeSearch) and not config.search.round_zero_point:
-            raise ValueError(
-                "round_zero_point = False finds zero points that no file stores, neither artifact nor partial: "
-                "judge such a model in memory (`adalog tables` does), or round them (the method repq-vit)"
-            )
         self._shared.prepare(config)
         given = _given(start, self.groups)
         file = None if partial is None else Partial(partial, self.fingerprint(config, given), ranks.rank)
@@ -220,13 +213,17 @@ class Calibration:
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """The assignments of all products, or of those of these sites, with all their operands, whatever the memory."""
-        _check_known(sites or (), self.sites)
-        found = {each.group.name: each for each in self._searched(config, sites)}
+        found = {each.group.name: each for each in self.searched(config, sites)}
         return [found[group.name] for group in self.groups if group.name in found]
 
-    def seconds(self, config: Config) -> float:
-        """CPU seconds of the searches of all products, each when it was made; the operands are held split by split."""
-        return sum(each.seconds for each in self._searched(config, None))
+    def searched(self, config: Config, sites: Collection[str] | None = None) -> Iterator[Searched]:
+        """The same one after the other, in the order in which operands are observed."""
+        check_pinned(config, self.sites)
+        _check_known(sites or (), self.sites)
+        self._shared.prepare(config)
+        for group in chain.from_iterable(self._splits()):
+            if sites is None or any(site.name in sites for site in group.sites):
+                yield self._search(group, config)
 
     @torch.no_grad()
     def judge(self, searched: Searched, config: Config) -> Searched:
@@ -246,14 +243,6 @@ class Calibration:
         return self._observed.seen([name])[name]
 
     # --- one group ---
-
-    def _searched(self, config: Config, sites: Collection[str] | None) -> Iterator[Searched]:
-        """What `search` gives, one after the other, in the order in which operands are observed."""
-        check_pinned(config, self.sites)
-        self._shared.prepare(config)
-        for group in (group for split in self._splits() for group in split):
-            if sites is None or any(site.name in sites for site in group.sites):
-                yield self._search(group, config)
 
     @torch.no_grad()  # each thread has this setting for itself
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
@@ -309,7 +298,8 @@ class Calibration:
     # --- all groups ---
 
     def fingerprint(self, config: Config, start: Mapping[str, Assignment] | None = None) -> str:
-        """A digest of everything that decides what the searches and stages find."""
+        """A digest of all that decides what the searches and stages find. ValueError where no file stores that."""
+        check_storable(config.search)
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
@@ -325,7 +315,6 @@ class Calibration:
 
     def _splits(self) -> list[list[SiteGroup]]:
         """The groups in splits whose operands are held together, in order."""
-
         stage = {group.name: self._observed.stage(self._requests[group.name].names) for group in self.groups}
         ordered = sorted(self.groups, key=lambda group: stage[group.name])
         return [list(groups) for _, groups in groupby(ordered, key=lambda group: stage[group.name])]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.choices import RangeSearch
 from adalog.errors import ArtifactError, DataError
 from adalog.files import write_error
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
@@ -129,6 +130,15 @@ class Partial:
     def add(self, name: str, assignment: Assignment) -> None:
         """Write the assignment of this name to the file."""
         self._lines.add(name, assignment_json(assignment))
+
+
+def check_storable(search: object) -> None:
+    """Raise ValueError for a search whose quantizers no file stores."""
+    if isinstance(search, RangeSearch) and not search.round_zero_point:
+        raise ValueError(
+            "round_zero_point = False finds zero points that no file stores, neither artifact nor partial: "
+            "judge such a model in memory (`adalog tables` does), or round them (the method repq-vit)"
+        )
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:

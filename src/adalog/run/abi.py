@@ -26,8 +26,8 @@ class Steps(ctypes.Structure):
         *((name, c_int32) for name in ("depth", "planes")),
         ("buckets", c_void_p),
         ("count", c_int64),
-        *((name, c_float) for name in ("slope", "origin")),
-        *((name, c_int32) for name in ("top", "most")),
+        *((name, c_float) for name in ("slope", "origin", "center")),
+        *((name, c_int32) for name in ("shift", "least", "top", "most")),
         ("near", c_void_p),
         ("near_length", c_int64),
         *((name, c_float) for name in ("near_slope", "near_origin")),
@@ -122,6 +122,22 @@ class Patches(ctypes.Structure):
     )
 
 
+class Depthwise(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("bytes", "images", "channels", "height", "width")),
+        *((name, c_int64 * 2) for name in ("kernel", "stride", "padding", "dilation")),
+        *((name, c_void_p) for name in ("zero", "factors")),
+        ("pairs", c_int64),
+        ("out", Output),
+    )
+
+    @property
+    def factor_count(self) -> int:
+        """How many factors there are, with those that fill the last pair."""
+        return 2 * int(self.pairs) * int(self.channels)
+
+
 # Of each pointer: the field with the number of entries behind it, and the bytes of one. Kernels check that what they do
 # stays within these numbers; that so much memory is there is the caller's to check.
 EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
@@ -143,8 +159,9 @@ EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
     Norm: {"data": ("bytes", 1)},
     Encode: {"data": ("bytes", 1)},
     Patches: {"data": ("bytes", 1), "out": ("out_bytes", 1)},
+    Depthwise: {"data": ("bytes", 1), "zero": ("channels", 1), "factors": ("factor_count", 2)},
 }
-STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches)
+STRUCTURES = (Steps, Output, Linear, Side, Matrices, Attention, Norm, Encode, Patches, Depthwise)
 KERNELS = {
     "linear": Linear,
     "product": Matrices,
@@ -152,6 +169,7 @@ KERNELS = {
     "norm": Norm,
     "encode": Encode,
     "patches": Patches,
+    "depthwise": Depthwise,
 }
 
 # --- the library -----------------------------------------------------------------------------------------------------

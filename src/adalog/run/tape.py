@@ -45,6 +45,9 @@ _FIELDS = {
 }
 WRITTEN = {(abi.Output, "data"), (abi.Output, "more"), (abi.Patches, "out")}
 _READ = {(abi.Output, "residual"), *((kind, name) for kind in abi.STRUCTURES for name in ("data", "more"))} - WRITTEN
+# Pointers to numbers of four bytes whose extents are told in bytes; those of an output are that in some kinds.
+_FLOATS = {(abi.Norm, "data"), (abi.Encode, "data"), (abi.Output, "residual"), (abi.Attention, "bias")}
+_WIDE = (abi.SUMS, abi.FLOATS)
 
 Array = npt.NDArray[Any]
 
@@ -223,6 +226,8 @@ class Calls:
         entries = next(getattr(each, count) for each in (structure, *around) if hasattr(each, count))
         regions = [WORK] if (kind, name) in WRITTEN else None if (kind, name) in _READ else [CONSTANTS]
         address, number = self._memory.address(place, entries * size, regions)
+        floats = (kind, name) in _FLOATS or (name == "data" and getattr(structure, "kind", None) in _WIDE)
+        check(address % (4 if floats else min(size, 4)) == 0, f"{place} is not where a number starts")
         if number is None:
             setattr(structure, name, address)
         else:

@@ -296,7 +296,7 @@ class _Measured:
         calibration.quantize(replace(config, stages=()), jobs=jobs if self._device.type == "cpu" else 1)
         start = time.process_time()
         quantized = calibration.quantize(config)
-        seconds = time.process_time() - start + calibration.seconds(config)
+        seconds = time.process_time() - start + sum(each.seconds for each in calibration.searched(config))
         runs, executor, at_once = quickest(quantized, jobs)
         classes = self.bench.classes(runs, at_once, self._device)
         right = classes == self.bench.labels

@@ -1,6 +1,7 @@
 """Where the time of the executor "native" goes, call by call, beside the least that the processor's roofs allow."""
 
 import ctypes
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
 from adalog.run import abi
 from adalog.runtime.native.arena import Call
@@ -44,6 +46,7 @@ SHAPES = {
     "norm": ("rows", "columns"),
     "encode": ("rows", "columns"),
     "patches": ("images", "channels", "height", "width"),
+    "depthwise": ("images", "channels", "height", "width", "places"),
 }
 
 
@@ -72,6 +75,13 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         return Work((rows, of.columns), bytes=rows * of.columns * (4 + _bytes_of(of.out)))
     if isinstance(of, abi.Patches):
         return Work((of.images, of.channels, of.height, of.width), bytes=of.bytes + of.out_bytes)
+    if isinstance(of, abi.Depthwise):
+        windows: Any = (tuple(getattr(of, name)) for name in ("kernel", "stride", "padding", "dilation"))
+        places = of.kernel[0] * of.kernel[1]
+        entries = of.images * of.channels * math.prod(output_sizes((of.height, of.width), *windows))
+        size = of.images * of.channels * of.height * of.width + entries * _bytes_of(of.out)
+        erfs = entries if of.out.kind == abi.STEPS else 0
+        return Work((of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size)
     if of is None:  # of torch, whose results are not known here
         return Work(())
     out, args = of

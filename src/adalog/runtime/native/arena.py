@@ -227,7 +227,7 @@ class Layout:
     def lookup(self, table: Lookup) -> abi.Steps:
         """The tables of a function of few values."""
         depth, heap, values = search_tables(table.thresholds, table.values)
-        buckets, slope, origin = buckets_of(table.thresholds, table.values)
+        buckets, places = buckets_of(table.thresholds, table.values)
         found = abi.Steps(
             heap=self.keep(heap),
             values=self.keep(values),
@@ -236,8 +236,11 @@ class Layout:
             planes=table.planes,
             buckets=self.keep(buckets),
             count=len(buckets),
-            slope=slope,
-            origin=origin,
+            slope=places.slope,
+            origin=places.origin,
+            center=places.center,
+            shift=places.shift,
+            least=places.least,
             top=top_of(table.values),
         )
         few = few_buckets_of(table.thresholds)

@@ -20,6 +20,7 @@ from adalog.quantizers import UniformQuantizer
 from adalog.run import abi
 from adalog.runtime.native.arena import Bytes, Layout, addresses, copy, in_memory
 from adalog.runtime.native.products import (
+    Depthwise,
     Encoder,
     Planes,
     Product,
@@ -28,6 +29,7 @@ from adalog.runtime.native.products import (
     linear,
     matrices,
     side,
+    windows_of,
     zero_point,
 )
 from adalog.runtime.native.recognise import failing, recognise
@@ -53,7 +55,7 @@ class Plan:
         inputs: Sequence[Tensor],
         shapes: Mapping[str, Any],
     ):
-        sites = {name: each.site for name, each in functions.items() if isinstance(each, Product)}
+        sites = {name: each.site for name, each in functions.items() if isinstance(each, (Product, Depthwise))}
         quantizers = {name: each.quantizer for name, each in functions.items() if isinstance(each, Encoder)}
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
@@ -183,8 +185,7 @@ class _Emitter:
 
     def _linear(self, step: Linear) -> Any:
         layout, product = self.layout, self._functions[step.product]
-        rows = self._rows_of(product.site, self._values[step.source])
-        columns = product.columns
+        source, columns = self._values[step.source], product.columns
         scale = product.site.scales[0].double().reshape(-1).expand(columns)
         bias = None if step.bias is None else step.bias.double()
         if step.factor is not None:
@@ -193,8 +194,16 @@ class _Emitter:
         out = layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias)
         layout.move_rows(output, step.rows, self._added(step))
-        if len(rows[0]):
-            layout.call("linear", linear(product.weights, rows, output))
+        if isinstance(product, Depthwise):
+            image = layout.dense(source[0].permute(0, 2, 3, 1))
+            layout.alive.append(product)
+            layout.call("depthwise", product.arguments(image, output))
+        else:
+            if len(product.site.scales) > 1:
+                _add_seen(layout, output, product, source[0].shape)
+            rows = self._rows_of(product.site, source)
+            if len(rows[0]):
+                layout.call("linear", linear(product.weights, rows, output))
         if step.image is not None:  # (B, L, O) as (B, O, H, W)
             out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
         return _value(step.finish, out)
@@ -204,31 +213,12 @@ class _Emitter:
         layout = self.layout
         if site.geometry is None:
             return [layout.dense(plane).view(-1, site.terms) for plane in left]
-        stride, padding, dilation, _ = site.geometry
+        stride, padding, *_ = site.geometry
         kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
         if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each place of the image is a row
             return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
         count = len(images) * math.prod(site.sizes(images.shape))
-        pairs = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        rows = []
-        for plane in map(layout.dense, left):
-            out = layout.take_scratch((count, site.terms), torch.uint8)
-            arguments = abi.Patches(
-                data=plane.data_ptr(),
-                bytes=bytes_behind(plane),
-                images=len(plane),
-                channels=plane.shape[1],
-                height=plane.shape[2],
-                width=plane.shape[3],
-                fill=zero_point(site.left),
-                out=out.data_ptr(),
-                out_bytes=bytes_behind(out),
-                row=site.terms,
-                **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
-            )
-            layout.call("patches", arguments)
-            rows.append(out)
-        return rows
+        return [_patched(layout, site, plane, count) for plane in map(layout.dense, left)]
 
     def _matrices(self, step: Matrices) -> Any:
         layout, site = self.layout, self._functions[step.product].site
@@ -362,6 +352,34 @@ class _Emitter:
 
 def _value(finish: Finish, out: list[Tensor]) -> Any:
     return out[0] if finish is None else Bytes(out)
+
+
+def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
+    """What each of `count` places of a convolution's output sees of an image: (count, I)."""
+    out = layout.take_scratch((count, site.terms), torch.uint8)
+    arguments = abi.Patches(
+        data=plane.data_ptr(),
+        bytes=bytes_behind(plane),
+        images=len(plane),
+        channels=plane.shape[1],
+        height=plane.shape[2],
+        width=plane.shape[3],
+        fill=zero_point(site.left),
+        out=out.data_ptr(),
+        out_bytes=bytes_behind(out),
+        row=site.terms,
+        **windows_of(site),
+    )
+    layout.call("patches", arguments)
+    return out
+
+
+def _add_seen(layout: Layout, output: abi.Output, product: Product, shape: Sequence[int]) -> None:
+    """Add what a convolution's part of ones gives, which is the same for all images of this shape."""
+    values = product.seen(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
+    numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])
+    output.residual, output.residual_bytes = layout.keep(values), bytes_behind(values)
+    output.added_to, output.places = layout.keep(numbers), len(numbers)
 
 
 def _floats(value: Tensor) -> Tensor:

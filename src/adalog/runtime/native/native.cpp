@@ -89,6 +89,10 @@ int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / un
 // The same function by buckets of equal width, of which x falls into number slope x + origin, without its fraction and
 // brought to 0 ... count - 1: a bucket that holds one threshold at most has it as it stands, with the value below it and
 // the one from it on. Where buckets are crowded the threshold is no number, and the heap is searched.
+//
+// shift: where it is not 0, buckets have no equal width. Those of x below `center` are the first half, those from it on
+// the second, and the bits of a float32, |x - center|, less the last `shift` of them and less `least`, count from the
+// middle: buckets are narrow near the centre, and grow with the distance.
 struct Bucket {
     float threshold;
     uint16_t below, above;
@@ -100,7 +104,8 @@ struct Steps {
     int32_t depth, planes;
     const Bucket* buckets;
     int64_t count;
-    float slope, origin;
+    float slope, origin, center;
+    int32_t shift, least;
     int32_t top;  // the largest byte of either plane
     // Of 31 thresholds or fewer, the same by 32 buckets that each hold up to `most` of 1 to 3 thresholds, so that
     // registers hold all: (4, 32), those thresholds, no numbers where there are fewer, and as int32 how many thresholds
@@ -194,6 +199,18 @@ struct Patches {
     int64_t out_bytes, row;
 };
 
+// A convolution of each channel alone, from codes: images with their channels last in memory, (images, height, width,
+// channels), to rows of the same channels, one for each place of the output.
+struct Depthwise {
+    const uint8_t* data;
+    int64_t bytes, images, channels, height, width;
+    int64_t kernel[2], stride[2], padding[2], dilation[2];
+    const uint8_t* zero;     // the zero point of each channel, which a padded place has
+    const int16_t* factors;  // the weights less their zero points, two places of the kernel together: (pairs, channels, 2)
+    int64_t pairs;           // the last one's second factor is zero where the kernel has an odd number of places
+    Output out;
+};
+
 // --- memory and threads ------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -233,7 +250,7 @@ using Task = void (*)(const void* arguments, int64_t number, uint8_t* scratch);
 
 // The kernels of an instruction set: each does one of the tasks that an operation is made of.
 struct Kernels {
-    Task linear, product, attention, norm, encode;
+    Task linear, product, attention, norm, encode, depthwise;
     void (*begin)(), (*end)();  // around a thread's tasks
 };
 
@@ -416,7 +433,8 @@ bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_
 bool good(const Steps& steps) {
     return steps.heap && steps.values && steps.depth >= 4 && steps.depth <= 16 && steps.planes >= 1 &&
            steps.planes <= 2 && steps.length >= (int64_t(1) << steps.depth) + 32 && steps.buckets && steps.count >= 1 &&
-           steps.count <= 1 << 16 && steps.top >= 0 && steps.top <= 255 &&
+           steps.count <= 1 << 16 && (!steps.shift || (steps.shift >= 16 && steps.shift < 24 && steps.count > 1)) &&
+           steps.least >= 0 && steps.least <= 1 << 15 && steps.top >= 0 && steps.top <= 255 &&
            (!steps.most || (steps.most >= 1 && steps.most <= 3 && steps.near && steps.near_length >= 4 * 32));
 }
 
@@ -516,6 +534,33 @@ struct AttentionScratch {
     }
 };
 constexpr int64_t NORM_ROWS = 32;
+struct DepthwiseScratch {
+    int32_t* sums;         // (channels)
+    const uint8_t** seen;  // what each place of the kernel sees: (pairs, 2)
+    DepthwiseScratch(Carver& carver, const Depthwise& of) {
+        sums = carver.take<int32_t>(of.channels);
+        seen = carver.take<const uint8_t*>(2 * of.pairs);
+    }
+};
+constexpr int64_t MOST_PAIRS = 128;  // of the places of a kernel: sums of so many products of 16 bits by 9 fit in 32
+
+// The height and width of what a kernel makes of images, or whether that is nothing.
+template <class Windows>
+bool sizes_of(const Windows& of, int64_t size[2]) {
+    for (int64_t value : {of.images, of.channels, of.height, of.width})
+        if (value < 0 || value > 1 << 24) return false;
+    for (int i = 0; i < 2; i++) {
+        const int64_t full = i ? of.width : of.height;
+        for (int64_t value : {of.kernel[i], of.stride[i], of.dilation[i]})
+            if (value < 1 || value > 1 << 16) return false;
+        if (of.padding[i] < 0 || of.padding[i] > 1 << 16) return false;
+        const int64_t reach = of.dilation[i] * (of.kernel[i] - 1) + 1;
+        if (full + 2 * of.padding[i] < reach) return false;
+        size[i] = (full + 2 * of.padding[i] - reach) / of.stride[i] + 1;
+    }
+    if (__int128(of.images) * size[0] * size[1] > MOST) return false;
+    return __int128(of.images) * of.channels * of.height * of.width <= of.bytes;
+}
 
 }  // namespace
 
@@ -641,7 +686,7 @@ API unsigned adalog_features(void) {
 }
 
 // The version of this interface: library.py refuses a library of another version.
-API int adalog_abi(void) { return 7; }
+API int adalog_abi(void) { return 8; }
 
 // Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
 struct Field {
@@ -653,7 +698,8 @@ struct Field {
 static const Field LAYOUT[] = {
     WHOLE(Steps),
     FIELD(Steps, heap), FIELD(Steps, values), FIELD(Steps, length), FIELD(Steps, depth), FIELD(Steps, planes),
-    FIELD(Steps, buckets), FIELD(Steps, count), FIELD(Steps, slope), FIELD(Steps, origin), FIELD(Steps, top),
+    FIELD(Steps, buckets), FIELD(Steps, count), FIELD(Steps, slope), FIELD(Steps, origin), FIELD(Steps, center),
+    FIELD(Steps, shift), FIELD(Steps, least), FIELD(Steps, top),
     FIELD(Steps, most), FIELD(Steps, near), FIELD(Steps, near_length), FIELD(Steps, near_slope), FIELD(Steps, near_origin),
     WHOLE(Output),
     FIELD(Output, kind), FIELD(Output, scale), FIELD(Output, bias), FIELD(Output, high), FIELD(Output, top),
@@ -686,6 +732,11 @@ static const Field LAYOUT[] = {
     FIELD(Patches, height), FIELD(Patches, width), FIELD(Patches, kernel), FIELD(Patches, stride),
     FIELD(Patches, padding), FIELD(Patches, dilation), FIELD(Patches, fill), FIELD(Patches, out),
     FIELD(Patches, out_bytes), FIELD(Patches, row),
+    WHOLE(Depthwise),
+    FIELD(Depthwise, data), FIELD(Depthwise, bytes), FIELD(Depthwise, images), FIELD(Depthwise, channels),
+    FIELD(Depthwise, height), FIELD(Depthwise, width), FIELD(Depthwise, kernel), FIELD(Depthwise, stride),
+    FIELD(Depthwise, padding), FIELD(Depthwise, dilation), FIELD(Depthwise, zero), FIELD(Depthwise, factors),
+    FIELD(Depthwise, pairs), FIELD(Depthwise, out),
 };
 #undef WHOLE
 #undef FIELD
@@ -824,23 +875,21 @@ API int adalog_encode(Context* context, const Encode* of) {
     return context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
+API int adalog_depthwise(Context* context, const Depthwise* of) {
+    int64_t size[2];
+    if (!context || !of->data || !of->zero || !of->factors || !sizes_of(*of, size)) return 1;
+    if (!is_length(of->channels) || of->pairs < 1 || of->pairs > MOST_PAIRS) return 1;
+    if ((of->kernel[0] * of->kernel[1] + 1) / 2 != of->pairs) return 1;
+    const int64_t rows = of->images * size[0];
+    if (!good(of->out, of->channels, rows * size[1], of->channels) || of->out.place || of->out.added_to) return 1;
+    return context->run(context->kernels->depthwise, of, rows, size_of<DepthwiseScratch>(*of));
+}
+
 API int adalog_patches(Context* context, const Patches* of) {
-    if (!context || !of->data || !of->out) return 1;
     int64_t size[2], images = of->images, channels = of->channels;
-    for (int64_t value : {images, channels, of->height, of->width})
-        if (value < 0 || value > 1 << 24) return 1;
-    for (int i = 0; i < 2; i++) {
-        int64_t full = i ? of->width : of->height;
-        for (int64_t value : {of->kernel[i], of->stride[i], of->dilation[i]})
-            if (value < 1 || value > 1 << 16) return 1;
-        if (of->padding[i] < 0 || of->padding[i] > 1 << 16) return 1;
-        int64_t reach = of->dilation[i] * (of->kernel[i] - 1) + 1;
-        if (full + 2 * of->padding[i] < reach) return 1;
-        size[i] = (full + 2 * of->padding[i] - reach) / of->stride[i] + 1;
-    }
-    if (__int128(images) * channels * of->height * of->width > of->bytes) return 1;
+    if (!context || !of->data || !of->out || !sizes_of(*of, size)) return 1;
     __int128 columns = __int128(channels) * of->kernel[0] * of->kernel[1];
-    if (columns > MOST || __int128(images) * size[0] * size[1] > MOST) return 1;
+    if (columns > MOST) return 1;
     if (!fits(images * size[0] * size[1], of->row, int64_t(columns), 1, of->out_bytes)) return 1;
     for (int64_t b = 0; b < images; b++)
         for (int64_t y = 0; y < size[0]; y++)
@@ -1181,6 +1230,27 @@ INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
     pairs = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
 #endif
 }
+// The buckets that grow with the distance from a centre. half: how many there are on either side.
+INLINE I by_distance(F x, const Steps& steps, int32_t half) {
+    const F away = sub(x, set(steps.center));
+#if ADALOG_WIDE
+    const I bits = _mm512_castps_si512(away);
+    I size = _mm512_srl_epi32(_mm512_and_si512(bits, set(0x7fffffff)), _mm_cvtsi32_si128(steps.shift));
+    size = _mm512_min_epi32(_mm512_max_epi32(_mm512_sub_epi32(size, set(steps.least)), set(0)), set(half - 1));
+    const I below = _mm512_srai_epi32(bits, 31);  // ~size is -1 - size
+    return add(_mm512_xor_si512(size, below), set(half));
+#elif ADALOG_NEON
+    const I bits = vreinterpretq_s32_f32(away);
+    I size = vshlq_s32(vandq_s32(bits, vdupq_n_s32(0x7fffffff)), vdupq_n_s32(-steps.shift));
+    size = vminq_s32(vmaxq_s32(vsubq_s32(size, vdupq_n_s32(steps.least)), vdupq_n_s32(0)), vdupq_n_s32(half - 1));
+    return vaddq_s32(veorq_s32(size, vshrq_n_s32(bits, 31)), vdupq_n_s32(half));
+#else
+    const I bits = _mm256_castps_si256(away);
+    I size = _mm256_srl_epi32(_mm256_and_si256(bits, set(0x7fffffff)), _mm_cvtsi32_si128(steps.shift));
+    size = _mm256_min_epi32(_mm256_max_epi32(_mm256_sub_epi32(size, set(steps.least)), set(0)), set(half - 1));
+    return add(_mm256_xor_si256(size, _mm256_srai_epi32(bits, 31)), set(half));
+#endif
+}
 // The second of each pair of values where x is not below the threshold, or else the first. no_number: whether a threshold
 // is none.
 INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
@@ -1257,10 +1327,11 @@ struct Search {
         alignas(64) int32_t numbers[4 * W];
         alignas(64) Bucket found[4 * W];
         const F slope = set(steps.slope), origin = set(steps.origin), last = set(float(steps.count - 1));
+        const int32_t half = int32_t(steps.count / 2);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             const F y = most(least(fma(x[j], slope, origin), last), set(0.0f));
-            store(numbers + j * W, without_fraction(y), All{});
+            store(numbers + j * W, steps.shift ? by_distance(x[j], steps, half) : without_fraction(y), All{});
         }
         const Bucket* buckets = steps.buckets;
 #pragma GCC unroll 8
@@ -1317,7 +1388,7 @@ struct Finisher {
     static const Steps& none() {
         static const float heap[32] = {};
         static const int32_t values[32] = {};
-        static const Steps steps{heap, values, 32, 4, 1, nullptr, 0, 0.0f, 0.0f, 0, 0, nullptr, 0, 0.0f, 0.0f};
+        static const Steps steps{heap, values, 32, 4, 1, nullptr, 0, 0.0f, 0.0f, 0.0f, 0, 0, 0, 0, nullptr, 0, 0.0f, 0.0f};
         return steps;
     }
 
@@ -2124,6 +2195,82 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
         });
 }
 
+// --- convolutions of each channel alone ------------------------------------------------------------------------------------
+
+// The sums over a kernel whose places see these channels, each in memory of its own, or the zero points beyond the edge.
+INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* sums) {
+    const int64_t channels = of.channels;
+    int64_t done = 0;
+#if ADALOG_WIDE || ADALOG_LEVEL == 1
+    // A lane has the two places of a pair as halves of 16 bits.
+    auto wide = [&](const uint8_t* from) INLINE_LAMBDA {
+#if ADALOG_WIDE
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#endif
+    };
+    auto pair = [&](const uint8_t* one, const uint8_t* two) INLINE_LAMBDA {
+#if ADALOG_WIDE
+        return _mm512_or_si512(wide(one), _mm512_slli_epi32(wide(two), 16));
+#else
+        return _mm256_or_si256(wide(one), _mm256_slli_epi32(wide(two), 16));
+#endif
+    };
+    for (; done + W <= channels; done += W) {
+        const I zero = pair(of.zero + done, of.zero + done);
+        const int16_t* factors = of.factors + 2 * done;
+        I sum = set(0);
+        for (int64_t p = 0; p < of.pairs; p++, factors += 2 * channels) {
+            const I both = pair(seen[2 * p] + done, seen[2 * p + 1] + done);
+            const I times = load(reinterpret_cast<const int32_t*>(factors), All{});
+#if ADALOG_WIDE
+            sum = _mm512_dpwssd_epi32(sum, _mm512_sub_epi16(both, zero), times);
+#else
+            sum = add(sum, _mm256_madd_epi16(_mm256_sub_epi16(both, zero), times));
+#endif
+        }
+        store(sums + done, sum, All{});
+    }
+#endif
+    std::fill(sums + done, sums + channels, 0);
+    for (int64_t p = 0; p < of.pairs; p++) {
+        const uint8_t *one = seen[2 * p], *two = seen[2 * p + 1];
+        const int16_t* factors = of.factors + 2 * p * channels;
+        for (int64_t c = done; c < channels; c++) {
+            const int32_t zero = of.zero[c];
+            sums[c] += (one[c] - zero) * factors[2 * c] + (two[c] - zero) * factors[2 * c + 1];
+        }
+    }
+}
+
+// One line of one image's output.
+void depthwise(const void* arguments, int64_t number, uint8_t* scratch) {
+    const Depthwise& of = *static_cast<const Depthwise*>(arguments);
+    Carver carver{reinterpret_cast<uintptr_t>(scratch)};
+    const DepthwiseScratch memory(carver, of);
+    int64_t size[2];
+    sizes_of(of, size);
+    const int64_t image = number / size[0], top = number % size[0] * of.stride[0] - of.padding[0];
+    memory.seen[2 * of.pairs - 1] = of.zero;
+    finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
+        for (int64_t x = 0; x < size[1]; x++) {
+            const uint8_t** seen = memory.seen;
+            for (int64_t i = 0; i < of.kernel[0]; i++) {
+                const int64_t down = top + i * of.dilation[0];
+                const bool there = down >= 0 && down < of.height;
+                const uint8_t* line = of.data + (image * of.height + (there ? down : 0)) * of.width * of.channels;
+                for (int64_t j = 0; j < of.kernel[1]; j++) {
+                    const int64_t across = x * of.stride[1] - of.padding[1] + j * of.dilation[1];
+                    *seen++ = there && across >= 0 && across < of.width ? line + across * of.channels : of.zero;
+                }
+            }
+            sums_of(of, memory.seen, memory.sums);
+            finisher.rows(0, number * size[1] + x, 0, 1, of.channels, memory.sums, of.channels);
+        }
+    });
+}
+
 #if ADALOG_LEVEL == 3
 void begin() {
     struct alignas(64) Tiles {  // eight of 16 rows of 64 bytes
@@ -2143,6 +2290,6 @@ void end() {}
 
 }  // namespace
 
-const Kernels kernels{linear, product, attention, norm, encode, begin, end};
+const Kernels kernels{linear, product, attention, norm, encode, depthwise, begin, end};
 
 #endif

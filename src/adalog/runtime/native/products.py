@@ -3,6 +3,8 @@
 A left operand is planes of unsigned bytes: codes of a uniform quantizer, or entries of a table of 8 or 16 bits.
 """
 
+import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from adalog.runtime import integer
 from adalog.runtime.native.tables import entries_of
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
+MOST_PLACES = 256  # of a kernel of each channel alone: `MOST_PAIRS` in native.cpp
 Planes = list[Tensor]  # one operand: uint8, the low bytes and, of tables of 16 bits, the high bytes
 
 
@@ -35,16 +38,29 @@ def top_of(entries: Tensor) -> int:
 def takes(site: IntegerSite) -> bool:
     """Whether there is a kernel for a site: one that multiplies bytes, sums in 32 bits, and has one scale per head."""
     left, right = site.left, site.right
-    if not isinstance(right, UniformQuantizer) or site.bits > 32 or len(site.scales) != 1:
+    if not isinstance(right, UniformQuantizer) or site.bits > 32 or not site.terms:
         return False
-    if site.scales[0].dtype != torch.float32 or site.scales[0].device.type != "cpu" or not site.terms:
+    if any(scale.dtype != torch.float32 or scale.device.type != "cpu" for scale in site.scales):
         return False
     sides = [left] if site.weight is not None else [left, right]
     if any(isinstance(side, UniformQuantizer) and not _codes_hold_zero(side) for side in (left, right)):
         return False
+    if is_depthwise(site):
+        return len(site.scales) == 1 and isinstance(left, UniformQuantizer) and site.terms <= MOST_PLACES
+    if site.weight is not None and len(site.scales) == 2:  # of the second part, ones, only padding decides the sums
+        if site.geometry is None or not isinstance(left, LogQuantizer):
+            return False
+    elif len(site.scales) != 1:
+        return False
     if site.weight is not None:
         return site.groups == 1 and left.scale.numel() == 1 and site.weight.numel() > 0 and site.terms < INT32 >> 16
     return isinstance(left, (UniformQuantizer, LogQuantizer)) and all(map(_per_head, sides))
+
+
+def is_depthwise(site: IntegerSite) -> bool:
+    """Whether a site is a convolution of each channel alone."""
+    weight = site.weight
+    return weight is not None and site.groups > 1 and len(weight) == site.groups and weight.shape[1] == 1
 
 
 def _per_head(quantizer: Quantizer) -> bool:
@@ -69,8 +85,10 @@ def encoder(quantizer: Quantizer, site: IntegerSite) -> Any:
 
 
 def product(site: IntegerSite, context: abi.Context) -> Any:
-    """What multiplies a site: a `Product`, or that of the executor "torch" where there is no kernel."""
-    return Product(site, context) if takes(site) else integer.product(site)
+    """What multiplies a site: a kernel's, or that of the executor "torch" where there is none."""
+    if not takes(site):
+        return integer.product(site)
+    return Depthwise(site, context) if is_depthwise(site) else Product(site, context)
 
 
 # --- encoders and products -------------------------------------------------------------------------------------------
@@ -102,6 +120,16 @@ class Product:
         self.nbytes = 0 if self.weights is None else self.weights.nbytes
         self.columns = 0 if site.weight is None else len(site.weight)
 
+    @functools.cached_property
+    def _ones(self) -> Tensor:
+        """The integers of the stored weight, (I, O), float64: what a part of ones is multiplied by."""
+        return self.site.weight_integers()[0].double()
+
+    def seen(self, shape: Sequence[int]) -> Tensor:
+        """The sums of the part of ones of a convolution for an image of this shape, (C, H, W): (L, O), int64."""
+        ones = self.site.rows(torch.ones(1, *shape, dtype=torch.float64))[0, 0]
+        return (ones @ self._ones).long()
+
     def rows(self, left: Planes) -> Planes:
         """The left operand of a stored weight as (T, I). A padded place is the integer 0."""
         if self.site.geometry is None:
@@ -121,7 +149,10 @@ class Product:
         if len(rows[0]):
             self.context.run("linear", linear(self.weights, rows, abi.Output(kind=abi.SUMS, **place(sums))))
         lead = shape[:-1] if site.geometry is None else (shape[0], 1, math.prod(site.sizes(shape)))
-        return [sums.long().view(*lead, self.columns)]
+        found = [sums.long().view(*lead, self.columns)]
+        if len(site.scales) > 1:
+            found.append(self.seen(shape[1:]).expand_as(found[0]))
+        return found
 
     def _multiply(self, left: Planes, right: Tensor) -> Tensor:
         lead = torch.broadcast_shapes(left[0].shape[:-2], right.shape[:-2])
@@ -135,6 +166,52 @@ class Product:
 
     def __call__(self, left: Planes, right: Planes | None = None, bias: Tensor | None = None) -> Tensor:
         return finish(self.site, self.accumulate(left, right), bias, left[0].shape)
+
+
+class Depthwise:
+    """Convolves each channel of one site alone. nbytes, columns: as of a `Product`.
+
+    zero: the zero points of the left operand, (C,), uint8; factors: the weights less their zero points, two places of
+    the kernel together, (pairs, C, 2), int16.
+    """
+
+    def __init__(self, site: IntegerSite, context: abi.Context):
+        assert site.weight is not None
+        assert isinstance(site.left, UniformQuantizer)
+        self.site, self.context, self.columns = site, context, len(site.weight)
+        places = site.right.integer(site.weight).flatten(1).t()  # (places, C)
+        pairs = torch.nn.functional.pad(places, (0, 0, 0, len(places) % 2)).unflatten(0, (-1, 2))
+        self.factors = pairs.transpose(1, 2).to(torch.int16).contiguous()
+        self.zero = site.left.zero_point.reshape(-1).expand(self.columns).to(torch.uint8).contiguous()
+        self.nbytes = self.factors.nbytes
+
+    def arguments(self, image: Tensor, out: abi.Output) -> abi.Depthwise:
+        """image: (B, H, W, C), contiguous; out: of (B L, C)."""
+        return abi.Depthwise(
+            data=image.data_ptr(),
+            bytes=bytes_behind(image),
+            images=len(image),
+            channels=image.shape[3],
+            height=image.shape[1],
+            width=image.shape[2],
+            zero=self.zero.data_ptr(),
+            factors=self.factors.data_ptr(),
+            pairs=len(self.factors),
+            out=out,
+            **windows_of(self.site),
+        )
+
+    def accumulate(self, left: Planes) -> list[Tensor]:
+        """The same sums as `reference.Product.accumulate`, from bytes: (B, C, L, 1)."""
+        image = left[0].permute(0, 2, 3, 1).contiguous()
+        count = math.prod(self.site.sizes(left[0].shape))
+        sums = torch.empty(len(image) * count, self.columns, dtype=torch.int32)
+        if sums.numel():
+            self.context.run("depthwise", self.arguments(image, abi.Output(kind=abi.SUMS, **place(sums))))
+        return [sums.long().view(len(image), count, self.columns).transpose(1, 2)[..., None]]
+
+    def __call__(self, left: Planes, right: None = None, bias: Tensor | None = None) -> Tensor:
+        return finish(self.site, self.accumulate(left), bias, left[0].shape)
 
 
 def weights_of(site: IntegerSite) -> abi.Weights:
@@ -175,6 +252,15 @@ def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
         rows=len(low),
         out=out,
     )
+
+
+def windows_of(site: IntegerSite) -> dict[str, Any]:
+    """The fields of a convolution that say what each place of its output sees."""
+    assert site.geometry is not None
+    assert site.weight is not None
+    stride, padding, dilation, _ = site.geometry
+    pairs = {"kernel": site.weight.shape[2:], "stride": stride, "padding": padding, "dilation": dilation}
+    return {name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()}
 
 
 def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[abi.Matrices, list[Any]]:

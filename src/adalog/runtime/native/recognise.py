@@ -173,13 +173,14 @@ class _Recogniser:
         else:
             rows = rows_behind(self._flow, node.name, len(weight))
             columns = self._flow.columns(node.name, rows.last)
+        if len(site.scales) > 1:  # a kernel adds the second part to floats
+            self.pending[node.name] = step(Rows(node.name), None)
+            return
         finish = self._finish_of(rows.last, columns)
         if finish is not None:
             self._replace(rows.gone, step(rows, finish))
             return
         self.pending[node.name] = step(Rows(node.name), None)
-        if image is not None:
-            return
         activation = _activation(self._flow, node.name)
         if activation is not None:
             last, inside, function = activation
@@ -187,6 +188,8 @@ class _Recogniser:
             if finish is not None:
                 self._replace([node.name, *inside], step(Rows(node.name), finish, last))
                 return
+        if image is not None:
+            return
         before, factor = self._factor(node.name, len(weight))
         rows = with_addition(self._flow, rows_behind(self._flow, before[-1], len(weight)), len(weight), self.pending)
         if rows.added is not None or rows.place is not None:

@@ -122,25 +122,76 @@ def _within(thresholds: Tensor, count: int) -> tuple[Tensor, Tensor, float, floa
     return first, last, slope, origin
 
 
-def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, float, float]:
-    """(buckets, slope, origin) of a function of few values, as `Steps` in native.cpp defines them.
+@dataclass(frozen=True)
+class Places:
+    """Which bucket a value falls into: of equal width, or, where `shift` is not 0, growing with the distance from
+    `center`; see `Steps` in native.cpp.
+    """
+
+    slope: float = 0.0
+    origin: float = 0.0
+    center: float = 0.0
+    shift: int = 0
+    least: int = 0
+
+
+def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
+    """(buckets, places) of a function of few values, as `Steps` in native.cpp defines them.
 
     buckets: int32, (count, 2): the bits of the threshold, a float32, and the two values, the one below it in the lower
     half. There are as few as leave one threshold to each, and no more than fit the first cache; what is crowded then
-    has no number for its threshold.
+    has no number for its threshold. Codes of a logarithm crowd buckets of equal width, and those that grow less.
     """
     values = values.int()
     if not len(thresholds):
-        return torch.stack([torch.zeros(1, dtype=torch.int32), values | (values << 16)], dim=1), 0.0, 0.0
+        return torch.stack([torch.zeros(1, dtype=torch.int32), values | (values << 16)], dim=1), Places()
     count = LEAST_BUCKETS
     first, last, slope, origin = _within(thresholds, count)
     while count < MOST_BUCKETS and bool((last - first > 1).any()):
         count *= 2
         first, last, slope, origin = _within(thresholds, count)
+    places = Places(slope, origin)
+    if bool((last - first > 1).any()):
+        grown_first, grown_last, grown = _around(thresholds)
+        if _crowd(grown_first, grown_last) < _crowd(first, last):
+            first, last, places = grown_first, grown_last, grown
     pairs = values[first] | (values[last] << 16)
     ends = torch.where(last == first, math.inf, thresholds[first.clamp(max=len(thresholds) - 1)])
     ends = torch.where(last > first + 1, math.nan, ends)
-    return torch.stack([ends.float().view(torch.int32), pairs], dim=1), slope, origin
+    return torch.stack([ends.float().view(torch.int32), pairs], dim=1), places
+
+
+def _crowd(first: Tensor, last: Tensor) -> int:
+    """How many thresholds share a bucket with another."""
+    within = last - first
+    return int(within[within > 1].sum())
+
+
+def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
+    """The thresholds within each of MOST_BUCKETS that grow with the distance from a centre, as of `_within`.
+
+    The centre is a threshold, or lies in the middle of two, and leaves the fewest of them crowded. What a kernel
+    computes here has one rounding, that of float32, so that no threshold counts for two buckets.
+    """
+    half, middles = MOST_BUCKETS // 2, (thresholds[1:] + thresholds[:-1]) / 2
+    centers = torch.cat([thresholds, middles])
+    centers = centers[centers.isfinite()]
+    found = []
+    for shift in (18, 17, 16):  # 32, 64 and 128 buckets for each power of two
+        sizes = (thresholds - centers[:, None]).view(torch.int32)
+        bits = (sizes & 0x7FFFFFFF) >> shift
+        leasts = (bits.amax(1, keepdim=True) - half + 1).clamp(min=0)
+        numbers = (bits - leasts).clamp(0, half - 1)
+        numbers = torch.where(sizes < 0, half - 1 - numbers, half + numbers)
+        alone = torch.ones_like(numbers, dtype=torch.bool)
+        alone[:, 1:] &= numbers.diff() != 0
+        alone[:, :-1] &= numbers.diff() != 0
+        best = int(alone.sum(1).argmax())
+        found.append((int(alone[best].sum()), numbers[best], float(centers[best]), shift, int(leasts[best])))
+    _, numbers, center, shift, least = max(found, key=lambda each: each[0])
+    every = torch.arange(2 * half)
+    first, last = torch.searchsorted(numbers, every), torch.searchsorted(numbers, every, right=True)
+    return first, last, Places(center=center, shift=shift, least=least)
 
 
 def few_buckets_of(thresholds: Tensor) -> tuple[Tensor, int, float, float] | None:

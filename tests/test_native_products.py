@@ -1,0 +1,147 @@
+"""The products of the compiled kernels, at every level that runs here: the accumulators of the reference."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adalog.quantizers import LogQuantizer, UniformQuantizer
+from adalog.run import abi
+from adalog.runtime import reference
+from adalog.runtime.native import products
+from strategies import bits, seeds
+from test_native_kernels import every_level, few, tables
+from whole_numbers import codes_of, left_quantizer, model_of, uniform
+
+kinds = st.sampled_from(["uniform", "log2", "log-sqrt2", "adalog"])
+extremes = st.sampled_from([0, 0, 0, 1, 2])
+
+
+def accumulators(level, model, left, right):
+    (site,) = reference.plan(model.program, model.example)
+    lifted = [products.encoder(site.left, site).lift(left)]
+    if site.weight is None:
+        lifted.append(products.encoder(site.right, site).lift(right))
+    product = products.product(site, abi.Context(1, level))
+    assert isinstance(product, products.Product | products.Depthwise) == products.takes(site)
+    return product.accumulate(*lifted)
+
+
+def exact(model, left, right):
+    (site,) = reference.plan(model.program, model.example)
+    lifted = [reference.Encoder(site.left, site).lift(left)]
+    if site.weight is None:
+        lifted.append(reference.Encoder(site.right, site).lift(right))
+    return reference.Product(site).accumulate(*lifted)
+
+
+def check_accumulators(level, model, left, right=None):
+    found, wanted = accumulators(level, model, left, right), exact(model, left, right)
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
+
+
+@every_level
+@few
+@given(kinds, bits, bits, tables, st.tuples(*[st.integers(1, n) for n in (9, 5, 140, 300)]), extremes, seeds)
+def test_linear(level, kind, width, weight_width, table, sizes, extreme, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch, tokens, outputs, terms = sizes
+    left = left_quantizer(generator, kind, width, table, ())
+    right = uniform(generator, weight_width, outputs, 1)
+    codes = codes_of(generator, width, (batch, tokens, terms), extreme)
+    weight = codes_of(generator, weight_width, (outputs, terms), extreme)
+    model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
+    check_accumulators(level, model, codes)
+
+
+@every_level
+@few
+@given(
+    kinds,
+    bits,
+    bits,
+    tables,
+    st.tuples(*[st.integers(1, n) for n in (3, 3, 40, 70, 70)]),
+    st.booleans(),
+    extremes,
+    seeds,
+)
+def test_products_of_computed_operands(level, kind, width, other_width, table, sizes, transposed, extreme, seed):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, rows, terms, columns = sizes
+    left = left_quantizer(generator, kind, width, table, (heads, 1, 1) if kind == "uniform" else ())
+    right = uniform(generator, other_width, heads, 1, 1)
+    codes = codes_of(generator, width, (batch, heads, rows, terms), extreme)
+    others = codes_of(generator, other_width, (batch, heads, terms, columns), extreme)
+    model = model_of("aten.matmul.default", left, right, codes.shape, others.shape)
+    others = others.mT.contiguous().mT if transposed else others
+    check_accumulators(level, model, codes, others)
+
+
+@every_level
+@few
+@given(
+    kinds,
+    bits,
+    bits,
+    tables,
+    st.tuples(*[st.integers(1, 3)] * 4),
+    st.integers(0, 2),
+    st.sampled_from([0.0, 0.2]),
+    seeds,
+)
+def test_convolution(level, kind, width, weight_width, table, sizes, padding, offset, seed):
+    """With an offset that padding lacks, ones are a part of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, channels, stride, dilation = sizes
+    left = left_quantizer(generator, kind, width, table, (), offset if kind == "adalog" else 0.0)
+    right = uniform(generator, weight_width, 5, 1, 1, 1)
+    codes = codes_of(generator, width, (batch, channels, 9, 8), 0)
+    weight = codes_of(generator, weight_width, (5, channels, 3, 2), 0)
+    geometry = (stride, 1), (padding, 1), (dilation, 1), 1
+    model = model_of("aten.conv2d.default", left, right, codes.shape, None, weight, geometry)
+    check_accumulators(level, model, codes)
+    x = left.dequantize(codes)
+    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+
+
+@every_level
+@few
+@given(bits, bits, st.tuples(*[st.integers(1, n) for n in (3, 40, 5, 3, 3)]), st.booleans(), extremes, seeds)
+def test_convolution_of_each_channel(level, width, weight_width, sizes, each, extreme, seed):
+    """Fewer and more channels than vectors have lanes, with one zero point or one a channel, at and beyond edges."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, channels, kernel, stride, dilation = sizes
+    channels += 1  # one channel is a plain convolution
+    left = uniform(generator, width, *((channels, 1, 1) if each else ()))
+    right = uniform(generator, weight_width, channels, 1, 1, 1)
+    codes = codes_of(generator, width, (batch, channels, 15, 14), extreme)
+    weight = codes_of(generator, weight_width, (channels, 1, kernel, 3), extreme)
+    model = model_of(
+        "aten.conv2d.default",
+        left,
+        right,
+        codes.shape,
+        None,
+        weight,
+        ((stride, 1), (kernel // 2, 2), (dilation, 1), channels),
+    )
+    (site,) = reference.plan(model.program, model.example)
+    assert products.takes(site)
+    check_accumulators(level, model, codes)
+    x = left.dequantize(codes)
+    assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+
+
+@every_level
+def test_the_largest_sums(level):
+    """Every byte at its largest, where 16 bits would saturate and 32 wrap were they signed differently."""
+    for width, terms in ((8, 4000), (4, 4000), (8, 63)):
+        left = LogQuantizer(torch.tensor(1.0), 1, 1, width, "saturate", table=False, width=8, headroom=7)
+        for zero in (0.0, 2.0**width - 1):
+            right = UniformQuantizer(torch.ones(3, 1), torch.full((3, 1), zero), width)
+            codes = torch.zeros(1, 1, terms, dtype=torch.uint8)
+            weight = torch.full((3, terms), 0 if zero else 2**width - 1, dtype=torch.uint8)
+            model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
+            (found,) = accumulators(level, model, codes, None)
+            assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
