@@ -31,10 +31,10 @@ def more_images_note() -> str:
     """How the rows of TinyViT with 1,000 images compare with the others."""
     later = {(row["bits"], row["stage"], row["images"]): 100 * row["top1"] for row in more_images()["rows"]}
     return (
-        "TinyViT's rows of 1,000 images were measured later, at four commits and on two processors, as the history of "
-        f"their file tells; with that code the search has {later['w4a4', 'search', 32]:.1f} % at W4A4 and "
-        f"{later['w3a3', 'search', 32]:.1f} % at W3A3, and a correction from 128 images "
-        f"{later['w4a4', 'correction', 128]:.1f} % at W4A4."
+        "TinyViT's figures from 1,000 images, and all its figures at W8A8 and W6A6, were measured later, at four "
+        "commits and on two processors, as the history of their file tells. In these later runs the search has "
+        f"{later['w4a4', 'search', 32]:.1f} % at W4A4 and {later['w3a3', 'search', 32]:.1f} % at W3A3, and a "
+        f"correction from 128 images has {later['w4a4', 'correction', 128]:.1f} % at W4A4."
     )
 
 
@@ -76,8 +76,8 @@ def stages_table() -> str:
     note = (
         f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {more_images_note()} "
         f"{steps_note()} "
-        "No query or test image is fitted, and no label. On TinyViT the images that are fitted are among the 1,000 "
-        "whose features and labels then judge. The search always has 32 images."
+        "Neither test images nor queries nor labels are fitted. On TinyViT the stages fit support images, unlabelled; "
+        "the features and labels of the same images then tell the class of each query. The search always has 32 images."
     )
     return "\n".join([*lines, "", note])
 

@@ -126,13 +126,17 @@ def real_table() -> str:
         rows = (found.get((width, method)) for width in bits)
         cells = (labelled(method), *("" if each is None else share_text(each, "top1") for each in rows))
         lines.append("| " + " | ".join(f"{strong}{cell}{strong}" for cell in cells) + " |")
-    renewed = [f"`{row['method']}` at {row['bits'].upper()}" for row in result["rows"] if "renewed" in row]
-    again = f", of {' and '.join(renewed)} `realbench-renewed.json`" if renewed else ""
+    renewed: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "renewed" in row:
+            renewed.setdefault(row["method"], []).append(row["bits"].upper())
+    again = " and ".join(f"those of `{method}` at {' and '.join(widths)}" for method, widths in renewed.items())
+    again = f"; {again} are in `realbench-renewed.json`" if renewed else ""
     note = (
         f"Top-1 on {result['queries']:,} images; full precision has {100 * fp32['top1']:.1f} % (95 % interval "
         f"{100 * fp32['low']:.1f} to {100 * fp32['high']:.1f}). {result['calibration_images']} unlabelled images "
         f"calibrate ({draws_text(result)}), and nothing is trained. Figures: `benchmarks/results/realbench.json`"
-        f"{again}; McNemar's tests, seconds and the worst sites: [measured](docs/measured.md)."
+        f"{again}. [Measured](docs/measured.md) has McNemar's tests, seconds and the worst sites."
     )
     return "\n".join([*lines, "", note])
 
@@ -251,12 +255,19 @@ def search_table() -> str:
         name = path.stem.removeprefix("search-")
         if "cpu_seconds" in result:
             memory = result["peak_rss_bytes"] / 2**30
-            whole.append(f"`{name}`: {result['cpu_seconds']:.0f} CPU seconds, {memory:.2f} GiB resident at most.")
+            which = "the earlier" if name.endswith("-before") else "the present"
+            whole.append(
+                f"`{name}`: {which} search of the whole model takes {result['cpu_seconds']:.0f} CPU seconds and at "
+                f"most {memory:.2f} GiB of resident memory."
+            )
         elif "exponents" in result:
             powers = (f"{axis}^{power:.2f}" for axis, power in result["exponents"].items())
-            whole.append(f"`{name}`: seconds grow as {', '.join(powers)} (candidates a step: points).")
+            whole.append(f"`{name}`: seconds grow as {', '.join(powers)}, where points are the candidates of a step.")
         elif "variants" in result:
-            parts += [f"`{name}`: errors over those of the default, geometric mean of all sites.", ""]
+            parts += [
+                f"`{name}` changes the search: errors over those of the default, geometric means over all sites.",
+                "",
+            ]
             parts += ["| search | calibration images | held out | seconds |", "|---|---|---|---|"]
             for kind, row in result["variants"].items():
                 parts.append(f"| {labelled(kind)} | {row['loss']:.4f} | {row['held_out']:.4f} | {row['seconds']:.0f} |")
@@ -285,7 +296,9 @@ def search_table() -> str:
                     cells += (f"{did['evaluations'] / 1e6:,.1f} M", f"{did['flops'] / 1e12:.2f}")
                     counts.append("| " + " | ".join((*cells, f"{100 * did.get('bfloat16_share', 0):.0f} %")) + " |")
                 able = "with" if result["search"]["bfloat16"] else "without"
-                machines.append(f"`{name}`: on an {result['machine']['processor']} {able} instructions for bfloat16.")
+                machines.append(
+                    f"`{name}` was measured on an {result['machine']['processor']} {able} instructions for bfloat16."
+                )
     tables = ["\n".join(speeds), *(["\n".join(counts), *machines] if machines else [])]
     return "\n\n".join([*tables, *whole, *(["\n".join(parts)] if parts else [])])
 

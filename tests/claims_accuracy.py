@@ -323,10 +323,10 @@ def demo_softmax() -> str:
     order(max(ours, key=lambda kind: kept(ours[kind])) == "adalog", {kind: kept(ours[kind]) for kind in ours})
     return (
         "With 3 and 2 bits after softmax (S3, S2), log-sqrt2 and then log2 lose accuracy and adalog does not. This "
-        "holds in the released frame (scale 1 after softmax, zero beyond the last code): at S3 log-sqrt2 is "
+        "holds with the released search (scale 1 after softmax, zero beyond the last code): at S3 log-sqrt2 is "
         f"{three:.0f} points below full precision; at S2 log2 is {two['log2']:.0f} and log-sqrt2 "
-        f"{two['log-sqrt2']:.0f} points below, and adalog cannot be told from full precision (p {p:.2g}). Our frame "
-        "searches a scale for each of them and lets the last code mean zero. There, at S2, log2 loses "
+        f"{two['log-sqrt2']:.0f} points below, and adalog cannot be told from full precision (p {p:.2g}). Our search "
+        "finds a scale for each of them and lets the last code mean zero. There, at S2, log2 loses "
         f"{below(ours['log2']):.1f} points and log-sqrt2 {below(ours['log-sqrt2']):.1f}, and adalog keeps the "
         "most agreement: a searched scale makes up for most of what a fixed base loses."
     )
@@ -475,10 +475,10 @@ def stages_real() -> str:
         f"correction from 128 images, and to {four[2]:.1f} % by training its blocks after that (with 1,000 images, "
         f"from a search of {before['w4a4']:.1f} %, to {more['w4a4']:.1f} %); W3A3 goes from {three[0]:.1f} % to "
         f"{three[1]:.1f} % and {three[2]:.1f} % (from {before['w3a3']:.1f} % to {more['w3a3']:.1f} %), which is still "
-        f"of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} % with 1,000 images; p "
-        f"{listed([f'{value:.2f}' for value in p['w6a6']])}) and at W8A8 ({100 * eight[0]['top1']:.1f} %, then "
-        f"{100 * eight[1]['top1']:.1f} % twice; p > .3) neither stage can be told from the search by top-1, though "
-        "both agree with full precision on more images."
+        f"of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} % with 1,000 images) and at W8A8 "
+        f"({100 * eight[0]['top1']:.1f} %, then {100 * eight[1]['top1']:.1f} % twice) neither stage can be told from "
+        f"the search by top-1: p is {listed([f'{value:.2f}' for value in p['w6a6']])} at W6A6 and above 0.3 at W8A8, "
+        "by McNemar's test beside the search. Both stages agree with full precision on more images than the search."
     )
 
 

@@ -77,11 +77,12 @@ def budgets_both() -> str:
     order(apart < 0.65, apart)
     order(six["top1_budget"] - six["top1_uniform"] < 0.0155, six)  # a standard error on 1,000 images
     return (
-        f"Chosen widths lift TinyViT from {before:.1f} % to {after:.1f} % by search alone, at no more bytes and BOPs "
-        f"than W4A4; at those of W6A6 top-1 goes from {100 * six['top1_uniform']:.1f} % to "
-        f"{100 * six['top1_budget']:.1f} %, within a standard error. Both are of one draw; "
-        f"{budgets('realbench')['judged_by']} more of the support images, without their labels, choose. At W4A4 on the "
-        f"bundled ViT, where {budgets('demo')['judged_by']} images choose, the KL divergence falls by {four[0]:.0f} to "
+        f"At no more bytes and BOPs than W4A4 takes, such widths lift TinyViT from {before:.1f} % to {after:.1f} % by "
+        f"search alone; at those of W6A6 top-1 goes from {100 * six['top1_uniform']:.1f} % to "
+        f"{100 * six['top1_budget']:.1f} %, within a standard error. Both are of one draw. "
+        f"{budgets('realbench')['judged_by']} more of TinyViT's support images (described below), without their "
+        "labels, tell what each operand costs. On the bundled ViT at W4A4, where "
+        f"{budgets('demo')['judged_by']} training images tell that, the KL divergence falls by {four[0]:.0f} to "
         f"{four[-1]:.0f} % on three draws, and top-1 stays the same within a standard error."
     )
 

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from PIL import Image
 
 import adalog
 from adalog import Config, Search
+from adalog.cli.targets import find_preprocessing
+from adalog.inputs.zoo import DEMO_PREPROCESSING
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -139,6 +142,26 @@ def test_the_readme_python_runs(monkeypatch, tmp_path):
     exec(code, names)
     assert (tmp_path / "vit.w4a4.safetensors").exists()
     assert torch.equal(names["logits"], names["qmodel"](names["images"]))
+
+
+@pytest.mark.slow
+def test_the_python_of_the_commands_runs(monkeypatch, tmp_path):
+    """Both stages after the search, cut short; the file then says how its images are prepared."""
+    code, quantize = python_of(ROOT / "docs" / "commands.md"), adalog.quantize
+    stages = (adalog.Correction(images=8), adalog.Reconstruction(images=8, iterations=1))
+
+    def shortened(model, images, config, **options):
+        assert [type(stage) for stage in config.stages] == [type(stage) for stage in stages]
+        assert config.images_wanted == len(images)
+        search = Search(init=(8, 4), parents=4, steps=1, rounds=1)
+        return quantize(model, images, replace(config, images=4, search=search, stages=stages), **options)
+
+    monkeypatch.setattr(adalog, "quantize", shortened)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["vit.safetensors"]
+    quantized = adalog.load("vit.safetensors")
+    assert find_preprocessing(tmp_path / "vit.safetensors", quantized, None) == DEMO_PREPROCESSING
 
 
 @pytest.mark.slow

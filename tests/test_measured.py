@@ -49,9 +49,9 @@ MEASUREMENT = re.compile(
 # Sentences of a page whose numbers and orders are settings, definitions or facts about code and papers.
 SETTINGS: dict[str, str] = {
     MEASURED: """
-        - The search has become quicker since (commit baa2614, 303182f for `adalog-released`, and 5aba1c9 for
-          `ptq4vit` and `easyquant`), so that seconds on this page are of the slower search and accuracies of
-          slightly other quantizers, unless the file's commit is later.
+        - at baa2614, for `adalog-released` at 303182f, and for `ptq4vit` and `easyquant` at 5aba1c9.
+        - Where a file names no later commit, its seconds are of the slower search, and its accuracies are of
+          slightly other quantizers.
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
         - each query image takes the label of the nearest of 1,000 support images, one per class.
         - Its widest scale spans a row's values from the smallest to the largest, and that range need not
@@ -77,8 +77,6 @@ SETTINGS: dict[str, str] = {
           compiled kernels.
         - The direct search with compiled kernels is its equal, so this ratio, in bold, leaves only the difference
           between the two methods.
-        - Only `-full` is of the search as it is now; all else is of the one before [its samples were halved and equal
-          candidates were scored once](decisions/07-rough-steps.md), as `-full-before` is.
         - Its rows with 16 images are of another processor, without instructions for bfloat16:
         - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and
@@ -88,6 +86,8 @@ SETTINGS: dict[str, str] = {
         - The second table has images per CPU second on DeiT-S's shapes, with random weights and tables of 8 bits,
           and in brackets the ratio to fp32 PyTorch.
         - The seconds of TinyViT's corrections from 128 images are of earlier code.
+        - All other files, `-full-before` among them, are of the search before [its samples were halved and equal
+          candidates were scored once](decisions/07-rough-steps.md).
     """,
     README: """
         - `adalog` turns a trained vision transformer into one whose linears, convolutions and attention
@@ -99,9 +99,16 @@ SETTINGS: dict[str, str] = {
         - "x 576" counts scales:
         - one per output channel of a weight, one per head in attention. "log 2^(17/37) u8" is a logarithmic
           quantizer of base 2^(17/37) whose levels are integers of 8 bits.
-        - For your own model, pass any `nn.Module` that `torch.export` can export, and images (N, 3, H, W)
-          normalised as it wants.
-        - each of 1,000 photographs takes the label of the nearest of 1,000 others, one per ImageNet class.
+        - After SiLU, hard-swish and mish, and after GELU before a grouped convolution, a uniform quantizer is
+          searched too, and the better of the two is kept ([why](docs/captured.md)).
+        - Fast Progressive Combining Search (FPCS, the paper's Algorithm 1) finds the parameters by the error of
+          each multiplication's output.
+        - The package brings 2,000 test images and 1,024 training images of CIFAR-10, and the weights of a ViT that
+          was trained on its training set here (`src/adalog/inputs/demo`), and of a small detector
+          (`src/adalog/detection/demo`).
+        - For your own model, pass an `nn.Module`, and images (N, 3, H, W) normalised as it wants.
+        - each of 1,000 photographs, the queries, takes the label of the nearest of 1,000 others, the support
+          images, one per ImageNet class.
         - The method `adalog+` corrects weights in closed form after the search, from 128 images by default, and
           `Reconstruction` trains blocks by gradients ([what is measured of both](docs/measured.md)).
         - a ViT of our own on CIFAR-10 (192 wide, 6 deep), which is bundled, and TinyViT-5M, pretrained on
@@ -109,6 +116,7 @@ SETTINGS: dict[str, str] = {
         - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AMX, AVX-512-VNNI, AVX2,
           or without any of these) and on ARM, whose kernels were tested under emulation and never timed;
           `.compile("torch")` does so with PyTorch's products, wherever PyTorch runs.
+        - It was tried on Linux on x86-64 only.
     """,
     COST: """
         - A product of b1 by b2 bits is therefore b1 · b2 / 64 FixOPs, and a product of two float32 numbers 16.

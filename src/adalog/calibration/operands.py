@@ -162,7 +162,7 @@ def why_unfolded(
     if not config.fold_head and pair.norm.name in head:
         return "it is the head's"
     if rows < config.fold_rows:
-        return f"{rows} rows of calibration are too few for a scale a channel ({config.fold_rows} are enough)"
+        return f"its linears read {rows} rows in calibration; one scale per channel needs {config.fold_rows}"
     return ""
 
 

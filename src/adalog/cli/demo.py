@@ -51,9 +51,10 @@ def command(
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Quantize the bundled ViT with AdaLog and its rivals, and judge each on 2,000 real images, in integers.
+    """Quantize the bundled ViT with AdaLog and its rivals, and judge each result on 2,000 real images.
 
-    With --detector, quantize the bundled detector, and judge each result on 300 drawn scenes.
+    A result runs in integers where the compiled kernels take it, else by fake quantization. With --detector, quantize
+    the bundled detector, and judge each result on 300 drawn scenes.
     """
     jobs = thread_count(threads)
     if detector:

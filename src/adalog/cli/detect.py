@@ -29,7 +29,7 @@ def command(
     no_pretrained: NoPretrainedOption = False,
     executor: Annotated[
         str | None,
-        typer.Option(help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, in float."),
+        typer.Option(help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, by fake quantization."),
     ] = None,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,

@@ -52,7 +52,8 @@ def command(
     executor: Annotated[
         str | None,
         typer.Option(
-            help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, in float, as the integers imply."
+            help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, by fake quantization: operands are "
+            "rounded to their levels, and multiplied in float."
         ),
     ] = None,
     device: DeviceOption = "cpu",

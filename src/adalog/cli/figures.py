@@ -9,7 +9,7 @@ import typer
 import adalog
 from adalog import Calibration, Config, files
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say, site_progress, waiting
-from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, SeedOption, ThreadsOption, thread_count
+from adalog.cli.options import CheckpointOption, DrawOption, JsonOption, NoPretrainedOption, ThreadsOption, thread_count
 from adalog.cli.targets import find_calibration, load_model, refuse_weights, sample_for, source_of
 from adalog.errors import printable
 from adalog.inputs import zoo
@@ -41,7 +41,7 @@ def command(
     images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 32,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    seed: SeedOption = 0,
+    seed: DrawOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:

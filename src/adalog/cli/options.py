@@ -19,6 +19,9 @@ SeedOption = Annotated[
     int,
     typer.Option(min=0, max=2**63 - 1, help="Seed that chooses the calibration images; one seed gives one result."),
 ]
+DrawOption = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed by which --images are drawn from those there are.")
+]
 CheckpointOption = Annotated[
     Path | None, typer.Option(help="Weights for the model: a safetensors file, or a state dict saved by torch.save.")
 ]

@@ -57,7 +57,7 @@ def command(
     model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
     data: JudgingDataOption = None,
     val: Annotated[
-        Path | None, typer.Option(help="Labelled images for top-1: one subfolder a class, or a CSV of file,label.")
+        Path | None, typer.Option(help="Labelled images for top-1: one subfolder per class, or a CSV of file,label.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write, .png or .svg.")] = Path("pareto.png"),
     method: MethodOption = "adalog",
@@ -75,7 +75,7 @@ def command(
     memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
-    """Draw what models within ten budgets keep, beside models with one width for all."""
+    """Draw what models within some budgets keep, ten by default, beside models with one width for all."""
     jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
@@ -128,7 +128,7 @@ def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Pre
         return Prepared(bundled), labels
     images = find_images(val)
     if images.labels is None:
-        raise DataError(f"{val} has no labels: make a subfolder a class, or add a CSV file of file,label")
+        raise DataError(f"{val} has no labels: make one subfolder per class, or add a CSV file of file,label")
     prepared, labels = Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
     # Before the long part, on one image of the highest class: whether the model tells these classes.
     last = int(labels.argmax())
@@ -139,7 +139,7 @@ def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Pre
 
 
 def table_of(points: list[Point], measure: str) -> Table:
-    """One row a model, the smallest file first."""
+    """One row per model, the smallest file first."""
     table = Table(title="Models of one width for all, and within budgets of bytes and BOPs")
     for column in ("widths", "bytes", "GBOPs", "KL [nats]" if measure == "kl" else measure, "agreement", "top-1"):
         table.add_column(column, justify="left" if column == "widths" else "right")

@@ -69,7 +69,7 @@ def command(
             "--keep",
             "--pin",
             metavar="GLOB=BITS",
-            help="Give sites whose name matches GLOB these bits: 8, w4a8, w4 or a8s4; 32 for float. May be repeated.",
+            help="Give sites whose name matches GLOB these bits: 8, w4a8, w4, a8s4, i4; 32 for float. May be repeated.",
         ),
     ] = None,
     budget: Annotated[
@@ -80,7 +80,8 @@ def command(
         str | None, typer.Option(metavar="N", help="Choose widths so that an image takes at most so many BOPs: 40G.")
     ] = None,
     target_fixops: Annotated[
-        str | None, typer.Option(metavar="N", help="The same in FixOPs, products of 8 by 8 bits.")
+        str | None,
+        typer.Option(metavar="N", help="The same limit in FixOPs, products of 8 by 8 bits: give one of the two."),
     ] = None,
     max_kl: Annotated[
         float | None,

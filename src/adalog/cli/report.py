@@ -7,7 +7,7 @@ import typer
 
 from adalog import artifact, files
 from adalog.cli.console import check_outputs, emit_json, progress_bar, quiet, say
-from adalog.cli.options import JsonOption, SeedOption, thread_count
+from adalog.cli.options import DrawOption, JsonOption, thread_count
 from adalog.cli.targets import sample_for
 from adalog.errors import printable
 from adalog.model import QuantizedModel
@@ -34,7 +34,7 @@ def command(
     bench: Annotated[
         Path | None, typer.Option(help="JSON of `adalog bench` of the artifact: the executors' times.")
     ] = None,
-    seed: SeedOption = 0,
+    seed: DrawOption = 0,
     json_out: JsonOption = None,
 ) -> None:
     """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""

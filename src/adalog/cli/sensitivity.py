@@ -98,7 +98,7 @@ def command(
 
 
 def table_of(found: Sensitivity, name: str) -> Table:
-    """One row an operand, with its loss at each width. name: of what was measured."""
+    """One row per operand, with its loss at each width. name: of what was measured."""
     loss = "KL divergence [nats]" if found.measure == "kl" else found.measure
     table = Table(title=escape(f"Each operand alone: {loss} of the output of {name}, on {found.images} inputs"))
     widths = sorted({row.bits for row in found.rows})

@@ -8,7 +8,7 @@ import typer
 import adalog
 from adalog import DataError, files
 from adalog.cli.console import check_outputs, emit_json, say
-from adalog.cli.options import JsonOption, SeedOption
+from adalog.cli.options import DrawOption, JsonOption
 from adalog.cli.targets import compiled, find_preprocessing, stranger
 from adalog.inputs import demo
 from adalog.inputs.images import find_images
@@ -20,11 +20,13 @@ def command(
     site: Annotated[str, typer.Option(help="Name of a site, as `adalog inspect FILE` lists it.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to create.")],
     images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 1,
-    data: Annotated[Path | None, typer.Option(help="Folder of images. Without it, the bundled ones.")] = None,
-    seed: SeedOption = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder from which --images are drawn. Without it, the first bundled ones.")
+    ] = None,
+    seed: DrawOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Write what one site computes, from codes to accumulators, as .npy files with a description: a golden model."""
+    """Write what one site computes, from codes to outputs, as .npy files with a description in site.json."""
     check_outputs(json_out, reads=(file,))
     files.check_folder(out)
     quantized = adalog.load(file)

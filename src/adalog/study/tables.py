@@ -96,7 +96,7 @@ class Bench:
             judged = find_images(data / "val")
             if judged.labels is None:
                 raise DataError(
-                    f"{data / 'val'} has no labels to judge by: make a subfolder a class, or add a CSV file of "
+                    f"{data / 'val'} has no labels to judge by: make one subfolder per class, or add a CSV file of "
                     "file,label"
                 )
             bench = Bench(model, find_images(data / "train"), judged, torch.tensor(judged.labels))
