@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import adalog
 import zoo
 from adalog.graph.capture import capture
 from adalog.graph.rewrite import group_sites, rewritten
@@ -432,3 +433,46 @@ def test_a_network_without_attention_is_one_block():
     (block,) = find_blocks(program)
     assert block.nodes == tuple(node.name for node in program.nodes)
     assert math.prod(program.run((IMAGES,)).shape) > 0
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Attention with two heads of eight over maps (B, H, W, 16), however its operands are laid out."""
+
+    def __init__(self, layout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layout, self.q, self.kv = layout, nn.Linear(16, 16), nn.Linear(16, 16 if layout == "shared" else 32)
+
+    def forward(self, x):
+        if self.layout == "rows of maps":
+            q, k, v = self.q(x), *self.kv(x).chunk(2, -1)
+        else:
+            q, kv = self.q(x).flatten(1, 2).unflatten(-1, (2, 8)), self.kv(x).flatten(1, 2).unflatten(-1, (-1, 8))
+            order = (2, 0, 1, 3) if self.layout == "heads first" else (0, 2, 1, 3)
+            q, (k, v) = q.permute(order), kv.permute(order).chunk(2, 0 if self.layout == "heads first" else 1)
+        attended = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return attended.mean((0, 2) if self.layout == "heads first" else (1, 2))
+
+
+LAYOUTS = {"usual": (2, 2), "shared": (2, 1), "heads first": (1, 1), "rows of maps": (1, 1)}  # scales of Q and K
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_heads_alone_have_scales_of_their_own(layout):
+    """Not images, nor the rows of a map, nor keys that all heads share."""
+    x = torch.randn(4, 4, 5, 16, generator=torch.Generator().manual_seed(1))
+    sizes = "free" if layout == "rows of maps" else "fixed"
+    images = x.permute(0, 3, 1, 2)
+    model = Toy(lambda self, image: self.heads(image.permute(0, 2, 3, 1)), heads=Heads(layout)).eval()
+    config = dataclasses.replace(adalog.Config.preset("w4a4", "minmax"), images=4, per_head=True)
+    quantized = adalog.quantize(model, images, config, sizes=sizes)
+    scales = {name: value.scale.numel() for name, value in quantized.program.quantizers.items()}
+    assert (scales["heads.qk.left"], scales["heads.qk.right"]) == LAYOUTS[layout]
+    if layout == "heads first":  # its mean is over heads, so that images are apart
+        assert torch.allclose(quantized(images.flip(0)), quantized(images).flip(0), atol=1e-6)
+    assert len(quantized(images[:2])) == 2
+    if sizes == "free":
+        assert quantized(images.repeat(1, 1, 2, 2)).shape == quantized(images).shape

@@ -33,7 +33,7 @@ from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites
+from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites, with_heads
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -103,7 +103,7 @@ class Calibration:
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _finite(_in_float32(batched(unlabelled)))
         self.program = capture(_of_float32(model), inputs, sizes)
-        self.sites = find_sites(self.program)
+        self.sites = with_heads(find_sites(self.program), self.program, self.images)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
         self.seed = seed
         self.groups = group_sites(self.sites, self.pairs)

@@ -108,14 +108,14 @@ def operands_of(
     site = group.first
     if site.role in ("qk", "av"):
         x = seen[site.left]
-        heads = (1,) if config.per_head and x.ndim == 4 else ()
+        own = [(1,) if config.per_head and name in site.headed else () for name in (site.left, site.right)]
         right = seen[site.right].transpose(-1, -2).contiguous()
         lead = torch.broadcast_shapes(x.shape[:-2], right.shape[:-2])
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
         if site.role == "qk" and activation.is_uniform:
-            activation = replace(activation, own_dims=heads)
+            activation = replace(activation, own_dims=own[0])
         alike = site.role == "qk"  # the rows of V, transposed, are its channels
-        return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=heads), alike=alike)
+        return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=own[1]), alike=alike)
     weights = [program.tensors[member.right] for member in group.sites]
     inputs = [seen[name] for name in dict.fromkeys(group.read)]
     if site.role == "conv":

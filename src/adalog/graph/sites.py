@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adalog.graph.operations import FLOAT_PRODUCTS, MOVES, PRODUCTS, SHAPE_READERS, resolve
 from adalog.graph.program import Node, Program, Ref, refs_of
-from adalog.graph.tracing import channels_in_views, trace, zero_padding
+from adalog.graph.tracing import at_twice_the_size, channels_in_views, trace, zero_padding
 
 _ACTIVATIONS = {
     f"aten.{name}.default": name
@@ -43,6 +43,7 @@ class Site:
     of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
     again: the further calls of a layer that is called several times, such as a detector's head on maps of several
     sizes. They share its weight, its bias and its quantizers, and `left_source` is what all its inputs have in common.
+    headed: those of its operands whose dimension 1 counts heads, as `with_heads` tells.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Site:
     bias: str | None = None
     refusal: str = ""
     again: tuple["Site", ...] = ()
+    headed: frozenset[str] = frozenset()
 
     @property
     def calls(self) -> tuple["Site", ...]:
@@ -100,6 +102,26 @@ def find_sites(program: Program) -> list[Site]:
             layer = (site.node.op, site.node.args[1:]) if site.role in ("linear", "conv") else site.name
             calls.setdefault(layer, []).append(site)
     return [_called(each) for each in calls.values()]
+
+
+def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
+    """The same sites, each of which tells which of its computed operands count heads along dimension 1.
+
+    Those have four dimensions, and the size of the second is the same for any number of images and, where sizes are
+    free, for larger ones. Elsewhere it may count images, rows, or nothing: all heads read one key, say.
+    """
+    names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
+    found = [trace(program, inputs, 2, names), trace(program, inputs, 3, names)]
+    if program.free:
+        larger = at_twice_the_size(program, inputs, 2, names)
+        found.append({name: value if value.ndim else found[0][name] for name, value in larger.items()})
+    shapes = {name: [each[name].shape for each in found] for name in names}
+    heads = {
+        name
+        for name, each in shapes.items()
+        if all(len(shape) == 4 for shape in each) and each[0][1] > 1 and len({shape[1] for shape in each}) == 1
+    }
+    return [replace(site, headed=frozenset({site.left, site.right} & heads)) for site in sites]
 
 
 def _called(calls: Sequence[Site]) -> Site:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.errors import ProgramError
 from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
@@ -35,6 +36,21 @@ def trace(
 
     program.run_without_data(given, watch)
     return values
+
+
+def at_twice_the_size(
+    program: Program, inputs: Sequence[Tensor], images: int, names: Collection[str]
+) -> Mapping[str, Any]:
+    """The shapes of these values for images of twice the height and width; a shape of none where they are not known."""
+    larger = []
+    for name, value in zip(program.inputs, inputs, strict=True):
+        dims = program.free.get(name, ())
+        sizes = [size * (2 if dim in dims else 1) for dim, size in enumerate(value.shape)]
+        larger.append(value.new_empty((0, *sizes[1:])))
+    try:
+        return trace(program, larger, images, names)
+    except ProgramError:
+        return dict.fromkeys(names, torch.empty(()))
 
 
 def sizes(values: Mapping[str, Any]) -> dict[str, int]:

@@ -5,19 +5,18 @@ logarithmic one for T[code] unit. A site multiplies the integers of each pair of
 scale per output channel turns these accumulators into floats: output = sum of accumulator * scale, plus bias.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from adalog.errors import ArtifactError, ProgramError
+from adalog.errors import ArtifactError
 from adalog.graph.convolution import conv_geometry, output_sizes, patches
 from adalog.graph.operations import FAKE_QUANTIZE, PRODUCTS
 from adalog.graph.program import Node, Program, Ref
 from adalog.graph.sites import find_sites
-from adalog.graph.tracing import trace
+from adalog.graph.tracing import at_twice_the_size, trace
 from adalog.quantizers import Quantizer
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations that only compiled programs have
@@ -107,7 +106,7 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}
     operands = {name for node in program.nodes if node.op in PRODUCTS for name in node.refs()}
     values = trace(program, example, 1, operands)
-    larger = _at_twice_the_size(program, example, operands) if program.free else values
+    larger = at_twice_the_size(program, example, 1, operands) if program.free else values
     sites = []
     for node in program.nodes:
         if node.op not in PRODUCTS or not all(isinstance(arg, Ref) for arg in node.args[:2]):
@@ -127,18 +126,6 @@ def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
         grows = not stored and larger[left].shape[-1:] != shapes[0][-1:]
         sites.append(_site(name, node, quantizers, weight, shapes, FREE_TERMS if grows else 0))
     return sites
-
-
-def _at_twice_the_size(program: Program, example: Sequence[Tensor], names: Collection[str]) -> Mapping[str, Any]:
-    """The shapes of these values for images of twice the height and width; a shape of none where they are not known."""
-    inputs = []
-    for name, value in zip(program.inputs, example, strict=True):
-        dims = program.free.get(name, ())
-        inputs.append(value.new_empty([size * (2 if dim in dims else 1) for dim, size in enumerate(value.shape)]))
-    try:
-        return trace(program, inputs, 1, names)
-    except ProgramError:
-        return dict.fromkeys(names, torch.empty(()))
 
 
 def _site(
