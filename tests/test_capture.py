@@ -456,3 +456,37 @@ def test_regions_without_autocast_or_gradients_are_inlined():
 def test_names_of_tensors_and_operations_do_not_clash():
     names = {"add": nn.Buffer(torch.randn(1)), "x": nn.Buffer(torch.randn(1)), "mul": nn.Buffer(torch.randn(1))}
     check(Toy(lambda m, x: (x + m.add) * m.x + m.mul, **names))
+
+
+def test_stored_tensors_do_not_take_the_names_of_inputs():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix, self.gain = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.rand(5))
+
+        def forward(self, x, weight, bias):
+            return F.linear(x, self.matrix * self.gain[:, None], self.gain * 2) * weight + bias
+
+    model, inputs = Gated().eval(), (torch.randn(2, 4), torch.randn(2, 5), torch.randn(2, 5))
+    program = capture(model, inputs)
+    assert torch.allclose(program.run(inputs), model(*inputs), atol=1e-6)
+
+
+def test_einsums_that_repeat_an_operand_are_refused():
+    function = lambda m, x: torch.einsum("bnd,bmd->bnm", x.flatten(2), m.table)  # noqa: E731
+    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\("bnd,bmd->bnm"\)'):
+        capture(Toy(function, table=nn.Buffer(torch.randn(1, 5, 1024))).eval(), IMAGES)
+
+
+def test_batch_norms_with_computed_statistics_stay():
+    def function(self, x):
+        return F.batch_norm(self.conv(x), self.mean * 2, self.variance.exp())
+
+    parts = {"conv": nn.Conv2d(3, 4, 3), "mean": nn.Buffer(torch.randn(4)), "variance": nn.Buffer(torch.randn(4))}
+    model = Toy(function, **parts).eval()
+    assert torch.allclose(capture(model, IMAGES).run((IMAGES,)), model(IMAGES), atol=1e-5)
+
+
+def test_outputs_without_names_are_refused():
+    with pytest.raises(CaptureError, match=r"a dict with the keys \[0, 1\]: give them names"):
+        capture(Toy(lambda m, x: {0: m.conv(x), 1: x}, conv=nn.Conv2d(3, 4, 3)).eval(), IMAGES)

@@ -183,7 +183,9 @@ def test_wilson_inverts_the_score_test(hits, count):
 
     low = 0.0 if hits == 0 else boundary(hits / count, 0.0) if hits < count else boundary(1 - 1e-15, 0.0)
     high = 1.0 if hits == count else boundary(hits / count, 1.0) if hits else boundary(1e-15, 1.0)
-    assert wilson(hits, count) == pytest.approx((low, high), abs=1e-9)
+    found = wilson(hits, count)
+    assert found == pytest.approx((low, high), abs=1e-9)
+    assert 0.0 <= found[0] <= hits / count <= found[1] <= 1.0
 
 
 @pytest.mark.slow
@@ -348,3 +350,17 @@ def test_nearest_is_a_loop():
 def test_features_that_do_not_fit_are_refused(support, labels, query, told):
     with pytest.raises(DataError, match=told):
         Nearest(support, labels)(query)
+
+
+def test_logits_that_are_no_numbers_are_never_right():
+    answers = torch.eye(4)
+    answers[1] = math.nan
+    answers[2, 0] = math.nan
+    assert score(answers, torch.arange(4)).top1.value == 0.5
+    assert score(answers, torch.arange(4, dtype=torch.uint8)).top1.value == 0.5
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(4), torch.zeros(4, dtype=torch.bool)])
+def test_labels_are_integers(labels):
+    with pytest.raises(DataError, match="give the number of each image's class, an integer"):
+        score(torch.eye(4), labels)

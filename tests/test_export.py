@@ -365,3 +365,22 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, quantized, images):
     for got in (names["logits"], names["answer"]):
         assert got.shape == wanted.shape
         assert torch.equal(torch.as_tensor(got).argmax(1), wanted.argmax(1))
+
+
+@pytest.mark.parametrize("form", ["mixed", "integer"])
+def test_layers_that_are_called_again_and_outputs_that_are_none(images, form):
+    """Of a module whose part has the name of a dict's method."""
+
+    def function(self, x):
+        first = self.keys(x.flatten(2).mean(1))
+        return {"logits": self.keys(F.relu(first)), "loss": None}
+
+    model = Toy(function, keys=nn.Linear(1024, 1024)).eval()
+    config = replace(Config.preset("w4a4", "minmax"), images=4)
+    found = Calibration(Toy(lambda m, x: m.inner(x[:, :1])["logits"], inner=model).eval(), images).quantize(config)
+    named = Calibration(model, images[:, :1]).quantize(config)
+    for quantized, given in ((found, images), (named, images[:, :1])):
+        content = written.to_onnx(quantized.quantized, form, "digest")
+        certificate = certify(quantized.quantized, "digest", content, [(given,)], executor="reference")
+        assert all(site.equal for site in certificate.sites)
+        assert len({site.site for site in certificate.sites}) == 2

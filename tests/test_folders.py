@@ -284,6 +284,32 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
         find_support(tmp_path / "all", tmp_path / "bare")
 
 
+def test_support_by_another_path_is_support(tmp_path, monkeypatch):
+    """No image tells its own class, whichever way either folder is named."""
+    fill(tmp_path / "all", "known/a.png", "asked/b.png")
+    (tmp_path / "all" / "labels.csv").write_text("file,label\nknown/a.png,1\nasked/b.png,0\n")
+    (tmp_path / "link").symlink_to(tmp_path / "all")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    ways = ["../all", tmp_path / "all", tmp_path / "here" / ".." / "all", tmp_path / "link"]
+    for data in ways:
+        for support in ways:
+            queries, known = find_support(data, Path(support) / "known")
+            assert (queries.labels, known.labels) == ((0,), (1,))
+    fill(tmp_path / "more", "x/1.png", "y/2.png")
+    (tmp_path / "more" / "y" / "again.png").symlink_to(tmp_path / "all" / "known" / "a.png")
+    (tmp_path / "all" / "known" / "labels.csv").write_text("file,label\na.png,1\n")
+    queries, known = find_support(tmp_path / "more", tmp_path / "all" / "known")
+    assert (len(queries), known.labels) == (2, (1,))
+
+
+def test_an_image_has_one_line_of_a_table(tmp_path):
+    fill(tmp_path, "a.png")
+    (tmp_path / "labels.csv").write_text("file,label\na.png,0\n./a.png,1\n")
+    with pytest.raises(DataError, match=r"line 3: ./a.png is named a second time"):
+        find_images(tmp_path)
+
+
 def test_labels_of_other_folders_are_not_mixed(tmp_path):
     """The rank of a folder's name says which class it is among the same folders only."""
     fill(tmp_path / "data", "cat/1.png", "dog/2.png")

@@ -49,6 +49,22 @@ def labelled(*reds_and_labels, first=0):
     return members
 
 
+@pytest.mark.parametrize("name", ["train/000.png", "train/000.cls"])
+def test_a_member_that_is_there_twice_is_refused(tmp_path, name):
+    path = tar(tmp_path / "a.tar", labelled((1, 5)))
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo(f"./{name}")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"6"))
+    with pytest.raises(DataError, match=f"{name} twice: keep one of them"):
+        find_images(tmp_path)
+
+
+def test_members_of_hidden_folders_are_passed_over(tmp_path):
+    tar(tmp_path / "a.tar", {"a.png": picture(1), ".hidden/b.png": picture(2), "c/.d/e.png": b"x"})
+    assert len(find_images(tmp_path)) == 1
+
+
 def test_images_of_several_tar_files(tmp_path):
     tar(tmp_path / "b.tar", labelled((3, 0), first=7))
     tar(tmp_path / "a.tar", {"notes.txt": b"none", **labelled((1, 5), (2, 6)), "train/.hidden.png": b"x"})

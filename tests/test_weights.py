@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adalog import DataError
 from adalog.inputs.demo.model import DemoViT
 from adalog.inputs.images import Preprocessing
+from adalog.inputs.weights import load_weights, misfit, read_weights
 from adalog.inputs.zoo import inspect, load_model
 from toys import IMAGES
 from zoo import COUNTS, TINY, refused
@@ -425,3 +427,21 @@ def test_half_a_file(tmp_path, weights):
     torch.save(weights, file)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert "is neither safetensors nor a whole file of torch.save" in refused("demo", checkpoint=file)
+
+
+# --- strange checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_that_holds_itself_ends(tmp_path):
+    content = {"weight": torch.zeros(2)}
+    content["model"] = content
+    torch.save(content, tmp_path / "own.pth")
+    assert list(read_weights(tmp_path / "own.pth")) == ["weight"]
+
+
+def test_complex_and_sparse_weights_are_refused(tmp_path):
+    module, given = torch.nn.Linear(3, 2), {"weight": torch.ones(2, 3, dtype=torch.complex64), "bias": torch.zeros(2)}
+    torch.save(given, tmp_path / "complex")
+    with pytest.raises(DataError, match="does not fit own: complex or sparse weight"):
+        load_weights(module, tmp_path / "complex", "own")
+    assert misfit(module.state_dict(), given | {"weight": torch.eye(3)[:2].to_sparse()}) == "complex or sparse weight"

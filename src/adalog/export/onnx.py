@@ -133,7 +133,7 @@ def tensor_name(buffer: str) -> str:
     """The name in the file of a buffer of `Replay`."""
     for prefix in ("steps.", "tensors."):
         if buffer.startswith(prefix):
-            return buffer.removeprefix(prefix).replace("/", ".")
+            return buffer.removeprefix(f"{prefix}/").replace("/", ".")
     return buffer
 
 

@@ -1,7 +1,7 @@
 """A module that replays a quantized program with operators of ONNX in place of its encoders and products."""
 
 import operator as python
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -47,11 +47,11 @@ class Replay(nn.Module):
         odd = [value.dtype for value in floats if value.dtype != torch.float32]
         if odd:
             raise ArtifactError(f"the model is in {odd[0]}: convert it to float32, the type that is exported")
-        self.sites = plan(program, quantized.example)
+        self.sites = _apart(plan(program, quantized.example))
         self.steps = nn.ModuleDict()
 
         def encoder(quantizer: Quantizer, site: IntegerSite) -> Encoder:
-            return Encoder(quantizer, next(name for name, each in program.quantizers.items() if each is quantizer))
+            return Encoder(quantizer, site.node.args[quantizer is not site.left].name)
 
         def product(site: IntegerSite) -> Product:
             return Product(site, mixed=form == "mixed")
@@ -88,9 +88,18 @@ class Replay(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
         found = replace(self.program, tensors=tensors).run(inputs, None, self._called)
-        return tuple(leaves_of(found))
+        return tuple(leaf for leaf in leaves_of(found) if leaf is not None)
+
+
+def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
+    """The same sites, those of a layer that is called again under names of their own."""
+    found: dict[str, IntegerSite] = {}
+    for site in sites:
+        name = f"{site.name}#{site.node.name}" if site.name in found else site.name
+        found[name] = replace(site, name=name)
+    return list(found.values())
 
 
 def _path(name: str) -> str:
-    """A name that a module may have for a part of it."""
-    return name.replace(".", "/")
+    """A name that a module may have for a part of it, and that none of its own attributes has."""
+    return "/" + name.replace(".", "/")

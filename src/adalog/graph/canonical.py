@@ -92,9 +92,12 @@ def unfold_einsum(call: Call) -> Ref | None:
     if not plain or not alone <= set(wanted) or not set(wanted) <= {*left, *right}:
         return call.emit(f'aten.einsum.default("{equation}")')  # which no program can hold
     sizes: dict[str, Arg] = {}
+    told: dict[str, Any] = {}
     for word, value, meta in zip((left, right), operands, call.metas[1], strict=True):
         for axis, (letter, size) in enumerate(zip(word, meta.shape, strict=True)):
             known = isinstance(size, int)
+            if 1 in (size, told.setdefault(letter, size)) and size != told[letter]:  # one operand is repeated
+                return call.emit(f'aten.einsum.default("{equation}")')
             sizes[letter] = size if known else call.emit("aten.sym_size.int", value, axis, part="_size")
     lead = [letter for letter in left if letter in right and letter in wanted]
     summed = [letter for letter in left if letter in right and letter not in wanted]
@@ -254,12 +257,13 @@ def store_parameters(program: Program) -> Program:
         if constant.issuperset(node.refs()):
             constant.add(node.name)
     stored: dict[str, str] = {}  # a computed value -> the tensor that it becomes
+    taken = {*program.tensors, *program.inputs, *(node.name for node in program.nodes)}
 
     def store(value: str, node: Node, part: str) -> None:
         if value in constant and value not in program.tensors and value not in stored:
             name = f"{node.scope}.{part}".lstrip(".")
-            taken = name in program.tensors or name in stored.values()
-            stored[value] = f"{name}#{node.name}" if taken else name
+            stored[value] = f"{name}#{node.name}" if name in taken else name
+            taken.add(stored[value])
 
     for node in program.nodes:
         if node.op in PRODUCTS:
@@ -298,6 +302,8 @@ def fold_batch_norms(program: Program) -> Program:
         if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1 or conv.name in outputs:
             continue
         if norm.args[3] is None or norm.args[4] is None:  # it normalises by the batch's own statistics
+            continue
+        if not all(arg is None or arg.name in tensors for arg in norm.args[1:5]):  # they are computed
             continue
         weight_name = conv.args[1].name
         if weight_name not in tensors or uses.count(weight_name) != 1:

@@ -362,6 +362,8 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     keys = spec.context
     if isinstance(keys, (tuple, list)) and keys and isinstance(keys[0], list):  # a dataclass: the fields that are set
         keys = keys[0]
+    if spec.type is dict and not all(isinstance(key, str) for key in keys):
+        raise CaptureError(f"the model puts out a dict with the keys {keys}: give them names, which are text")
     if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))

@@ -67,7 +67,7 @@ def read_image(path: str | Path | Member) -> Image.Image:
             image.load()
             turn = _TURNS.get(_orientation(image))
             upright = image if turn is None else image.transpose(turn)
-            return _to_rgb(upright)
+            return _to_rgb(upright, image.format)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as cause:
         raise DataError(
             f"{path} has more pixels than PIL.Image.MAX_IMAGE_PIXELS = {Image.MAX_IMAGE_PIXELS} allows: "
@@ -100,13 +100,11 @@ def _orientation(image: Image.Image) -> int:
     return found if isinstance(found, int) else 1
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
+    if image.mode == "I" and form not in ("PNG", "PPM"):  # of these, older releases of Pillow open 16 bits so
+        raise ValueError("it holds integers of 32 bits, whose range is not known: make it one of 8 bits")
     if image.mode.startswith("I"):  # 16 bits, which Pillow's conversion would clip to 8
         values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError(
-                f"its values go from {values.min()} to {values.max()}, beyond 16 bits: make it one of 8 bits"
-            )
         codes = (values >> 8).astype(np.uint8)
         codes[values == image.info.get("transparency", -1)] = 255
         return Image.fromarray(codes).convert("RGB")
@@ -332,6 +330,11 @@ def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
         raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
 
 
+def _without_detours(path: str | Path) -> Path:
+    """The absolute path without "..", links and all."""
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
     """The images of a folder `data` without those of `support`, and the images of `support`, which have labels.
 
@@ -342,14 +345,14 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     images = find_images(data)
     if support is None:
         return images, None
-    known, place, root = None, Path(support).absolute(), Path(data).absolute()  # without following links
-    if place.is_relative_to(root):
-        folder = Path(data) / place.relative_to(root)
-        files = (path.archive if isinstance(path, Member) else path for path in images.paths)
-        inside = [file.is_relative_to(folder) for file in files]
-        if any(inside):
+    known, place, root = None, _without_detours(support), _without_detours(data)
+    end, whole = place.resolve(), root.resolve()  # a link to either is another way to name it
+    files = (_without_detours(path.archive if isinstance(path, Member) else path) for path in images.paths)
+    inside = [file.is_relative_to(place) or file.resolve().is_relative_to(end) for file in files]
+    if any(inside):
+        if place.is_relative_to(root) or end.is_relative_to(whole):
             known = images.select(index for index, belongs in enumerate(inside) if belongs)
-            images = images.select(index for index, belongs in enumerate(inside) if not belongs)
+        images = images.select(index for index, belongs in enumerate(inside) if not belongs)
     known = known or find_images(support)
     if known.labels is None:
         raise DataError(f"{support} has no labels: give it one subfolder per class, or a CSV file of file,label")
@@ -394,11 +397,12 @@ def _read_table(folder: Path, table: Path) -> ImageSet:
             raise DataError(f"{where}: {name!r} is not a path below {folder}: name files relative to the folder")
         if not (folder / name).is_file():
             raise DataError(f"{where}: {folder / name} is not there: remove the line, or add the file")
-        if name in labels:
+        image = PurePosixPath(name).as_posix()
+        if image in labels:
             raise DataError(f"{where}: {name} is named a second time: keep one line")
         if not (label.isascii() and label.isdecimal() and len(label) < 10):
             raise DataError(f"{where}: label {label!r} is not a class index: give a whole number, from 0")
-        labels[name] = int(label)
+        labels[image] = int(label)
     if not labels:
         raise DataError(f"{table} names no images: add lines of file,label, or remove it")
     names = sorted(labels, key=lambda name: PurePosixPath(name).parts)

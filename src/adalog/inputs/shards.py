@@ -71,7 +71,7 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
 
 
 def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], dict[str, int]]:
-    images, classes = list[Member](), dict[str, int]()
+    images, classes, seen = list[Member](), dict[str, int](), set[str]()
     try:
         size = path.stat().st_size
         with tarfile.open(path, "r:") as archive:
@@ -80,12 +80,16 @@ def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], di
                     raise DataError(f"{path} is damaged in {member.name!r}: fetch it again")
                 name, plain = PurePosixPath(member.name), member.isreg() and not member.issparse()
                 suffix = name.suffix.lower()
-                if not plain or name.name.startswith(".") or suffix not in (*suffixes, ".cls"):
+                hidden = any(part.startswith(".") and part != ".." for part in name.parts)
+                if not plain or hidden or suffix not in (*suffixes, ".cls"):
                     continue
                 if member.size > (_MOST_DIGITS if suffix == ".cls" else _MOST_BYTES):
                     raise DataError(f"{path}:{member.name} has {member.size:,} bytes: leave it out")
                 if member.offset_data + member.size > size:
                     raise DataError(f"{path} is cut off in {member.name}: fetch it again")
+                if name.as_posix() in seen:
+                    raise DataError(f"{path} has {member.name} twice: keep one of them")
+                seen.add(name.as_posix())
                 if suffix == ".cls":
                     content = archive.extractfile(member)
                     classes[_key(member.name)] = _label(path, member.name, b"" if content is None else content.read())

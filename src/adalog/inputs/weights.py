@@ -25,7 +25,8 @@ def load_weights(module: nn.Module, path: Path, spec: str) -> None:
             given = _renamed(module, given)
     if told := misfit(own, given):
         raise DataError(f"{path} does not fit {spec}: {told}; use the weights of this model")
-    module.load_state_dict(given)
+    with refusal(f"{path} does not fit {spec}", "use the weights of this model"):
+        module.load_state_dict(given)
 
 
 def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -53,7 +54,8 @@ def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
         for name, value in given.items()
         if name in own and own[name].shape != value.shape
     ]
-    found = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+    odd = [name for name, value in given.items() if value.is_complex() or value.layout != torch.strided]
+    found = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes, "complex or sparse": odd}
     return "; ".join(f"{word} {listed(names)}" for word, names in found.items() if names)
 
 
@@ -66,8 +68,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content: Any = load_file(path)
     else:
         content = _read_pickle(path)
-    while isinstance(content, Mapping) and (inner := [content[key] for key in _WRAPPERS if key in content]):
-        if not isinstance(inner[0], Mapping):
+    for _ in _WRAPPERS:  # a wrapper may hold itself
+        inner = [content[key] for key in _WRAPPERS if key in content] if isinstance(content, Mapping) else []
+        if not inner or not isinstance(inner[0], Mapping):
             break
         content = inner[0]
     state = dict(content) if isinstance(content, Mapping) else {}

@@ -370,6 +370,9 @@ def _first(answers: Tensor) -> Tensor:
 
 def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
     """Whether each label is among the `first` answers, (N,); among equal logits the lower class comes first."""
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise DataError(f"labels are {labels.dtype}: give the number of each image's class, an integer")
+    labels = labels.long()
     if labels.shape != answers.shape[:1]:
         raise DataError(f"{len(answers)} answers have labels {tuple(labels.shape)}: give one label for each image")
     last = answers.shape[1] - 1 if answers.ndim == 2 else math.inf
@@ -382,7 +385,8 @@ def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
         return answers == labels
     own = answers.gather(1, labels[:, None])
     lower = torch.arange(answers.shape[1], device=answers.device) < labels[:, None]
-    return ((answers > own) | ((answers == own) & lower)).sum(dim=1) < first
+    before = ~(answers <= own) | ((answers == own) & lower)  # what is no number comes before all
+    return (before.sum(dim=1) < first) & ~own[:, 0].isnan()
 
 
 def _share(hits: int, count: int) -> Share:
@@ -404,7 +408,8 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
     centre = share + Z95**2 / (2 * count)
     half = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     scale = 1 + Z95**2 / count
-    return (centre - half) / scale, (centre + half) / scale
+    low, high = (centre - half) / scale, (centre + half) / scale
+    return (max(low, 0.0) if successes else 0.0), (min(high, 1.0) if successes < count else 1.0)
 
 
 def mcnemar(lost: int, gained: int) -> float:
