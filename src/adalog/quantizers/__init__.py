@@ -24,6 +24,7 @@ from adalog.quantizers.twin import TwinUniformQuantizer
 from adalog.quantizers.uniform import (
     UniformQuantizer,
     bounds_to_uniform,
+    symmetric_scale,
     symmetric_zero_point,
     uniform_dequantize,
     uniform_fake_quantize,
@@ -58,6 +59,7 @@ __all__ = [
     "log_thresholds",
     "most_headroom",
     "round_ste",
+    "symmetric_scale",
     "symmetric_zero_point",
     "table_step",
     "uniform_dequantize",

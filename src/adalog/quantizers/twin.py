@@ -38,10 +38,13 @@ class TwinUniformQuantizer(Quantizer):
 
     @classmethod
     def reaching(cls, upper: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
-        """The negative scale spans the offset."""
-        half = symmetric_zero_point(bits)
-        scale = (upper / (half - 1)).clamp(min=1e-12)
-        return TwinUniformQuantizer(scale, torch.full_like(scale, offset / half), bits)
+        """Of this largest value; the negative scale spans the offset."""
+        return cls.of((upper / (symmetric_zero_point(bits) - 1)).clamp(min=1e-12), bits, offset)
+
+    @classmethod
+    def of(cls, scale: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
+        """Of this positive scale; the negative scale spans the offset."""
+        return cls(scale, torch.full_like(scale, offset / symmetric_zero_point(bits)), bits)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         half = symmetric_zero_point(self.bits)

@@ -46,6 +46,11 @@ def symmetric_zero_point(bits: int) -> int:
     return int(2 ** (bits - 1))
 
 
+def symmetric_scale(largest: Tensor, bits: int) -> Tensor:
+    """The scale of the symmetric quantizer whose range ends at a largest magnitude: half a step above its last code."""
+    return largest / (symmetric_zero_point(bits) - 0.5)
+
+
 def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 # About this many values of a sample are sorted, at even distances, but at least this many per row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
-_QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more elements
+QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more elements
 
 
 def coprime(stride: int, size: int) -> int:
@@ -51,9 +51,9 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
     if set(fractions) <= {0.0, 1.0}:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
         return [ends[each] for each in fractions]
-    if rows.shape[1] > _QUANTILE_LIMIT:
+    if rows.shape[1] > QUANTILE_LIMIT:
         return _of_sorted(ascending(rows), fractions)
-    some = max(1, _QUANTILE_LIMIT // rows.shape[1])
+    some = max(1, QUANTILE_LIMIT // rows.shape[1])
     found = [each.quantile(each.new_tensor(fractions), dim=1) for each in rows.split(some)]
     return list(torch.cat(found, dim=1))
 

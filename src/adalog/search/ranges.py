@@ -27,6 +27,7 @@ from adalog.quantizers import (
     Quantizer,
     UniformQuantizer,
     bounds_to_uniform,
+    symmetric_scale,
     symmetric_zero_point,
     uniform_fake_quantize,
 )
@@ -88,7 +89,7 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
         return (high + (0.0 if form.twin else form.offset))[None]
     if symmetric:
         half = symmetric_zero_point(form.bits)
-        scale = torch.maximum(high.abs(), low.abs()) / (half - 0.5)
+        scale = symmetric_scale(torch.maximum(high.abs(), low.abs()), form.bits)
         low, high = -half * scale, (half - 1) * scale
     return torch.stack([low, high])
 

@@ -34,6 +34,7 @@ from adalog.quantizers import (
     Quantizer,
     TwinUniformQuantizer,
     UniformQuantizer,
+    symmetric_scale,
     symmetric_zero_point,
     uniform_fake_quantize,
 )
@@ -41,7 +42,7 @@ from adalog.search.fused import sums, uniform_errors
 from adalog.search.objective import Errors, ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
-from adalog.search.quantiles import quantiles
+from adalog.search.quantiles import QUANTILE_LIMIT, quantiles
 from adalog.search.strategies import Loss
 
 POINTS = 128  # n, the candidates of every step
@@ -50,7 +51,6 @@ _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # the least scale of an activation, and of
 # An operand of this many values or more averages out the rounding of bfloat16, and this many tokens can stand for all.
 _MANY, _ROWS = 1 << 19, 4096
 _FINALISTS = 8  # this many candidates are left after a rough loss, and twice as many where equal ones are common
-_QUANTILE_LIMIT = 1 << 24  # elements that torch.quantile takes
 
 
 def needs(search: ReleasedSearch) -> frozenset[str]:
@@ -340,14 +340,11 @@ class _TwinSpace:
     operand: Operand
 
     def _quantizer(self, scale: Tensor) -> TwinUniformQuantizer:
-        half = symmetric_zero_point(self.operand.format.bits)
-        negative = scale.new_tensor(self.operand.format.offset / half)
-        return TwinUniformQuantizer(scale, negative, self.operand.format.bits)
+        return TwinUniformQuantizer.of(scale, self.operand.format.bits, self.operand.format.offset)
 
     def start(self, *, own_error: bool) -> TwinUniformQuantizer:
         """The quantizer whose positive half spans the largest magnitude. own_error: not used."""
-        half = symmetric_zero_point(self.operand.format.bits)
-        return self._quantizer(self.operand.values.abs().max() / (half - 0.5))
+        return self._quantizer(symmetric_scale(self.operand.values.abs().max(), self.operand.format.bits))
 
     def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
         """The best of 29 powers of two by the product's error. current: not used."""
@@ -364,7 +361,7 @@ class _TwinSpace:
 def _quantiles(groups: Tensor) -> list[Tensor]:
     """Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T); long rows are cut into pieces, whose quantiles are averaged."""
     count = 1
-    while groups.numel() // count > _QUANTILE_LIMIT and groups.shape[1] % (2 * count) == 0:
+    while groups.numel() // count > QUANTILE_LIMIT and groups.shape[1] % (2 * count) == 0:
         count *= 2
     pieces = quantiles(groups.reshape(len(groups) * count, -1), (0.0, 0.1, 0.9, 1.0))
     return list(torch.stack(pieces).view(len(pieces), len(groups), count).mean(dim=2))

@@ -37,6 +37,7 @@ from adalog.quantizers import (
     SplitUniformQuantizer,
     TwinUniformQuantizer,
     UniformQuantizer,
+    symmetric_scale,
     symmetric_zero_point,
 )
 from adalog.search.fused import products, uniform_errors
@@ -217,7 +218,7 @@ class _Scaled:
         if form.log2_base is not None:
             return (groups.amax(1) + form.offset).clamp(min=_TINY).reshape(shape)
         ends = groups.amax(1) if form.twin else groups.abs().amax(1)
-        scale = ends.clamp(min=_TINY) / (symmetric_zero_point(form.bits) - 0.5)
+        scale = symmetric_scale(ends.clamp(min=_TINY), form.bits)
         return self._merged(scale, torch.amax).reshape(shape)
 
     def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
@@ -281,7 +282,7 @@ class _Scaled:
         if form.unit == "max-kept":
             return UniformQuantizer(point.clamp(min=_TINY), torch.zeros_like(point), form.bits)
         if form.twin:
-            return TwinUniformQuantizer(point, torch.full_like(point, form.offset / half), form.bits)
+            return TwinUniformQuantizer.of(point, form.bits, form.offset)
         if form.log2_base is not None:
             q, r = form.log2_base
             return LogQuantizer(point, q, r, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
