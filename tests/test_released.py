@@ -159,7 +159,7 @@ def test_scales_of_activations_have_a_floor():
 
 
 def test_quantiles_of_long_tensors_are_those_of_their_pieces(scored, monkeypatch):
-    monkeypatch.setattr(released, "_QUANTILE_LIMIT", 60)  # of 240 values: four pieces
+    monkeypatch.setattr(released, "QUANTILE_LIMIT", 60)  # of 240 values: four pieces
     left, right = linear(4)
     search_product(Product("linear", left, right), replace(GRID_ALONE, rounds=1))
     pieces = left.values.flatten().split(60)
