@@ -379,3 +379,51 @@ def test_memory_stays_as_it_is(quantized, images):
     for i in range(10_000):
         model(images[: (1, 2, 4)[i % 3]])
     assert resident() - before < 2**23
+
+
+class Linearised(nn.Module):
+    """Attention without softmax: values are summed by keys first, so that a left operand lies across."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(24, 72)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        return (q.relu() @ (k.relu().transpose(-1, -2) @ v)).mean(1)
+
+
+class Inverted(nn.Module):
+    """A block of a mobile network, with a padded offset in front: convolutions of all channels and of each alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.next = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 12, 3, 2, 1)
+        self.up, self.each, self.down = (
+            nn.Conv2d(12, 24, 1),
+            nn.Conv2d(24, 24, 3, 1, 1, groups=24),
+            nn.Conv2d(24, 12, 1),
+        )
+
+    def forward(self, x):
+        x = self.next(F.gelu(self.stem(x)))
+        return F.silu(self.down(F.gelu(self.each(F.gelu(self.up(x))))) + x).mean((2, 3))
+
+
+@every_level
+@pytest.mark.parametrize("kind", ["linear attention", "one token", "convolutions"])
+def test_other_models_than_vits(level, fast, kind):
+    torch.manual_seed(0)
+    if kind == "convolutions":
+        model, x = Inverted(), torch.randn(6, 3, 16, 16)
+    else:
+        hidden = torch.zeros(1, 1).bool()
+        model = Linearised() if kind == "linear attention" else Masked(hidden)
+        x = torch.randn(6, 1 if kind == "one token" else 7, 24)
+    quantized = Calibration(model.eval(), x).quantize(fast)
+    compiled = quantized.compile("native", level=level)
+    assert close(compiled(x), quantized(x)) < 1e-5
+    if kind == "convolutions":
+        assert sorted(compiled.prepare(6).fallbacks.values()) == [
+            *("aten.add.Tensor", "aten.gelu.default", "aten.mean.dim", "aten.silu.default")
+        ]

@@ -227,6 +227,7 @@ class _Emitter:
         by_token = len(step.shape) == 4
         out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
         *left, right = (layout.strided(plane) for plane in (*left, *right))
+        left = [plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in left]
         arguments, alive = matrices(site, left, right, out[0])
         layout.alive.append(alive)
         arguments.out = layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None)
@@ -243,7 +244,7 @@ class _Emitter:
             k = layout.dense(k.transpose(-1, -2)).transpose(-1, -2)
         out, lead = layout.results_by_token(step.finish, step.shape), step.shape[:-2]
         (left, *alive), (right, *alive_too), (values, *alive_as_well) = (
-            side([plane], lead, quantizer)
+            side([plane], lead, quantizer, transposed=plane is k)
             for plane, quantizer in ((q, scores.left), (k, scores.right), (v, site.right))
         )
         layout.alive += [alive, alive_too, alive_as_well]

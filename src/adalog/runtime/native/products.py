@@ -269,7 +269,7 @@ def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tup
     out: of the shape of the product; its strides say where batches and heads lie.
     """
     lead = out.shape[:-2]
-    (one, *alive), (other, *alive_too) = side(left, lead, site.left), side([right], lead, site.right)
+    (one, *alive), (other, *alive_too) = side(left, lead, site.left, transposed=False), side([right], lead, site.right)
     result = by_batch_and_head(out, lead)
     arguments = abi.Matrices(
         batches=len(result),
@@ -293,10 +293,16 @@ def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
     return value.reshape(math.prod(lead[:-1]), lead[-1] if lead else 1, *value.shape[-2:])
 
 
-def side(planes: Planes, lead: Sequence[int], quantizer: Quantizer) -> tuple[abi.Side, Planes, Tensor]:
-    """One operand of a product, and what must live as long: its rows are dense in memory, or else its columns."""
+def side(
+    planes: Planes, lead: Sequence[int], quantizer: Quantizer, *, transposed: bool | None = None
+) -> tuple[abi.Side, Planes, Tensor]:
+    """One operand of a product, and what must live as long.
+
+    transposed: whether its columns are dense in memory, not its rows; None: whichever are.
+    """
     planes = [by_batch_and_head(plane, lead) for plane in planes]
-    transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1
+    if transposed is None:
+        transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1
     if not transposed and planes[0].stride(-1) != 1:
         planes = [plane.contiguous() for plane in planes]
     first = planes[0]
