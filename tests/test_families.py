@@ -8,7 +8,7 @@ import torch
 
 import adalog
 import zoo
-from adalog import Config, Search
+from adalog import Config, Search, library
 from adalog.graph.capture import capture
 from adalog.graph.sites import GELUS, find_blocks, find_pairs, find_sites
 
@@ -220,6 +220,10 @@ def test_families_end_to_end(name, tmp_path):
     assert result(images).shape == model(images).shape
     assert result.save(tmp_path / "model") > 0
     assert torch.equal(adalog.load(tmp_path / "model")(images), result(images))
+    wanted = result(images)
+    for executor in ("torch", "native") if library.levels() else ("torch",):
+        difference = result.compile(executor)(images) - wanted  # values at the edge of two codes
+        assert difference.norm() < 0.2 * wanted.norm(), executor
     noise = (result(images[:2]) - model(images[:2])).square().sum()
     sqnr = 10 * torch.log10(model(images[:2]).square().sum() / noise)
     assert sqnr > LEAST.get(name, 15)
