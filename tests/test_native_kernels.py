@@ -126,6 +126,33 @@ def test_functions_of_few_values(level, count, spread, width, seed):
     assert torch.equal(out[0].int() + 256 * out[1].int(), values[torch.searchsorted(thresholds, rows[0], right=True)])
 
 
+ACTIVATIONS = {
+    "relu": torch.relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "hardswish": torch.nn.functional.hardswish,
+}
+
+
+@every_level
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(level, name):
+    """Of numbers small and large, of those at ends, and of what is no number; as floats and as codes."""
+    assert {"", *ACTIVATIONS} == {*abi.ACTIVATIONS}
+    sizes = torch.exp2(torch.linspace(-30, 7, 999))
+    x = torch.cat([sizes, -sizes, torch.linspace(-8, 8, 999), torch.tensor([0.0, 3.0, -3.0, 1e30])])
+    wanted, context, layout = ACTIVATIONS[name](x.double()), abi.Context(1, level), Layout(abi.Context(1, level))
+    out, odd = torch.zeros(1, len(x) + 2), torch.tensor([math.inf, math.nan])
+    given = torch.cat([x, odd])
+    output = layout.output(None, [out], torch.ones(len(given)).double(), None, name)
+    told = {"data": given.data_ptr(), "bytes": given.nbytes, "row": len(given), "rows": 1, "columns": len(given)}
+    context.run("encode", abi.Encode(**told, out=output))
+    assert torch.allclose(out[0, : len(x)].double(), wanted, rtol=4e-7, atol=4e-7)
+    assert out[0, -2] == math.inf
+    assert out[0, -1].isnan()
+
+
 def test_thresholds_of_a_function_that_rises_and_falls():
     def codes(x):
         return (torch.nn.functional.gelu(x.double()) * 20).round().clamp(-4, 9).long()
@@ -284,6 +311,8 @@ def fill(structure, size):
             structure.bits = random.randrange(1, 10)
         elif name == "most":
             structure.most = random.choice([0, 1, 2, 3])
+        elif name == "activation":
+            structure.activation = random.choice([0, 0, 0, 1, 2, 3, 4, 5, 6, -1])
         elif name == "shift":
             structure.shift = random.choice([0, 0, 15, 16, 17, 18, 23, 24, -1])
         elif name == "least":

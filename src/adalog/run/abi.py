@@ -15,6 +15,7 @@ import numpy.typing as npt
 from adalog import library
 
 SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes: see `Kind` in native.cpp
+ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # by their numbers there
 
 # --- structures ------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,8 @@ class Output(ctypes.Structure):
         *((name, c_void_p) for name in ("data", "more")),
         *((name, c_int64) for name in ("bytes", "row")),
         *((name, c_void_p) for name in ("place", "added_to")),
-        ("places", c_int64),
+        *(("places", c_int64), ("activation", c_int32)),
+        *((name, c_void_p) for name in ("code_scale", "code_zero")),
         ("steps", Steps),
     )
 
@@ -147,7 +149,7 @@ EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
         "near": ("near_length", 4),
     },
     Output: {
-        **dict.fromkeys(("scale", "bias", "high"), ("parameters", 4)),
+        **dict.fromkeys(("scale", "bias", "high", "code_scale", "code_zero"), ("parameters", 4)),
         "top": ("parameters", 1),
         "residual": ("residual_bytes", 1),
         **dict.fromkeys(("data", "more"), ("bytes", 1)),

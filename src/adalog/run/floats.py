@@ -28,9 +28,18 @@ def _mean(out: Array, x: Array, dims: Sequence[int], keepdim: bool = False) -> N
     np.divide(sums, x.size // max(1, sums.size), out=out, casting="same_kind")
 
 
-def _pointwise(function: Callable[..., Any], *constants: float) -> Callable[..., None]:
+def _pool(out: Array, x: Array, size: Sequence[int]) -> None:
+    """The means of cells of an image, which may share rows and columns. size: is that of the result."""
+    (height, width), cells = x.shape[-2:], out.shape[-2:]
+    for i, j in np.ndindex(*cells):
+        rows = slice(i * height // cells[0], -(-(i + 1) * height // cells[0]))
+        columns = slice(j * width // cells[1], -(-(j + 1) * width // cells[1]))
+        _mean(out[..., i, j], x[..., rows, columns], (-2, -1))
+
+
+def _pointwise(function: Callable[..., Any]) -> Callable[..., None]:
     def run(out: Array, *args: Any) -> None:
-        function(*args, *constants, out=out)
+        function(*args, out=out)
 
     return run
 
@@ -42,7 +51,7 @@ FLOATS: dict[str, Callable[..., None]] = {
     "aten.sub.Tensor": _pointwise(np.subtract),
     "aten.mul.Tensor": _pointwise(np.multiply),
     "aten.div.Tensor": _pointwise(np.divide),
-    "aten.relu.default": _pointwise(np.maximum, 0),
     "aten.cat.default": _cat,
     "aten.mean.dim": _mean,
+    "aten.adaptive_avg_pool2d.default": _pool,
 }

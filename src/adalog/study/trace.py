@@ -57,8 +57,10 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         product = weights[of.weights]
         terms, columns, planes = product.site.terms, product.columns, 2 if of.more else 1
         entries, moved = of.rows * columns, planes * of.rows * terms
-        erfs = entries if of.out.kind == abi.STEPS else 0
+        erfs = entries if of.out.kind == abi.STEPS or of.out.activation else 0
         size = moved + entries * _bytes_of(of.out)
+        if of.out.residual:  # one that all images share is read once
+            size -= max(0, 4 * entries - of.out.residual_bytes)
         return Work((of.rows, terms, columns), moved * columns, 0, erfs, size, product.nbytes)
     if isinstance(of, abi.Matrices):
         shape, moved, right = _matrices(of)
@@ -81,7 +83,9 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         entries = of.images * of.channels * math.prod(output_sizes((of.height, of.width), *windows))
         size = of.images * of.channels * of.height * of.width + entries * _bytes_of(of.out)
         erfs = entries if of.out.kind == abi.STEPS else 0
-        return Work((of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size)
+        return Work(
+            (of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size, 2 * of.factor_count
+        )
     if of is None:  # of torch, whose results are not known here
         return Work(())
     out, args = of

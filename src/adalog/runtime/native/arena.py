@@ -249,12 +249,21 @@ class Layout:
             found.near, found.near_length = self.keep(near), near.numel()
         return found
 
-    def output(self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None) -> abi.Output:
-        """What a kernel makes of its results x: first x * scale + bias, (columns,) each in float64, then the finish."""
+    def output(
+        self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None, activation: str = ""
+    ) -> abi.Output:
+        """What a kernel makes of its results x: x * scale + bias, (columns,) each in float64; an activation, one of
+        `abi.ACTIVATIONS`; then the finish.
+        """
         offset = torch.zeros_like(scale) if bias is None else bias.double()
-        arguments = abi.Output(parameters=len(scale), **place(*out))
-        if isinstance(finish, Codes):
+        number = abi.ACTIVATIONS.index(activation)
+        arguments = abi.Output(parameters=len(scale), activation=number, **place(*out))
+        if isinstance(finish, Codes) and activation:
+            arguments.code_scale = self.keep((1 / finish.scale.double()).float().contiguous())
+            arguments.code_zero = self.keep(finish.zero.float().contiguous())
+        elif isinstance(finish, Codes):
             scale, offset = scale / finish.scale.double(), offset / finish.scale.double() + finish.zero.double()
+        if isinstance(finish, Codes):
             arguments.kind = abi.CODES
             arguments.high = self.keep(finish.top)
             arguments.top = self.keep(finish.top.to(torch.uint8))

@@ -33,7 +33,7 @@ from adalog.runtime.native.products import (
     zero_point,
 )
 from adalog.runtime.native.recognise import failing, recognise
-from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Same, Steps, Torch
+from adalog.runtime.native.steps import Activate, Attend, Encode, Linear, Matrices, Norm, Same, Steps, Torch
 from adalog.runtime.native.tables import Codes, Finish
 from adalog.runtime.reference import ENCODE, IntegerSite
 
@@ -145,6 +145,7 @@ class _Emitter:
             Matrices: self._matrices,
             Attend: self._attend,
             Encode: self._encode,
+            Activate: lambda step: _activated(self.layout, self._values[step.source], step.activation),
             Same: lambda step: self._values[step.source],
             Torch: self._torch,
         }
@@ -192,11 +193,11 @@ class _Emitter:
             scale = scale * step.factor.double()
             bias = None if bias is None else bias * step.factor.double()
         out = layout.results(step.finish, step.shape, step.rows)
-        output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias)
+        output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias, step.activation)
         layout.move_rows(output, step.rows, self._added(step))
         if isinstance(product, Depthwise):
             image = layout.dense(source[0].permute(0, 2, 3, 1))
-            layout.alive.append(product)
+            layout.alive += [product.zero, product.factors]
             layout.call("depthwise", product.arguments(image, output))
         else:
             if len(product.site.scales) > 1:
@@ -353,6 +354,24 @@ class _Emitter:
 
 def _value(finish: Finish, out: list[Tensor]) -> Any:
     return out[0] if finish is None else Bytes(out)
+
+
+def _activated(layout: Layout, value: Tensor, activation: str) -> Tensor:
+    """A function of a value, one of `abi.ACTIVATIONS`, which lies in memory as it does."""
+    order, back = in_memory(value)
+    x = layout.dense(_floats(value).permute(order))
+    columns = max(size for size in range(1, 1 << 12) if x.numel() % size == 0)
+    (out,) = layout.results(None, x.shape)
+    arguments = abi.Encode(
+        data=x.data_ptr(),
+        bytes=bytes_behind(x),
+        row=columns,
+        rows=x.numel() // columns,
+        columns=columns,
+        out=layout.output(None, [out.view(-1, columns)], torch.ones(columns).double(), None, activation),
+    )
+    layout.call("encode", arguments)
+    return out.permute(back)
 
 
 def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:

@@ -121,8 +121,11 @@ enum Kind {
     SUMS,    // x itself, int32
     FLOATS,  // y, plus `residual`: float32
     CODES,   // the nearest whole number to y, from 0 to high: uint8
-    STEPS    // steps(y): uint8, in one plane or two
+    STEPS,   // steps(y): uint8, in one plane or two
+    ACTIVE   // of the kernels alone: FLOATS or CODES with an activation
 };
+// A function of y, or of y plus `residual`, before it is stored as FLOATS, or as the CODES of f code_scale + code_zero.
+enum Activation { NONE, RELU, GELU, GELU_TANH, SILU, HARDSWISH };
 struct Output {
     int32_t kind;
     const float *scale, *bias, *high;
@@ -137,6 +140,8 @@ struct Output {
     // residual it is added; null where that is its own. No two rows go to one place.
     const int32_t *place, *added_to;
     int64_t places;         // entries of either
+    int32_t activation;
+    const float *code_scale, *code_zero;  // of CODES with an activation; as many as the other parameters
     Steps steps;
 };
 
@@ -443,8 +448,10 @@ bool good(const Output& out, int64_t parameters) {
     if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
     if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
     if (out.kind == CODES && (!out.high || !out.top)) return false;
+    if (out.activation < NONE || out.activation > HARDSWISH) return false;
+    if (out.activation && out.kind != FLOATS && (out.kind != CODES || !out.code_scale || !out.code_zero)) return false;
     if (out.kind == STEPS && (!good(out.steps) || (out.steps.planes > 1 && !out.more))) return false;
-    return !out.residual || out.kind == FLOATS;
+    return !out.residual || out.kind == FLOATS || (out.kind == CODES && out.activation);
 }
 int64_t size_of(const Output& out) { return out.kind == SUMS || out.kind == FLOATS ? 4 : 1; }
 
@@ -705,7 +712,8 @@ static const Field LAYOUT[] = {
     FIELD(Output, kind), FIELD(Output, scale), FIELD(Output, bias), FIELD(Output, high), FIELD(Output, top),
     FIELD(Output, parameters), FIELD(Output, residual), FIELD(Output, residual_bytes), FIELD(Output, data),
     FIELD(Output, more), FIELD(Output, bytes), FIELD(Output, row), FIELD(Output, place), FIELD(Output, added_to),
-    FIELD(Output, places), FIELD(Output, steps),
+    FIELD(Output, places), FIELD(Output, activation), FIELD(Output, code_scale), FIELD(Output, code_zero),
+    FIELD(Output, steps),
     WHOLE(Linear),
     FIELD(Linear, weights), FIELD(Linear, data), FIELD(Linear, more), FIELD(Linear, bytes), FIELD(Linear, row),
     FIELD(Linear, rows), FIELD(Linear, out),
@@ -871,7 +879,7 @@ API int adalog_norm(Context* context, const Norm* of) {
 API int adalog_encode(Context* context, const Encode* of) {
     if (!context || !of->data || !fits(of->rows, of->row, of->columns, 4, of->bytes)) return 1;
     if (!good(of->out, of->columns, of->rows, of->columns) || of->out.kind == SUMS) return 1;
-    if (of->out.place || of->out.added_to) return 1;
+    if (of->out.place || of->out.added_to || (of->out.kind == CODES && of->out.activation)) return 1;
     return context->run(context->kernels->encode, of, rounded_up(of->rows, NORM_ROWS) / NORM_ROWS, 0);
 }
 
@@ -1375,6 +1383,50 @@ struct Search {
 #endif
 };
 
+// --- activations ---------------------------------------------------------------------------------------------------------
+
+// 2^-(x log2(e)) for x from 0 on.
+INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-126.0f))); }
+
+// All but hardswish are max(x, 0) - |x| tail(|x|), where the tail is the share that a sigmoid, or the normal
+// distribution, has beyond |x|. What is no number stays none, and beyond 60 nothing is left of a tail.
+template <class Function>
+INLINE void with_tail(float* values, int64_t count, Function tail) {
+    over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
+        const F x = load(values + i, which), size = least(most(x, sub(set(0.0f), x)), set(60.0f));
+        store(values + i, sub(most(set(0.0f), x), mul(size, tail(size))), which);
+    });
+}
+// The same values with a function applied, each to 2e-7 of the larger of it and one.
+NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
+    auto sigmoid = [](F size) INLINE_LAMBDA {
+        const F s = decay(size);
+        return div(s, add(set(1.0f), s));
+    };
+    switch (activation) {
+    case RELU: return with_tail(values, count, [](F) INLINE_LAMBDA { return set(0.0f); });
+    case SILU: return with_tail(values, count, sigmoid);
+    case GELU_TANH:
+        return with_tail(values, count, [&](F x) INLINE_LAMBDA {
+            return sigmoid(mul(mul(x, set(1.5957691216f)), fma(mul(x, x), set(0.044715f), set(1.0f))));
+        });
+    case GELU:  // half of erfc(x / sqrt(2)), by formula 7.1.26 of Abramowitz and Stegun
+        return with_tail(values, count, [](F x) INLINE_LAMBDA {
+            const F z = mul(x, set(0.70710678f)), t = div(set(1.0f), fma(z, set(0.3275911f), set(1.0f)));
+            F y = fma(set(0.5307027145f), t, set(-0.7265760135f));
+            y = fma(y, t, set(0.7107068705f));
+            y = fma(y, t, set(-0.142248368f));
+            y = fma(y, t, set(0.127414796f));
+            return mul(mul(y, t), decay(mul(z, z)));
+        });
+    default:
+        over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
+            const F x = load(values + i, which), high = least(add(x, set(3.0f)), set(6.0f));
+            store(values + i, mul(x, mul(most(set(0.0f), high), set(1.0f / 6))), which);
+        });
+    }
+}
+
 // --- outputs -------------------------------------------------------------------------------------------------------------
 
 // What becomes of rows of values, made once for many of them. MOST: of the steps, as above.
@@ -1402,6 +1454,27 @@ struct Finisher {
         };
         uint8_t *bytes = static_cast<uint8_t*>(out.data) + at, *more = static_cast<uint8_t*>(out.more) + at;
         int64_t start = 0;
+        if constexpr (KIND == ACTIVE) {
+            alignas(64) float values[256];
+            for (; start < columns; start += 256) {
+                const int64_t count = std::min<int64_t>(256, columns - start);
+                over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
+                    F y = real(start + i, which);
+                    if (out.residual) y = add(y, load(out.residual + from + start + i, which));
+                    store(values + i, y, which);
+                });
+                activate(values, count, out.activation);
+                over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
+                    const int64_t j = start + i;
+                    F y = load(values + i, which);
+                    if (out.kind == FLOATS) return store(static_cast<float*>(out.data) + at + j, y, which);
+                    y = fma(y, load(out.code_scale + first + j, which), load(out.code_zero + first + j, which));
+                    y = most(least(y, load(out.high + first + j, which)), set(0.0f));
+                    store_bytes(bytes + j, to_nearest(y), which);
+                });
+            }
+            return;
+        }
 #if ADALOG_LEVEL
         // Packing brings to 0 ... 255, so what is left is the upper end, of all bytes of a vector at once. Half-way it
         // reads 16 bits as signed, so that nothing may be larger than those hold.
@@ -1472,6 +1545,7 @@ struct Finisher {
 template <class Body>
 INLINE void finishing(const Output& out, Body body) {
     if (out.kind == SUMS) return body(Finisher<SUMS, 0>(out));
+    if (out.activation) return body(Finisher<ACTIVE, 0>(out));
     if (out.kind == FLOATS) return body(Finisher<FLOATS, 0>(out));
     if (out.kind == CODES) return body(Finisher<CODES, 0>(out));
 #if ADALOG_WIDE

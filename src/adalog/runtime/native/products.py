@@ -201,7 +201,7 @@ class Depthwise:
             **windows_of(self.site),
         )
 
-    def accumulate(self, left: Planes) -> list[Tensor]:
+    def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
         """The same sums as `reference.Product.accumulate`, from bytes: (B, C, L, 1)."""
         image = left[0].permute(0, 2, 3, 1).contiguous()
         count = math.prod(self.site.sizes(left[0].shape))

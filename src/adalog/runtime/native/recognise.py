@@ -21,7 +21,19 @@ from adalog.graph.operations import MOVES, aten
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantizers import Quantizer, UniformQuantizer
 from adalog.runtime.native.flow import FACTORS, SIZE, Flow, rows_behind, with_addition, with_constant
-from adalog.runtime.native.steps import Attend, Encode, Linear, Matrices, Norm, Rows, Same, Step, Steps, Torch
+from adalog.runtime.native.steps import (
+    Activate,
+    Attend,
+    Encode,
+    Linear,
+    Matrices,
+    Norm,
+    Rows,
+    Same,
+    Step,
+    Steps,
+    Torch,
+)
 from adalog.runtime.native.tables import Codes, Finish, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
 
@@ -32,6 +44,7 @@ _POINTWISE = aten(
     "square.default abs.default neg.default mul.Tensor add.Tensor sub.Tensor div.Tensor mul.Scalar add.Scalar "
     "sub.Scalar div.Scalar clamp.default clamp_min.default clamp_max.default"
 )
+_KINDS = {f"aten.{name}.default": name for name in ("relu", "gelu", "silu", "hardswish")}
 _SHIFTS = aten("add.Tensor add.Scalar")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
 _MASKING = aten("masked_fill.Scalar")  # taken where the mask hides nothing
@@ -106,6 +119,9 @@ class _Recogniser:
         """The step of a node that is part of no other."""
         quantizer = self._quantizers.get(node.name)
         if quantizer is None:
+            kind, given = _kind_of(node), self._flow.shapes.get(node.args[0].name) if node.op in _KINDS else None
+            if kind and isinstance(given, Tensor) and given.dtype == torch.float32 and given.numel():
+                return Activate(node.name, node.args[0].name, kind)
             return Torch(node.name, node)
         uniform, source = isinstance(quantizer, UniformQuantizer), self._flow.shapes[node.args[0].name]
         if source.dtype != torch.float32 or not source.numel() or not (uniform or quantizer.scale.numel() == 1):
@@ -159,13 +175,15 @@ class _Recogniser:
         assert weight is not None
         image = None if site.geometry is None else shapes[node.name].shape[2:]
 
-        def step(rows: Rows, finish: Finish, name: str | None = None, factor: Tensor | None = None) -> Linear:
+        def step(
+            rows: Rows, finish: Finish, name: str | None = None, factor: Tensor | None = None, activation: str = ""
+        ) -> Linear:
             name = name or rows.last
             shape = shapes[name].shape
             if image is not None:
                 shape = torch.Size((len(shapes[node.name]), math.prod(image), len(weight)))
             bias = self._tensor(node.args[2])
-            return Linear(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish)
+            return Linear(name, node.args[0].name, node.name, bias, factor, shape, image, rows, finish, activation)
 
         if image is not None:
             rows, shape = Rows(node.name), shapes[node.name].shape
@@ -187,6 +205,11 @@ class _Recogniser:
             finish = self._finish_of(last, None, function)
             if finish is not None:
                 self._replace([node.name, *inside], step(Rows(node.name), finish, last))
+                return
+            kind = "" if inside else _kind_of(self._flow.nodes[last])
+            if kind and shapes[last].shape == shapes[node.name].shape:
+                finish = self._finish_of(last, columns)
+                self._replace([node.name], step(Rows(node.name), finish, last, activation=kind))
                 return
         if image is not None:
             return
@@ -296,6 +319,15 @@ class _Recogniser:
                     if node.op not in MOVES:
                         self.pending[node.name] = Same(node.name, before.name)
         return finish
+
+
+def _kind_of(node: Node) -> str:
+    """The activation that a node applies, one of `abi.ACTIVATIONS`; none where kernels do not have it."""
+    kind = _KINDS.get(node.op, "")
+    told = [*node.args[1:], *node.kwargs.values()]
+    if kind == "gelu" and told:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(told[0], "")
+    return "" if told else kind
 
 
 def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor], Tensor]] | None:

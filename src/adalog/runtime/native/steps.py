@@ -59,7 +59,8 @@ class Linear:
     """A product with a stored weight, plus bias, times a factor per column, plus what `rows` adds.
 
     product: the name of the program's product. shape: of what it makes, after the moves of its rows; a convolution's
-    (B, L, O), and image is then its (height, width).
+    (B, L, O), and image is then its (height, width). activation: what is applied before the finish, one of
+    `abi.ACTIVATIONS`; the values of a `Lookup` have theirs in its tables.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Linear:
     image: torch.Size | None
     rows: Rows
     finish: Finish
+    activation: str = ""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -134,6 +136,19 @@ class Encode:
 
 
 @dataclass(frozen=True)
+class Activate:
+    """A function of a float32 value, one of `abi.ACTIVATIONS`."""
+
+    name: str
+    source: str
+    activation: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,)
+
+
+@dataclass(frozen=True)
 class Same:
     """A value under another name: what was to be done with it is done where it is made."""
 
@@ -157,7 +172,7 @@ class Torch:
         return tuple(self.node.refs())
 
 
-Step = Norm | Linear | Matrices | Attend | Encode | Same | Torch
+Step = Norm | Linear | Matrices | Attend | Encode | Activate | Same | Torch
 
 
 @dataclass(frozen=True)
