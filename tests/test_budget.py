@@ -371,13 +371,14 @@ def test_a_limit_of_kl_takes_a_classifier(place, monkeypatch, capsys, tmp_path):
 def test_only_what_a_run_left_counts_as_left(tmp_path):
     partial = tmp_path / "m[1].st.partial"
     for name in ("m[1].st.partial", "m[1].st.partial.alone.4", "m[1].st.partial-notes", "m1.st.partial"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text(json.dumps({"rows": "0123456789abcdef" * 4}) + "\n")
     (tmp_path / "m[1].st.partial.folder").mkdir()
+    (tmp_path / "m[1].st.partial.mine").write_text("a file of the user's own")
     with pytest.raises(DataError, match=r"m\[1\].st.partial holds what an earlier run has finished"):
         check_unfinished(partial, resume=False)
     check_unfinished(partial, resume=True)
     remove_finished(partial)
-    left = ["m1.st.partial", "m[1].st.partial-notes", "m[1].st.partial.folder"]
+    left = ["m1.st.partial", "m[1].st.partial-notes", "m[1].st.partial.folder", "m[1].st.partial.mine"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     check_unfinished(partial, resume=False)
     check_unfinished(tmp_path / "nowhere" / "x", resume=False)

@@ -128,6 +128,8 @@ def damaged(folder):
         (["bench", damaged], "damaged.safetensors is not an adalog artifact"),
         (["bench", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
         (["inspect", "."], "cannot be read: Is a directory"),
+        (["quantize", "demo", "-o", "."], "--out '.' names no file: give a name for it"),
+        (["vectors", "x.st", "--site", "a", "-o", "new", "--json", "new/a.json"], "new/a.json lies in the folder new"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
         (["demo", "--bits", "w4a4,w1a4"], "weight_bits = 1"),
         (["demo", "--methods", "adalog,adalog-paper"], "--methods 'adalog-paper' is none of the demo's: uniform, log2"),

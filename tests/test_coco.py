@@ -52,6 +52,23 @@ def test_the_truth_has_ap_1(scenes, told):
     assert set(figures) == {f"{kind}_{name}" for kind in ("box", "mask") for name in coco.FIGURES}
 
 
+@pytest.mark.parametrize("number", [lambda index: index, lambda index: 1], ids=["from zero", "all one"])
+def test_annotations_may_have_any_numbers(scenes, told, tmp_path, number):
+    """pycocotools takes number 0 for no annotation, and keeps one of each number."""
+    for image in told["images"]:
+        (tmp_path / image["file_name"]).write_bytes(b"")
+    annotations = [{**each, "id": number(index)} for index, each in enumerate(told["annotations"])]
+    file = tmp_path / "told.json"
+    file.write_text(json.dumps({**told, "annotations": annotations}))
+    read = coco.read_annotations(file, tmp_path)
+    results = coco.results_of([found_in(each) for _, each in scenes], [number for number, _ in scenes], LABELS)
+    assert coco.average_precision(read.told, results)["box_ap"] == pytest.approx(1)
+    twice = [{**each, "id": 1} for each in told["categories"]]
+    file.write_text(json.dumps({**told, "categories": twice}))
+    with pytest.raises(DataError, match="categories of one number twice"):
+        coco.read_annotations(file, tmp_path)
+
+
 def random_detections(each, seed):
     """Objects moved a little, some of another class, and some that are not there."""
     draw = torch.Generator().manual_seed(seed)

@@ -47,6 +47,19 @@ def test_every_part_is_quantized(quantized):
     assert quantized.parts["backbone"].provenance["images"] == 3
 
 
+def test_heads_calibrate_on_the_first_images_alone():
+    """Whatever more of them the stages may fit."""
+    detector, few, many = make(), batches()[:1], batches()
+    config = replace(CONFIG, images=2)
+    one, other = (quantize(detector, given, config, parts=("box",)) for given in (few, many))
+    scales = [
+        {name: value.scale.tolist() for name, value in each.parts["box"].program.quantizers.items()}
+        for each in (one, other)
+    ]
+    assert scales[0] == scales[1]
+    assert one.parts["box"].provenance == other.parts["box"].provenance
+
+
 def test_only_the_image_has_the_bits_of_images(quantized):
     low = quantize(make(), batches(), replace(Config.preset("w4a4"), images=3, search=CONFIG.search))
     bits = {name: {each.bits for each in part.program.quantizers.values()} for name, part in low.parts.items()}

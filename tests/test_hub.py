@@ -143,17 +143,17 @@ def test_a_repository_that_cannot_be_had(fake):
 def test_an_upload(fake, noted):
     seen = {}
 
-    def upload(repo_id, folder_path, commit_message):
+    def upload(repo_id, folder_path, commit_message, delete_patterns):
         from pathlib import Path
 
         seen.update({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
-        seen["told"] = (repo_id, commit_message)
+        seen["told"] = (repo_id, commit_message, delete_patterns)
         return "https://example.org/owner/name"
 
     sys.modules["huggingface_hub"].HfApi().upload_folder = upload
     assert noted.push_to_hub("owner/name", private=True, classes=CLASSES) == "https://example.org/owner/name"
     assert fake.asked == [("create_repo", ("owner/name",), {"private": True, "exist_ok": True})]
-    assert seen["told"] == ("owner/name", "A model quantized to w4a4")
+    assert seen["told"] == ("owner/name", "A model quantized to w4a4", ["preprocessor_config.json"])
     assert seen[hub.FILE] == serialise(noted)
     assert sorted(seen) == ["README.md", "config.json", hub.FILE, "preprocessor_config.json", "told"]
 

@@ -427,8 +427,15 @@ def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
     assert not list(place.glob("odd.st*"))
 
 
+def test_no_world_is_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    with pytest.raises(RankError, match="the variable WORLD_SIZE is 0: start the job by `torchrun`, or unset it"):
+        Ranks.of_environment()
+
+
 def test_commands_for_one_process_say_so(monkeypatch, capsys):
-    monkeypatch.setattr(Ranks, "of_environment", lambda: Ranks(Memory(), 0, 2))
+    monkeypatch.setattr(Ranks, "expected", lambda: 2)
+    monkeypatch.setattr(Ranks, "of_environment", lambda: pytest.fail("it waits for others"))
     told = (
         "error: inspect is the work of one process: start it without torchrun, which serves quantize, evaluate, "
         "sensitivity, pareto, tables\n"

@@ -19,6 +19,7 @@ from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
 
 FILE = "model.adalog.safetensors"
+PREPROCESSING = "preprocessor_config.json"
 PREFIX = "hf:"
 MODEL_TYPE, ARCHITECTURE = "adalog", "AdalogForImageClassification"
 
@@ -44,7 +45,7 @@ def save(
     files = {"config.json": _json(config)}
     if isinstance(preprocessing, Mapping):
         try:
-            files["preprocessor_config.json"] = _json(_processor(preprocessing))
+            files[PREPROCESSING] = _json(_processor(preprocessing))
         except (AttributeError, LookupError, TypeError, ValueError) as cause:
             raise ArtifactError(
                 f"the artifact says wrongly how its images are prepared ({one_line(cause)}): quantize the model again"
@@ -57,8 +58,8 @@ def save(
     files["README.md"] = card(quantized, size, figures or {})
     for name, text in files.items():
         write_whole(folder / name, text.encode())
-    if "preprocessor_config.json" not in files:
-        (folder / "preprocessor_config.json").unlink(missing_ok=True)  # of a model that was here before
+    if PREPROCESSING not in files:
+        (folder / PREPROCESSING).unlink(missing_ok=True)  # of a model that was here before
 
 
 def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:
@@ -184,7 +185,10 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
         api = _hub().HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         found = api.upload_folder(
-            repo_id=repository, folder_path=str(folder), commit_message=f"A model quantized to {quantized.config.bits}"
+            repo_id=repository,
+            folder_path=str(folder),
+            commit_message=f"A model quantized to {quantized.config.bits}",
+            delete_patterns=[PREPROCESSING],  # of a model that was there before; what is uploaded stays
         )
     except AdalogError:
         raise

@@ -4,12 +4,15 @@ import contextlib
 import ctypes
 import functools
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 from adalog.errors import AdalogError
 
 ABI = 8  # the version of its interface
+LAYOUT = "9da247f8"  # the digest of where the fields of its structures lie, which are those of `adalog.run.abi`
+Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes, of "Structure" and of "Structure.field"
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of their bits in `adalog_features`
 
 
@@ -33,7 +36,25 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{path} is no library of kernels: {str(cause).splitlines()[0]}"
     if version != ABI:
         return None, f"{path} has interface {version}, this package needs {ABI}: install it again"
+    if digest_of(layout_of(library)) != LAYOUT:
+        return None, f"{path} has other structures than this package, of another version: install it again"
     return library, f"uses {path}"
+
+
+def layout_of(compiled: ctypes.CDLL) -> Offsets:
+    """The layout of the library's structures, as the library says it."""
+    offset, size = ctypes.c_int64(), ctypes.c_int64()
+    pointers = [ctypes.POINTER(ctypes.c_int64)] * 2
+    compiled.adalog_layout.restype, compiled.adalog_layout.argtypes = ctypes.c_char_p, [ctypes.c_int64, *pointers]
+    found: Offsets = {}
+    while name := compiled.adalog_layout(len(found), ctypes.byref(offset), ctypes.byref(size)):
+        found[name.decode()] = offset.value, size.value
+    return found
+
+
+def digest_of(layout: Offsets) -> str:
+    """A few digits that tell one layout from another."""
+    return f"{zlib.crc32(repr(sorted(layout.items())).encode()):08x}"
 
 
 def _path() -> Path | None:

@@ -96,14 +96,21 @@ class Ranks:
         self._group: Any = None  # made by the first sum
 
     @staticmethod
+    def expected() -> int:
+        """How many ranks the variables that `torchrun` sets tell of; 1 where they do not all stand."""
+        world = _number("WORLD_SIZE", 1)
+        if world < 1:
+            raise RankError("the variable WORLD_SIZE is 0: start the job by `torchrun`, or unset it")
+        return world if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() else 1
+
+    @staticmethod
     def of_environment() -> "Ranks":
         """The ranks of the job that `torchrun` started, by the variables that it sets; alone where there are none.
 
         Raises RankError where the job's store cannot be reached, and for variables that are no numbers.
         """
-        told = os.environ
-        restarts, world = _number("TORCHELASTIC_RESTART_COUNT", 0), _number("WORLD_SIZE", 1)
-        if world == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= told.keys():
+        restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
+        if Ranks.expected() == 1:
             return Ranks(restarts=restarts)
         for name in ("RANK", "MASTER_PORT"):
             _number(name, 0)

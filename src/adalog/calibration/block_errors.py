@@ -10,6 +10,7 @@ from adalog.calibration.batches import Chunk
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe
 from adalog.choices import BlockLoss
+from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
 
 # (the differences of a block's output on some images, the numbers of these images) -> their mean error.
@@ -54,6 +55,8 @@ class BlockOutput:
             leaf = value.detach().requires_grad_()
             found = self.leaves({**chunk, self.name: leaf})
             outputs = {index: each for index, each in enumerate(found) if each.requires_grad}
+            if not outputs:
+                raise CalibrationError("the model puts out nothing that has a gradient, which this loss needs")
             return torch.autograd.grad(list(outputs.values()), leaf, slope(outputs))[0]
 
     def leaves(self, chunk: Chunk) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from adalog.calibration.blocks import Blocks
 from adalog.choices import Evolution
+from adalog.errors import CalibrationError
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
@@ -88,7 +89,11 @@ def _first_output(program: Program, images: Sequence[Tensor]) -> str:
     """The name of the first floating tensor among a model's outputs."""
     names = list(refs_of(program.output))
     values = trace(program, images, names=names)
-    return next(name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
+    found = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
+    first = next(found, None)
+    if first is None:
+        raise CalibrationError("the model puts out no floats, which this method compares")
+    return first
 
 
 def evolve(
@@ -129,5 +134,6 @@ def _moved(quantizer: Quantizer, radius: float | None, generator: torch.Generato
 
 def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
     """How badly each output, (N, ...), tells its own wanted output from those of the other images."""
-    similar = normalize(outputs.flatten(1), dim=1) @ normalize(wanted.flatten(1), dim=1).T
+    rows, others = (normalize(value.reshape(len(value), -1), dim=1) for value in (outputs, wanted))
+    similar = rows @ others.T
     return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program, leaves_of
-from adalog.graph.tracing import image_axes, keeps_images_apart
+from adalog.graph.tracing import image_axes, keeps_images_apart, trace
 
 # (the program's floating outputs for some images, which images) -> the gradient of a loss by each of these outputs.
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
@@ -86,6 +86,8 @@ def squared_gradients(
     Values that no gradient reaches have zeros. Takes one forward per BATCH images and one backward per probe and batch;
     where some value does not keep the images one after the other, all images are one batch.
     """
+    traced = trace(program, images, names=names)
+    names = [name for name, value in traced.items() if isinstance(value, Tensor) and value.is_floating_point()]
     dimensions = _image_dimensions(program, images, names)
     batch = len(images[0]) if dimensions is None else BATCH
     leaves = {

@@ -170,7 +170,7 @@ class BlockInTraining:
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
         check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
-        for step in self.steps(unit) if math.isfinite(least) else ():
+        for step in self.steps(unit) if 0 < least < math.inf else ():  # at zero nothing is to be gained
             if step % check and step % renewal and step < last:
                 continue
             tried = [(each.group, each.hard()) for each in self._groups]

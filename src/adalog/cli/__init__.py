@@ -26,7 +26,7 @@ from adalog.cli import (
     tape,
     vectors,
 )
-from adalog.cli.console import Commands, Session, job, run
+from adalog.cli.console import Commands, Session, run
 
 # In the order in which `adalog --help` lists them.
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -69,14 +69,9 @@ def _before_the_command(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     context.ensure_object(Session).debug = debug
-    if job().world > 1 and context.invoked_subcommand not in SHARED:
-        raise ValueError(
-            f"{context.invoked_subcommand} is the work of one process: start it without torchrun, which serves "
-            f"{', '.join(SHARED)}"
-        )
 
 
 def main() -> None:
     """Run `adalog`. Exit codes: 0 done, 1 failed, 2 bad input."""
     torch.set_num_threads(1)  # sites and batches run side by side instead: that scales better, and no thread spins
-    run(app)
+    run(app, SHARED)

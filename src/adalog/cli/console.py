@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import StringIO, TextIOWrapper
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from adalog import AdalogError, DataError, files
+from adalog.calibration.partial import holds_finished
 from adalog.errors import RankError, printable
 from adalog.ranks import ALONE, Ranks
 
@@ -55,8 +57,11 @@ class Commands(TyperGroup):
             raise Interrupted from cause
 
 
-def run(app: Callable[..., Any]) -> None:
-    """Run the command line `app` and turn an error into one line on standard error and an exit code."""
+def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
+    """Run the command line `app` and turn an error into one line on standard error and an exit code.
+
+    shared: the commands that several processes share. Others are refused before a process waits for the rest.
+    """
     if sys.stdout is None:
         _complain("failed", "standard output cannot be written: it is closed")
         sys.exit(FAILED)
@@ -64,13 +69,31 @@ def run(app: Callable[..., Any]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be valid text
     session, ranks, terminal = Session(), ALONE, sys.stderr
     try:
-        ranks = Ranks.of_environment()
+        ranks = _ranks(shared)
         with _among(ranks):
             code = _ended(app, session, ranks)
     except (Exception, Interrupted, KeyboardInterrupt) as error:
         with redirect_stderr(terminal):
             code = ranks.failed(partial(_explain, error, session.debug))
     sys.exit(code)
+
+
+def _ranks(shared: Sequence[str]) -> Ranks:
+    """The processes that do this command together. ValueError where it is none of the shared ones."""
+    command, world = next((word for word in sys.argv[1:] if not word.startswith("-")), ""), Ranks.expected()
+    if world == 1 or not command:
+        return Ranks.of_environment() if command else ALONE
+    if command not in shared:
+        raise ValueError(
+            f"{command} is the work of one process: start it without torchrun, which serves {', '.join(shared)}"
+        )
+    late = Timer(5.0, note, [f"waits for {world} processes, as WORLD_SIZE says"])
+    late.daemon = True
+    late.start()
+    try:
+        return Ranks.of_environment()
+    finally:
+        late.cancel()
 
 
 @contextmanager
@@ -181,6 +204,13 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
             used.add(os.path.realpath(path))
 
 
+def partial_of(out: Path) -> Path:
+    """Where a run keeps what it has finished. Raises DataError where `out` names no file."""
+    if not out.name:
+        raise DataError(f"--out {str(out)!r} names no file: give a name for it")
+    return out.with_name(f"{out.name}.partial")
+
+
 def check_unfinished(partial: Path, resume: bool) -> None:
     """Raise DataError if an earlier run left finished parts in `partial` and this one does not go on from them.
 
@@ -199,11 +229,14 @@ def remove_finished(partial: Path) -> None:
 
 
 def _leftovers(partial: Path) -> list[Path]:
-    """The files in which a run keeps what it has finished: `partial`, and those whose names begin with it and a dot."""
+    """The files in which a run keeps what it has finished: `partial`, and those that begin with its name and a dot.
+
+    Only a file of finished parts is one: others, such as a copy, are the user's own.
+    """
     if not partial.parent.is_dir():
         return []
     names = (path for path in partial.parent.iterdir() if f"{path.name}.".startswith(f"{partial.name}."))
-    return sorted(path for path in names if path.is_file())
+    return sorted(path for path in names if path.is_file() and (path == partial or holds_finished(path)))
 
 
 # --- during the long part --------------------------------------------------------------------------------------------

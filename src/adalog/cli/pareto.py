@@ -15,6 +15,7 @@ from adalog.cli.console import (
     check_unfinished,
     emit_json,
     job,
+    partial_of,
     progress_bar,
     quiet,
     remove_finished,
@@ -86,7 +87,7 @@ def command(
     if out.suffix not in (".png", ".svg"):
         raise DataError(f"{out} is none of .png, .svg: name such a file")
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
-    partial = out.with_name(f"{out.name}.partial")
+    partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
     check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)

@@ -15,6 +15,7 @@ from adalog.cli.console import (
     check_unfinished,
     emit_json,
     job,
+    partial_of,
     progress_bar,
     quiet,
     remove_finished,
@@ -116,7 +117,7 @@ def command(
         raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     if judged != JUDGED and (limits is None or sensitivity is not None):
         raise ValueError("--judged counts the images that a budget measures its own losses on: leave it out here")
-    partial = out.with_name(f"{out.name}.partial")
+    partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
     check_unfinished(partial, resume)
     place = find_device(device)

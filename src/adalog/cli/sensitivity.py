@@ -15,6 +15,7 @@ from adalog.cli.console import (
     check_unfinished,
     emit_json,
     job,
+    partial_of,
     progress_bar,
     quiet,
     remove_finished,
@@ -73,7 +74,7 @@ def command(
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
-    partial = out.with_name(f"{out.name}.partial")
+    partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
     check_unfinished(partial, resume)
     out.parent.mkdir(parents=True, exist_ok=True)

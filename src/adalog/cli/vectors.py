@@ -29,6 +29,8 @@ def command(
     """Write what one site computes, from codes to outputs, as .npy files with a description in site.json."""
     check_outputs(json_out, reads=(file,))
     files.check_folder(out)
+    if json_out not in (None, "-") and Path(json_out).absolute().is_relative_to(out.absolute()):
+        raise DataError(f"{json_out} lies in the folder {out}, which has files of its own: choose another place")
     quantized = adalog.load(file)
     model = compiled(file, quantized, "reference")
     if data is None:

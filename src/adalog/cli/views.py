@@ -42,7 +42,7 @@ def judgement(name: str, score: Score, reference: str | None, full: Score | None
 
 def census_table(told: Mapping[str, Any]) -> Table:
     """The sites that `zoo.inspect` found."""
-    table = Table(title=f"{told['model']}: {told['parameters']:,} parameters, images {told['images']}")
+    table = Table(title=f"{escape(told['model'])}: {told['parameters']:,} parameters, images {told['images']}")
     for column in ("site", "role", "left", "right", "weight"):
         table.add_column(column, overflow="fold")
     for row in told["sites"]:

@@ -73,11 +73,14 @@ def read_annotations(file: Path, folder: Path) -> Annotated:
     with refusal(f"{file} is not of COCO's form", "mend it"):
         categories = {str(each["name"]): int(each["id"]) for each in told["categories"]}
         images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
-        if len(images) < len(told["images"]) or len(categories) < len(told["categories"]):
+        numbers = set(categories.values())
+        if len(images) < len(told["images"]) or len(numbers) < len(told["categories"]):
             raise DataError(f"{file} has images or categories of one number twice: mend it")
         sizes = {int(each["id"]): _size_of(file, each) for each in told["images"]}
         for each in told["annotations"]:
-            _check_annotation(file, each, sizes, set(categories.values()))
+            _check_annotation(file, each, sizes, numbers)
+        # pycocotools takes the number 0 for none, and keeps one annotation of each number.
+        told["annotations"] = [{**each, "id": number} for number, each in enumerate(told["annotations"], 1)]
     missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
     if missing:
         raise DataError(

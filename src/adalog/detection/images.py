@@ -30,6 +30,10 @@ class Batch:
     originals: tuple[tuple[int, int], ...]
     factors: Tensor
 
+    def first(self, count: int) -> "Batch":
+        """Its first images, at most so many."""
+        return Batch(self.images[:count], self.sizes[:count], self.originals[:count], self.factors[:count])
+
 
 @dataclass(frozen=True)
 class Resizing:

@@ -20,7 +20,7 @@ from adalog.detection.detector import KINDS, Detector, Settings
 from adalog.detection.images import Batch
 from adalog.errors import ArtifactError, CalibrationError, one_line
 from adalog.files import write_whole
-from adalog.graph.capture import Sizes, capture, take
+from adalog.graph.capture import Sizes, capture
 from adalog.graph.program import Program
 from adalog.graph.sites import find_sites
 from adalog.model import QuantizedModel, quickest
@@ -51,7 +51,7 @@ def quantize_detector(
     """The detector under each of these choices, with parts that are quantized models.
 
     Each part is calibrated by itself, and all operands are those of the float network. Heads are calibrated on at most
-    2,048 regions, evenly drawn from what the float detector looks at.
+    2,048 regions, evenly drawn from what the float detector looks at in the images that calibrate.
     batches: images in tensors of one height and width; the first `images` of the choices calibrate, and stages may fit
     all. parts: which kinds are quantized; the others stay float, in the same form. jobs, memory, partial, progress,
     ranks: as of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises
@@ -63,13 +63,14 @@ def quantize_detector(
         raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with as many images")
     inputs, images = recorded(detector, batches)
     count = min(*counts, len(images))
+    few = inputs if count == len(images) else recorded(detector, _first(batches, count))[0]
     found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
         kind, given = name.partition("_")[0], inputs.pop(name)
         calibration, program = None, None
         if kind in parts:
-            calibration = part_calibration(part, name, given, count, seed=seed, memory=memory)
+            calibration = part_calibration(part, name, few[name], given, seed=seed, memory=memory)
         else:
             program = capture(part, given, _sizes(kind))
         for number, config in enumerate(configs):
@@ -88,12 +89,21 @@ def quantize_detector(
 
 
 def part_calibration(
-    part: nn.Module, name: str, given: tuple[Tensor, ...], count: int, *, seed: int, memory: int
+    part: nn.Module, name: str, first: tuple[Tensor, ...], given: tuple[Tensor, ...], *, seed: int, memory: int
 ) -> Calibration:
-    """The calibration of the part of that name. given: what it is given on all images, of which `count` calibrate."""
+    """The calibration of the part of that name. first: what it is given on the images that calibrate; given: on all."""
     sizes = _sizes(name.partition("_")[0])
-    first = take(given, range(count)) if sizes == "free" else given
     return Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
+
+
+def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """So many of the images, the first ones."""
+    found: list[Batch] = []
+    for batch in batches:
+        if count > 0:
+            found.append(batch.first(count))
+            count -= len(batch.sizes)
+    return found
 
 
 def _sizes(kind: str) -> Sizes:

@@ -383,8 +383,9 @@ def _cut(program: Program, places: Iterable[int]) -> list[Block]:
 def _bottlenecks(program: Program) -> list[int]:
     """The indices of nodes after which theirs is the only value, of those that depend on inputs, that is still read.
 
-    Reading a tensor for its shape alone does not count, and neither does putting it out.
+    Reading a tensor for its shape alone does not count, and neither does putting it out. A list of tensors is none.
     """
+    lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
     steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
     derived, live, found = set(program.inputs), set(program.inputs), []
@@ -393,7 +394,7 @@ def _bottlenecks(program: Program) -> list[int]:
             derived.add(node.name)
             live.add(node.name)
         live = {name for name in live if last_use.get(name, -1) > index}
-        if live == {node.name}:
+        if live == {node.name} and node.name not in lists:
             found.append(index)
     return found
 

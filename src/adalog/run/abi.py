@@ -1,13 +1,14 @@
 """The interface of `native.cpp`: its structures as ctypes sees them, its functions, its threads and its weights.
 
-The compiled library says where each field of each structure lies, and loading compares that with the structures here.
+The compiled library says where each field of each structure lies, and loading compares that with `library.LAYOUT`, the
+digest of the structures here.
 Every kernel checks that the sizes in its arguments fit together before it reads or writes.
 """
 
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 
 import numpy as np
 import numpy.typing as npt
@@ -176,43 +177,16 @@ KERNELS = {
 
 # --- the library -----------------------------------------------------------------------------------------------------
 
-Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes, of "Structure" and of "Structure.field"
 
-
-def own_layout() -> Offsets:
+def own_layout() -> library.Offsets:
     """The layout of the structures above."""
-    found: Offsets = {}
+    found: library.Offsets = {}
     for structure in STRUCTURES:
         found[structure.__name__] = 0, ctypes.sizeof(structure)
         for name, *_ in structure._fields_:
             field = getattr(structure, name)
             found[f"{structure.__name__}.{name}"] = field.offset, field.size
     return found
-
-
-def layout_of(compiled: ctypes.CDLL) -> Offsets:
-    """The layout of the library's structures, as the library says it."""
-    found: Offsets = {}
-    offset, size = c_int64(), c_int64()
-    while name := compiled.adalog_layout(len(found), ctypes.byref(offset), ctypes.byref(size)):
-        found[name.decode()] = offset.value, size.value
-    return found
-
-
-def check_layout(found: Offsets) -> None:
-    """Raise ValueError where a library's layout is not that of the structures here."""
-    wanted = own_layout()
-    for name in (*wanted, *found):
-        if wanted.get(name) != found.get(name):
-            theirs, ours = (
-                "absent" if each is None else f"{each[1]} bytes at byte {each[0]}"
-                for each in (found.get(name), wanted.get(name))
-            )
-            raise ValueError(
-                f"executor = 'native' does not run here: {name} is {theirs} in the library of kernels but {ours} in "
-                "this package, so the two are of different versions: install the package again "
-                "(pip install --force-reinstall --no-deps ...)"
-            )
 
 
 def load() -> ctypes.CDLL:
@@ -226,7 +200,6 @@ def load() -> ctypes.CDLL:
 @functools.cache
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
-        ("layout", c_char_p, [c_int64, POINTER(c_int64), POINTER(c_int64)]),
         ("open", c_void_p, [c_int, c_int]),
         ("close", None, [c_void_p]),
         ("weights", c_void_p, [c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_int]),
@@ -236,7 +209,6 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     ):
         function = getattr(found, f"adalog_{name}")
         function.restype, function.argtypes = result, arguments
-    check_layout(layout_of(found))
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from adalog import library
+from adalog.errors import DataError, one_line
 from adalog.model import QuantizedModel
 from adalog.study import doctor
 
@@ -124,6 +125,14 @@ def bench(
         if full is not None:
             inputs = random_inputs(load(), batch)
             count = sum(value.nbytes for value in full.parameters() if value.ndim > 1)
+            try:
+                full(*inputs)
+            except Exception as cause:
+                shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
+                raise DataError(
+                    f"the full-precision model does not take the artifact's inputs {shapes}: {one_line(cause)}; give "
+                    "the model that was quantized"
+                ) from cause
             made[FP32] = (lambda x=inputs: full(*x), count, None)  # type: ignore[misc]
         turns = {name: run for name, (run, *_) in made.items()}
         for name, times in in_turn(turns, seconds, REST if threads > 1 else 0.0).items():

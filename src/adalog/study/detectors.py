@@ -122,14 +122,14 @@ def sensitivities(
     other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for parts that there are not.
     """
     check_parts(parts)
-    inputs, images = recorded(detector, calibrating)
+    inputs, _ = recorded(detector, calibrating)
     judged, _ = recorded(detector, judging)
     found = {}
     for name, part in detector.parts.items():
         if name.partition("_")[0] in parts:
             assert isinstance(part, nn.Module)
             found[name] = sensitivity(
-                part_calibration(part, name, inputs[name], len(images), seed=seed, memory=memory),
+                part_calibration(part, name, inputs[name], inputs[name], seed=seed, memory=memory),
                 config_of(name, config),
                 judged[name],
                 widths,
