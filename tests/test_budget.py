@@ -419,9 +419,9 @@ def test_what_is_finished_of_a_curve_stays_until_its_json_is_written(place, monk
 def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     left = Path("rows2.json.partial.4")
-    left.write_text("searches")
+    left.write_text(header := json.dumps({"searches": "0123456789abcdef" * 4}) + "\n")
     code, told = call(monkeypatch, capsys, "sensitivity", *GIVEN, "-o", "rows2.json")
-    assert (code, left.read_text()) == (2, "searches")
+    assert (code, left.read_text()) == (2, header)
     assert "rows2.json.partial.4 holds what an earlier run has finished: go on with --resume, or remove it" in told
     left.unlink()
 
