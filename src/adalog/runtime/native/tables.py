@@ -54,7 +54,10 @@ def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype:
     """The bytes of the code of function(x), for x in float32; quantizer and function compute in this type."""
     entries, wide = entries_of(quantizer), quantizer.map(lambda value: value.to(dtype))
     thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
-    return Lookup(thresholds, entries[codes], 2 if int(entries.max()) > 255 else 1)
+    values = entries[codes]
+    changes = values.diff() != 0  # codes beyond the last integer of a table are all zeros
+    values = torch.cat([values[:1], values[1:][changes]])
+    return Lookup(thresholds[changes], values, 2 if int(entries.max()) > 255 else 1)
 
 
 def _float_of(key: Tensor) -> Tensor:
