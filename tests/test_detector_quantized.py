@@ -164,11 +164,11 @@ def test_each_operand_is_judged_by_its_part():
     detector, config, judging = make(), Config.preset("w4a4", "minmax"), [SETTINGS.resizing.batch(pictures(5)[3:])]
     found = sensitivities(detector, batches(), judging, config, [4], parts=("rpn", "box"))
     assert list(found) == ["rpn", "box"]
-    (inputs, images), (judged, _) = whole.recorded(detector, batches()), whole.recorded(detector, judging)
+    (inputs, _), (judged, _) = whole.recorded(detector, batches()), whole.recorded(detector, judging)
     for name, part in found.items():
         assert part.measure == "relative squared error"
         calibration = whole.part_calibration(
-            detector.parts[name], name, inputs[name], len(images), seed=0, memory=1 << 30
+            detector.parts[name], name, inputs[name], inputs[name], seed=0, memory=1 << 30
         )
         assigned = calibration.assign(whole.config_of(name, config))
         row = next(row for row in part.rows if row.operand == "weight")

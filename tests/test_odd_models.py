@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import adalog
-from adalog import CalibrationError, Config
+from adalog import CalibrationError, CaptureError, Config
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_blocks, find_pieces
+from toys import Toy
 
 
 class Unbound(nn.Module):
@@ -90,3 +91,8 @@ def test_an_input_may_be_absent():
     assert len(found.ledger) == 1
     with pytest.raises(CalibrationError, match="calibration takes 7 images, got 6"):
         adalog.quantize(Masked().eval(), (None, x), replace(Config.preset("w8a8", "minmax"), images=7))
+
+
+def test_outputs_without_names_are_refused():
+    with pytest.raises(CaptureError, match=r"a dict with the keys \[0, 1\]: give them names"):
+        capture(Toy(lambda m, x: {0: m.conv(x), 1: x}, conv=nn.Conv2d(3, 4, 3)).eval(), IMAGES)

@@ -444,4 +444,5 @@ def test_complex_and_sparse_weights_are_refused(tmp_path):
     torch.save(given, tmp_path / "complex")
     with pytest.raises(DataError, match="does not fit own: complex or sparse weight"):
         load_weights(module, tmp_path / "complex", "own")
+    assert misfit(given, given) == ""
     assert misfit(module.state_dict(), given | {"weight": torch.eye(3)[:2].to_sparse()}) == "complex or sparse weight"

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,9 +22,6 @@ from adalog.quantizers.codec import check_shape, checked_weight, decode_quantize
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 }
-
-
-_DIGEST = re.compile("[0-9a-f]{64}")  # with which every fingerprint begins
 
 
 def fingerprint(choices: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -105,16 +101,6 @@ class Lines:
                 os.fsync(file.fileno())
         except OSError as cause:
             raise write_error(self.path, cause) from cause
-
-
-def holds_finished(path: Path) -> bool:
-    """Whether a file begins as `Lines` begins one."""
-    try:
-        with path.open("rb") as file:
-            header = json.loads(file.readline(1 << 12))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(header, dict) and len(header) == 1 and _DIGEST.match(str(*header.values())) is not None
 
 
 def _files_of_ranks(path: Path) -> list[Path]:

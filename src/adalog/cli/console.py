@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -23,7 +24,6 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from adalog import AdalogError, DataError, files
-from adalog.calibration.partial import holds_finished
 from adalog.errors import RankError, printable
 from adalog.ranks import ALONE, Ranks
 
@@ -228,15 +228,20 @@ def remove_finished(partial: Path) -> None:
         file.unlink(missing_ok=True)  # another rank may be quicker
 
 
+# What runs add to the name of a partial file: an operand alone and at a width, points of a curve, choices within a
+# budget, a part of a detector, the rank of a process.
+_LEFT = r"(\.(alone|points|[2-8]|[0-9a-f]{8}|(backbone|neck|rpn|box|mask)(_\w+)?|rank\d+))*"
+
+
 def _leftovers(partial: Path) -> list[Path]:
     """The files in which a run keeps what it has finished: `partial`, and those that begin with its name and a dot.
 
-    Only a file of finished parts is one: others, such as a copy, are the user's own.
+    Only names that runs give are: others, such as that of a copy, are the user's own.
     """
     if not partial.parent.is_dir():
         return []
-    names = (path for path in partial.parent.iterdir() if f"{path.name}.".startswith(f"{partial.name}."))
-    return sorted(path for path in names if path.is_file() and (path == partial or holds_finished(path)))
+    names = re.compile(re.escape(partial.name) + _LEFT)
+    return sorted(path for path in partial.parent.iterdir() if names.fullmatch(path.name) and path.is_file())
 
 
 # --- during the long part --------------------------------------------------------------------------------------------

@@ -63,14 +63,14 @@ def quantize_detector(
         raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with as many images")
     inputs, images = recorded(detector, batches)
     count = min(*counts, len(images))
-    few = inputs if count == len(images) else recorded(detector, _first(batches, count))[0]
+    few = {} if count == len(images) else recorded(detector, _first(batches, count))[0]
     found: list[dict[str, QuantizedModel]] = [{} for _ in configs]
     for name, part in detector.parts.items():
         assert isinstance(part, nn.Module)
         kind, given = name.partition("_")[0], inputs.pop(name)
         calibration, program = None, None
         if kind in parts:
-            calibration = part_calibration(part, name, few[name], given, seed=seed, memory=memory)
+            calibration = part_calibration(part, name, few.pop(name, given), given, seed=seed, memory=memory)
         else:
             program = capture(part, given, _sizes(kind))
         for number, config in enumerate(configs):

@@ -96,7 +96,8 @@ def unfold_einsum(call: Call) -> Ref | None:
     for word, value, meta in zip((left, right), operands, call.metas[1], strict=True):
         for axis, (letter, size) in enumerate(zip(word, meta.shape, strict=True)):
             known = isinstance(size, int)
-            if 1 in (size, told.setdefault(letter, size)) and size != told[letter]:  # one operand is repeated
+            once = [isinstance(each, int) and each == 1 for each in (size, told.setdefault(letter, size))]
+            if once[0] != once[1]:  # one operand is repeated
                 return call.emit(f'aten.einsum.default("{equation}")')
             sizes[letter] = size if known else call.emit("aten.sym_size.int", value, axis, part="_size")
     lead = [letter for letter in left if letter in right and letter in wanted]

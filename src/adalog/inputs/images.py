@@ -346,7 +346,7 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
     if support is None:
         return images, None
     known, place, root = None, _without_detours(support), _without_detours(data)
-    end, whole = place.resolve(), root.resolve()  # a link to either is another way to name it
+    end, whole = Path(support).resolve(), Path(data).resolve()  # a link to either is another way to name it
     files = (_without_detours(path.archive if isinstance(path, Member) else path) for path in images.paths)
     inside = [file.is_relative_to(place) or file.resolve().is_relative_to(end) for file in files]
     if any(inside):

@@ -54,7 +54,11 @@ def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
         for name, value in given.items()
         if name in own and own[name].shape != value.shape
     ]
-    odd = [name for name, value in given.items() if value.is_complex() or value.layout != torch.strided]
+    odd = [
+        name
+        for name, value in given.items()
+        if value.layout != torch.strided or (name in own and value.is_complex() != own[name].is_complex())
+    ]
     found = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes, "complex or sparse": odd}
     return "; ".join(f"{word} {listed(names)}" for word, names in found.items() if names)
 

@@ -74,7 +74,10 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         return Work((batches, heads, rows, terms, keys, of.columns), products, exps, 0, size)
     if isinstance(of, (abi.Norm, abi.Encode)):
         rows = _kept(of.out, of.rows)
-        return Work((rows, of.columns), bytes=rows * of.columns * (4 + _bytes_of(of.out)))
+        entries = rows * of.columns
+        return Work(
+            (rows, of.columns), erfs=entries if of.out.activation else 0, bytes=entries * (4 + _bytes_of(of.out))
+        )
     if isinstance(of, abi.Patches):
         return Work((of.images, of.channels, of.height, of.width), bytes=of.bytes + of.out_bytes)
     if isinstance(of, abi.Depthwise):
@@ -82,7 +85,7 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         places = of.kernel[0] * of.kernel[1]
         entries = of.images * of.channels * math.prod(output_sizes((of.height, of.width), *windows))
         size = of.images * of.channels * of.height * of.width + entries * _bytes_of(of.out)
-        erfs = entries if of.out.kind == abi.STEPS else 0
+        erfs = entries if of.out.kind == abi.STEPS or of.out.activation else 0
         return Work(
             (of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size, 2 * of.factor_count
         )

@@ -184,9 +184,12 @@ class Layout:
         self._floats(COPY, static, value)
         return static
 
-    def strided(self, plane: Tensor) -> Tensor:
-        """Bytes whose rows or columns are dense, and whose batches are one dimension or can be viewed as one."""
-        seen = plane
+    def strided(self, plane: Tensor, lead: Sequence[int]) -> Tensor:
+        """Bytes whose rows or columns are dense, and whose batches are one dimension or can be viewed as one.
+
+        lead: the leading dimensions of the product, to which they are expanded where there are more than two of them.
+        """
+        seen = plane = plane.expand(*lead, *plane.shape[-2:]) if len(lead) > 2 else plane
         if len(plane.shape[:-3]) > 1:
             try:
                 plane.view(-1, *plane.shape[-3:])

@@ -227,7 +227,7 @@ class _Emitter:
         site.check_terms(left[0].shape[-1])
         by_token = len(step.shape) == 4
         out = (layout.results_by_token if by_token else layout.results)(step.finish, step.shape)
-        *left, right = (layout.strided(plane) for plane in (*left, *right))
+        *left, right = (layout.strided(plane, step.shape[:-2]) for plane in (*left, *right))
         left = [plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in left]
         arguments, alive = matrices(site, left, right, out[0])
         layout.alive.append(alive)
@@ -237,7 +237,7 @@ class _Emitter:
 
     def _attend(self, step: Attend) -> Any:
         layout, site, scores = self.layout, self._functions[step.product].site, self._functions[step.scores].site
-        q, k, v = (layout.strided(self._values[name][0]) for name in step.reads)
+        q, k, v = (layout.strided(self._values[name][0], step.shape[:-2]) for name in step.reads)
         scores.check_terms(q.shape[-1])
         site.check_terms(k.shape[-1])
         q, v = (plane if plane.stride(-1) == 1 else layout.dense(plane) for plane in (q, v))

@@ -302,7 +302,7 @@ def side(
     """
     planes = [by_batch_and_head(plane, lead) for plane in planes]
     if transposed is None:
-        transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1 and planes[0].shape[-1] > 1
+        transposed = planes[0].stride(-1) != 1 and planes[0].stride(-2) == 1
     if not transposed and planes[0].stride(-1) != 1:
         planes = [plane.contiguous() for plane in planes]
     first = planes[0]
