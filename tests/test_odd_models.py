@@ -9,7 +9,7 @@ from torch import nn
 import adalog
 from adalog import CalibrationError, CaptureError, Config
 from adalog.graph.capture import capture
-from adalog.graph.sites import find_blocks, find_pieces
+from adalog.graph.sites import find_blocks
 from toys import Toy
 
 
@@ -52,8 +52,8 @@ def test_lists_are_no_borders_of_blocks():
     program = capture(Unbound(ENDS["logits"]).eval(), IMAGES)
     lists = {node.args[0].name for node in program.nodes if node.op == "getitem"}
     assert lists
-    for blocks in (find_blocks(program), find_pieces(program)):
-        assert lists.isdisjoint({block.value_out for block in blocks} | {block.value_in for block in blocks})
+    blocks = find_blocks(program)
+    assert lists.isdisjoint({block.value_out for block in blocks} | {block.value_in for block in blocks})
 
 
 @pytest.mark.slow

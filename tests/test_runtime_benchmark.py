@@ -174,7 +174,7 @@ def test_answers_that_share_their_memory_are_told_apart(tiniest, monkeypatch):
     def classes(network, batch):
         return torch.cat([network(one) for one in images.split(batch)])[:, 0].argsort()  # tells all images apart
 
-    case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2), classes, torch.zeros(5))
+    case = runtime.Case(tiniest, noise(8, seed=1), noise(8, seed=2), classes, torch.zeros(5, dtype=torch.long))
     result = runtime.compare(case, bits=["w4a4"], batches=[1], peers=["openvino"], threads=1, seconds=0)
     assert result["accuracy"]["openvino"]["agreement"] == 1
 

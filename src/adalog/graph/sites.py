@@ -43,7 +43,7 @@ class Site:
     of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
     again: the further calls of a layer that is called several times, such as a detector's head on maps of several
     sizes. They share its weight, its bias and its quantizers, and `left_source` is what all its inputs have in common.
-    headed: those of its operands whose dimension 1 counts heads, as `with_heads` tells.
+    headed: those of its operands whose last dimension but two counts heads, as `with_heads` tells.
     """
 
     name: str
@@ -105,10 +105,11 @@ def find_sites(program: Program) -> list[Site]:
 
 
 def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
-    """The same sites, each of which tells which of its computed operands count heads along dimension 1.
+    """The same sites, each of which tells which of its computed operands count heads: along their third dimension from
+    the end.
 
-    Those have four dimensions, and the size of the second is the same for any number of images and, where sizes are
-    free, for larger ones. Elsewhere it may count images, rows, or nothing: all heads read one key, say.
+    The product has four dimensions, and that one has the same size for any number of images and, where sizes are free,
+    for larger ones. Elsewhere it may count images, rows, or nothing: all heads read one key, say.
     """
     names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
     found = [trace(program, inputs, 2, names), trace(program, inputs, 3, names)]
@@ -116,12 +117,17 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
         larger = at_twice_the_size(program, inputs, 2, names)
         found.append({name: value if value.ndim else found[0][name] for name, value in larger.items()})
     shapes = {name: [each[name].shape for each in found] for name in names}
-    heads = {
-        name
-        for name, each in shapes.items()
-        if all(len(shape) == 4 for shape in each) and each[0][1] > 1 and len({shape[1] for shape in each}) == 1
-    }
-    return [replace(site, headed=frozenset({site.left, site.right} & heads)) for site in sites]
+
+    def counts(name: str) -> bool:
+        sizes = {shape[-3] if len(shape) > 2 else 1 for shape in shapes[name]}
+        return len(sizes) == 1 and sizes != {1}
+
+    def headed(site: Site) -> frozenset[str]:
+        both = {site.left, site.right} & names
+        wide = both and max(len(shapes[name][0]) for name in both) == 4
+        return frozenset(name for name in both if wide and counts(name))
+
+    return [replace(site, headed=headed(site)) for site in sites]
 
 
 def _called(calls: Sequence[Site]) -> Site:
@@ -349,8 +355,10 @@ def find_blocks(program: Program) -> list[Block]:
     A block starts at the last such value before its softmax, which is the residual stream in a pre-norm ViT. It holds
     all that follows (the MLP, a change of resolution) up to the next block. The head starts after the last residual
     addition. Values that do not depend on the inputs (position tables, masks) may be read across blocks, like tensors.
+    What is no tensor but a list of some is no border of blocks.
     """
-    narrow = _bottlenecks(program)
+    lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
+    narrow = [index for index in _bottlenecks(program) if program.nodes[index].name not in lists]
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
     cuts = {bisect_left(narrow, index) - 1 for index in attentions} - {-1}
     additions = (index for index in reversed(range(len(narrow))) if _adds_to_stream(program, narrow[: index + 1]))
@@ -383,9 +391,8 @@ def _cut(program: Program, places: Iterable[int]) -> list[Block]:
 def _bottlenecks(program: Program) -> list[int]:
     """The indices of nodes after which theirs is the only value, of those that depend on inputs, that is still read.
 
-    Reading a tensor for its shape alone does not count, and neither does putting it out. A list of tensors is none.
+    Reading a tensor for its shape alone does not count, and neither does putting it out.
     """
-    lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
     steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
     derived, live, found = set(program.inputs), set(program.inputs), []
@@ -394,7 +401,7 @@ def _bottlenecks(program: Program) -> list[int]:
             derived.add(node.name)
             live.add(node.name)
         live = {name for name in live if last_use.get(name, -1) > index}
-        if live == {node.name} and node.name not in lists:
+        if live == {node.name}:
             found.append(index)
     return found
 
