@@ -212,11 +212,11 @@ def spread(method: str, bits: str) -> str:
 
 @says(README)
 def draws_readme() -> str:
-    ours, theirs = ([spread(method, bits) for bits in WIDTHS[:3]] for method in ("adalog", "repq-vit"))
+    ours, repq, ptq = ([spread(name, bits) for bits in WIDTHS[:3]] for name in ("adalog", "repq-vit", "ptq4vit"))
     return (
         "The table is of one draw of images, measured with an earlier search. Over three draws with the present one "
-        f"`adalog` has {listed(ours)} % at W8A8, W6A6 and W4A4, and `repq-vit` {listed(theirs)} % (mean ± standard "
-        "deviation)."
+        f"`adalog` has {listed(ours)} % at W8A8, W6A6 and W4A4, `repq-vit` {listed(repq)} %, and `ptq4vit` "
+        f"{listed(ptq)} % (mean ± standard deviation)."
     )
 
 
