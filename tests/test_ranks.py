@@ -441,3 +441,5 @@ def test_commands_for_one_process_say_so(monkeypatch, capsys):
         "sensitivity, pareto, tables\n"
     )
     assert call(monkeypatch, capsys, "inspect", "some.safetensors") == (2, told)
+    monkeypatch.setenv("RANK", "1")
+    assert call(monkeypatch, capsys, "inspect", "some.safetensors") == (2, "")  # one line for all of them

@@ -54,7 +54,7 @@ def quantize(
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
         return calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
     call, calls = record_calls(model, within, sample)
-    more = record_calls(model, within, whole)[1] if count_of(whole) > config.images else calls
+    more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
     sizes = sizes if len(calls) == 1 else "free"
     part = as_function(model, call, len(calls))
@@ -72,7 +72,7 @@ def quantize(
     return result
 
 
-def count_of(inputs: Sequence[object]) -> int:
+def _count(inputs: Sequence[object]) -> int:
     """How many images inputs have; what is no tensor is the same for all."""
     return next((len(value) for value in inputs if isinstance(value, Tensor)), 0)
 
@@ -80,7 +80,7 @@ def count_of(inputs: Sequence[object]) -> int:
 def sample_images(images: Images, count: int, seed: int) -> Images:
     """`count` of the images, drawn without replacement from a generator of its own; the same ones of every input."""
     inputs = batched(images)
-    found = count_of(inputs)
+    found = _count(inputs)
     if found < count:
         raise CalibrationError(
             f"calibration takes {count} images, got {found}: give more, or set Config(images={found}), and "

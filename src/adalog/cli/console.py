@@ -24,6 +24,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from adalog import AdalogError, DataError, files
+from adalog.detection.detector import KINDS
 from adalog.errors import RankError, printable
 from adalog.ranks import ALONE, Ranks
 
@@ -84,6 +85,8 @@ def _ranks(shared: Sequence[str]) -> Ranks:
     if world == 1 or not command:
         return Ranks.of_environment() if command else ALONE
     if command not in shared:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(BAD_INPUT)  # the first process says why
         raise ValueError(
             f"{command} is the work of one process: start it without torchrun, which serves {', '.join(shared)}"
         )
@@ -230,7 +233,7 @@ def remove_finished(partial: Path) -> None:
 
 # What runs add to the name of a partial file: an operand alone and at a width, points of a curve, choices within a
 # budget, a part of a detector, the rank of a process.
-_LEFT = r"(\.(alone|points|[2-8]|[0-9a-f]{8}|(backbone|neck|rpn|box|mask)(_\w+)?|rank\d+))*"
+_LEFT = rf"(\.(alone|points|[2-8]|[0-9a-f]{{8}}|({'|'.join(KINDS)})(_\w+)?|rank\d+))*"
 
 
 def _leftovers(partial: Path) -> list[Path]:

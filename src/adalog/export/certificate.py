@@ -16,7 +16,7 @@ from adalog.export.engines import Run, open_engine
 from adalog.export.onnx import KEY, as_array, graph_digest, inputs_of, package, stored_tensors, tensor_name
 from adalog.export.operands import Digit
 from adalog.export.replay import FORMS, Form, Replay
-from adalog.graph.program import leaves_of
+from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.runtime import Compiled
 from adalog.runtime.reference import IntegerSite, Product
@@ -226,14 +226,14 @@ def _compare(
     for batch in batches:
         given = inputs_of(batch, names)
         got = _run(plain, given, found.engine)
-        wanted = _tensors(compiled(*batch))
+        wanted = given_leaves(compiled(*batch))
         answers.append(_answers(wanted, [got.get(each.name) for each in model.graph.output]))
         if seen < SITE_IMAGES:
             few = tuple(value[: SITE_IMAGES - seen] for value in batch)
             given = inputs_of(few, names)
             inner = {**given, **_run(inside, given, found.engine)}
             own.append(
-                _answers([value[: len(few[0])] for value in wanted], _tensors(quantized.program.run(_moved(few))))
+                _answers([value[: len(few[0])] for value in wanted], given_leaves(quantized.program.run(_moved(few))))
             )
             codes = compiled.codes(*few)
             found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
@@ -362,11 +362,6 @@ def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]
         SiteReport(a.site, a.equal and b.equal, a.operands + b.operands, a.off + b.off, a.differ + b.differ)
         for a, b in zip(before, now, strict=True)
     ]
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a nested output, in order; a file has no others."""
-    return [leaf for leaf in leaves_of(output) if leaf is not None]
 
 
 def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:

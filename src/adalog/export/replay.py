@@ -12,7 +12,7 @@ from adalog.errors import ArtifactError
 from adalog.export.operands import Encoder
 from adalog.export.products import Product, Stored
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import leaves_of
+from adalog.graph.program import given_leaves
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import Quantizer
 from adalog.runtime import compiled
@@ -51,7 +51,7 @@ class Replay(nn.Module):
         self.steps = nn.ModuleDict()
 
         def encoder(quantizer: Quantizer, site: IntegerSite) -> Encoder:
-            return Encoder(quantizer, site.node.args[quantizer is not site.left].name)
+            return Encoder(quantizer, site.node.args[0 if quantizer is site.left else 1].name)
 
         def product(site: IntegerSite) -> Product:
             return Product(site, mixed=form == "mixed")
@@ -88,7 +88,7 @@ class Replay(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         tensors = {name: self.tensors.get_buffer(_path(name)) for name in self.program.tensors}
         found = replace(self.program, tensors=tensors).run(inputs, None, self._called)
-        return tuple(leaf for leaf in leaves_of(found) if leaf is not None)
+        return tuple(given_leaves(found))
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:

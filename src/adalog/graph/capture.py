@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from adalog.errors import CaptureError, ProgramError
 from adalog.graph.canonical import UNFOLDED, Call, canonical
 from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
-from adalog.graph.program import Arg, Node, Output, Program, Ref, leaves_of
+from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves
 from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fraction of the largest output
@@ -377,7 +377,7 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     if program.rule is not None and not all(program.rule.run(tensors)):
         raise CaptureError(f"{type(model).__name__} takes another path for {given}: capture it for one size")
     wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
-    got = [value for value in leaves_of(program.run(tensors)) if value is not None]
+    got = given_leaves(program.run(tensors))
     for expected, actual in zip(wanted, got, strict=True):
         if not isinstance(expected, Tensor):
             continue

@@ -325,6 +325,11 @@ def leaves_of(output: Any) -> list[Any]:
     return [output]
 
 
+def given_leaves(output: Any) -> list[Any]:
+    """The same without those that are None, which models put out for what they do not give."""
+    return [leaf for leaf in leaves_of(output) if leaf is not None]
+
+
 def refs_of(arg: Arg) -> Iterator[str]:
     """The names in nested arguments, in order."""
     if isinstance(arg, Ref):

@@ -112,6 +112,8 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
     for larger ones. Elsewhere it may count images, rows, or nothing: all heads read one key, say.
     """
     names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
+    if not names:
+        return list(sites)
     found = [trace(program, inputs, 2, names), trace(program, inputs, 3, names)]
     if program.free:
         larger = at_twice_the_size(program, inputs, 2, names)

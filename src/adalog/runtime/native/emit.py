@@ -28,8 +28,8 @@ from adalog.runtime.native.products import (
     bytes_behind,
     linear,
     matrices,
+    seen_of,
     side,
-    windows_of,
     zero_point,
 )
 from adalog.runtime.native.recognise import failing, recognise
@@ -378,17 +378,11 @@ def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Te
     """What each of `count` places of a convolution's output sees of an image: (count, I)."""
     out = layout.take_scratch((count, site.terms), torch.uint8)
     arguments = abi.Patches(
-        data=plane.data_ptr(),
-        bytes=bytes_behind(plane),
-        images=len(plane),
-        channels=plane.shape[1],
-        height=plane.shape[2],
-        width=plane.shape[3],
         fill=zero_point(site.left),
         out=out.data_ptr(),
         out_bytes=bytes_behind(out),
         row=site.terms,
-        **windows_of(site),
+        **seen_of(site, plane),
     )
     layout.call("patches", arguments)
     return out

@@ -1397,7 +1397,7 @@ INLINE void with_tail(float* values, int64_t count, Function tail) {
         store(values + i, sub(most(set(0.0f), x), mul(size, tail(size))), which);
     });
 }
-// The same values with a function applied, each to 2e-7 of the larger of it and one.
+// The same values with a function applied, each to 4e-7 of the larger of it and one.
 NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
     auto sigmoid = [](F size) INLINE_LAMBDA {
         const F s = decay(size);

@@ -4,7 +4,6 @@ A left operand is planes of unsigned bytes: codes of a uniform quantizer, or ent
 """
 
 import ctypes
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from adalog.quantizers import LogQuantizer, Quantizer, UniformQuantizer
 from adalog.run import abi
-from adalog.runtime import integer
+from adalog.runtime import integer, reference
 from adalog.runtime.native.tables import entries_of
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
@@ -120,15 +119,10 @@ class Product:
         self.nbytes = 0 if self.weights is None else self.weights.nbytes
         self.columns = 0 if site.weight is None else len(site.weight)
 
-    @functools.cached_property
-    def _ones(self) -> Tensor:
-        """The integers of the stored weight, (I, O), float64: what a part of ones is multiplied by."""
-        return self.site.weight_integers()[0].double()
-
     def seen(self, shape: Sequence[int]) -> Tensor:
         """The sums of the part of ones of a convolution for an image of this shape, (C, H, W): (L, O), int64."""
-        ones = self.site.rows(torch.ones(1, *shape, dtype=torch.float64))[0, 0]
-        return (ones @ self._ones).long()
+        (sums,) = reference.Product(self.site).sums([torch.ones(1, *shape, dtype=torch.float64)])
+        return sums[0, 0].long()
 
     def rows(self, left: Planes) -> Planes:
         """The left operand of a stored weight as (T, I). A padded place is the integer 0."""
@@ -188,17 +182,11 @@ class Depthwise:
     def arguments(self, image: Tensor, out: abi.Output) -> abi.Depthwise:
         """image: (B, H, W, C), contiguous; out: of (B L, C)."""
         return abi.Depthwise(
-            data=image.data_ptr(),
-            bytes=bytes_behind(image),
-            images=len(image),
-            channels=image.shape[3],
-            height=image.shape[1],
-            width=image.shape[2],
             zero=self.zero.data_ptr(),
             factors=self.factors.data_ptr(),
             pairs=len(self.factors),
             out=out,
-            **windows_of(self.site),
+            **seen_of(self.site, image.permute(0, 3, 1, 2)),
         )
 
     def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
@@ -254,13 +242,25 @@ def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
     )
 
 
-def windows_of(site: IntegerSite) -> dict[str, Any]:
-    """The fields of a convolution that say what each place of its output sees."""
+def seen_of(site: IntegerSite, image: Tensor) -> dict[str, Any]:
+    """The fields of a convolution that say where its image lies, and what of it each place of the output sees.
+
+    image: (B, C, H, W), whichever of these is last in memory.
+    """
     assert site.geometry is not None
     assert site.weight is not None
+    images, channels, height, width = image.shape
     stride, padding, dilation, _ = site.geometry
     pairs = {"kernel": site.weight.shape[2:], "stride": stride, "padding": padding, "dilation": dilation}
-    return {name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()}
+    return {
+        "data": image.data_ptr(),
+        "bytes": bytes_behind(image),
+        "images": images,
+        "channels": channels,
+        "height": height,
+        "width": width,
+        **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
+    }
 
 
 def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[abi.Matrices, list[Any]]:
