@@ -7,7 +7,7 @@ PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile
 QUICK = $(PYTEST) -m "not slow"
 
 # Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, one
-# core, and one without a compiler. What the search compiles (fused.cpp) picks its own instructions, whatever is asked.
+# core, and one without a compiler. The elementwise work (elementwise.cpp) picks its own instructions, whatever is asked.
 OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default ADALOG_LEVEL=scalar
 OTHER_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ADALOG_LEVEL=avx2
 OTHER_THREADS := OMP_NUM_THREADS=1
@@ -51,12 +51,12 @@ lint: $(TEST)/.stamp
 	$(TEST)/bin/mypy
 
 # An environment is set up again only when the metadata, the pinned versions or the kernels, compiled then, change.
-$(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/search/fused.cpp constraints/demo.txt
+$(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp constraints/demo.txt
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install -c constraints/demo.txt -e .
 	@touch $@
 
-$(TEST)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/search/fused.cpp constraints/test.txt
+$(TEST)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,imagenet,coco,openvino,test,dev]"
 	@touch $@

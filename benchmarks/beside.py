@@ -30,8 +30,8 @@ import torch
 from adalog import Calibration, Config, Search, library
 from adalog.choices import ReleasedSearch
 from adalog.device import multiplies_bfloat16
-from adalog.quantizers import Assignment
-from adalog.search import fused, objective, released
+from adalog.quantizers import Assignment, elementwise
+from adalog.search import objective, released
 from adalog.search.bounds import search_product
 from adalog.search.operand import Operand
 from adalog.search.product import Product
@@ -56,7 +56,7 @@ class Ours:
             if self.float32:
                 stack.enter_context(mock.patch.object(objective, "multiplies_bfloat16", return_value=False))
             if self.unfused:
-                stack.enter_context(mock.patch.object(fused, "_functions", dict))
+                stack.enter_context(mock.patch.object(elementwise, "_functions", dict))
             yield
 
     def to_json(self) -> dict[str, Any]:

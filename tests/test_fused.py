@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adalog import library
-from adalog.quantizers import UniformQuantizer
+from adalog.quantizers import UniformQuantizer, elementwise
 from adalog.search import fused
 
 SHAPES = [
@@ -26,7 +26,7 @@ compiled = pytest.mark.skipif(library.load()[0] is None, reason=library.load()[1
 @pytest.fixture(params=["compiled", "torch"])
 def way(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(fused, "_functions", dict)
+        monkeypatch.setattr(elementwise, "_functions", dict)
     elif library.load()[0] is None:
         pytest.skip(library.load()[1])
 
@@ -59,7 +59,7 @@ def test_uniform_errors_are_those_of_the_quantizers(way, shape, keep, dtype, bit
 def test_candidates_of_a_matrix_lie_together(way, dtype):
     values, factor = normal(2, 3, 5, 7), normal(2, 3, 7, 4, seed=1).to(dtype)
     errors = fused.uniform_errors(values, torch.full((6,), 0.3), torch.full((6,), 7.0), 4, (), dtype)
-    if fused._functions():
+    if elementwise._functions():
         assert errors.movedim(0, -3).is_contiguous()
     found = fused.products(errors, factor)
     assert found.shape == (6, 2, 3, 5, 4)
@@ -175,8 +175,8 @@ def test_kept_dimensions_apart_are_pytorch_s(way):
 @compiled
 def test_the_library_is_what_runs():
     """Otherwise the tests above compare PyTorch with itself."""
-    assert len(fused._functions()) == 6
+    assert len(elementwise._functions()) == 9
     assert fused._function("sums", torch.float32, torch.zeros(1)) is not None
     assert fused._function("sums", torch.float64, torch.zeros(1)) is None
     assert fused._function("sums", torch.float32, torch.zeros(1, dtype=torch.float64)) is None
-    assert math.prod(fused._sizes((2, 3, 4), (1,))) == 24
+    assert math.prod(elementwise.sizes_around((2, 3, 4), (1,))) == 24

@@ -31,7 +31,7 @@ every_level = pytest.mark.parametrize("level", LEVELS or [pytest.param("none", m
 few = settings(max_examples=12)  # at each level
 tables = st.sampled_from([8, 16])
 SOURCES = [Path(native.__file__).with_name(f"{name}.cpp") for name in ("native", "roof")]
-SOURCES += [Path(library.__file__).parent / "search" / "fused.cpp"]
+SOURCES += [Path(library.__file__).parent / "quantizers" / "elementwise.cpp"]
 
 
 # --- functions of few values -----------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from adalog import Search
-from adalog.search import distinct, fused, objective
+from adalog.quantizers import elementwise
+from adalog.search import distinct, objective
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 
@@ -99,10 +100,10 @@ def test_the_share_in_bfloat16_is_counted_and_switched_off(monkeypatch):
 
 def test_kernels_are_switched_off_and_on():
     way = beside.Ours(Search(), unfused=True)
-    before = fused._functions()
+    before = elementwise._functions()
     with way.run():
-        assert fused._functions() == {}
-    assert fused._functions() == before
+        assert elementwise._functions() == {}
+    assert elementwise._functions() == before
     assert not way.to_json()["fused"]
     assert beside.OURS["equals"].to_json() | {"fused": True} == {
         "steps": 6,

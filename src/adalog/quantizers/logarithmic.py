@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
+from adalog.quantizers.elementwise import nearest_log
 from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices, check_bits
 from adalog.stored import is_whole
 
@@ -328,6 +329,10 @@ class LogQuantizer(Quantizer):
             bins = _bins_on(x.device, dtype, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
             if bins.fit:  # a value's place leads to its level at once
                 levels = self.dequantize(bins.counts.reshape(-1)).to(x.dtype).reshape(-1)
+                span, places = (bins.lowest, bins.highest), (bins.drop, bins.first)
+                found = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
+                if found is not None:
+                    return found
                 return by_slices(lambda some: levels.index_select(0, self._places(some, bins)), flat).view(x.shape)
         return by_slices(lambda some: self.dequantize(self.quantize(some)).to(x.dtype), flat).view(x.shape)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
+from adalog.quantizers.elementwise import straight_through
 
 MIN_BITS, MAX_BITS = 2, 8
 FLOAT_BITS = 32  # the width of an operand that is not quantized
@@ -63,8 +64,12 @@ class _QuantizedStraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *trained, hat = ctx.saved_tensors
+        x, low, high, step, hat = ctx.saved_tensors
+        trained = [low, high, step]
         needed = any(ctx.needs_input_grad[1:4])
+        at_once = straight_through(gradient, x, hat, low, high, step, ctx.above, ctx.mixed)
+        if at_once is not None:
+            return at_once[0], *at_once[1], None, None, None
         found = torch.empty_like(gradient)
         sums = [torch.zeros_like(value) for value in trained] if needed else []
         for given, put, *others in zip(*_slices([gradient, found, x, hat], trained), strict=True):

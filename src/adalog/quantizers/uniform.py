@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
+from adalog.quantizers.elementwise import nearest_uniform
 from adalog.quantizers.quantizer import (
     Quantizer,
     at_least_float32,
@@ -87,7 +88,8 @@ class UniformQuantizer(Quantizer):
         def value(some: Tensor) -> Tensor:  # codes of float64 values stay in float64, whatever the scale's dtype
             return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
 
-        return by_slices(value, x, self.scale)
+        found = nearest_uniform(x, self.scale, self.zero_point, self.bits)
+        return by_slices(value, x, self.scale) if found is None else found
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         return -self.zero_point * self.scale, (2**self.bits - 1 - self.zero_point) * self.scale

@@ -1,4 +1,6 @@
-"""The elementwise work of a search on its candidates, in one pass where there is a compiled library (`fused.cpp`).
+"""The elementwise work of a search on its candidates, in one pass where there is a compiled library.
+
+Its functions are in `quantizers/elementwise.cpp`.
 
 Without the library, and for other dtypes and devices, PyTorch takes several passes. Errors are the same to the bit;
 sums are added up in another order. The library trusts the sizes it is given, so shapes that do not fit are left to
@@ -8,52 +10,19 @@ The library's candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I): t
 `products` makes one product of them. It copies others into that order.
 """
 
-import ctypes
-import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from adalog import library
 from adalog.quantizers import uniform_fake_quantize
-
-_KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_SIZES = (_SIZE,) * 4  # those of `_sizes`, and of a matrix
-_ARGUMENTS = {
-    "uniform_errors": (_POINTER, *_SIZES, _POINTER, _POINTER, ctypes.c_float, _SIZE, _POINTER),
-    "table_errors": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER),
-    "sums": (_POINTER, _POINTER, _POINTER, *_SIZES, _SIZE, _POINTER),
-}
-
-
-@functools.cache
-def _functions() -> dict[str, Callable[..., None]]:
-    """The library's functions by name and dtype; empty without a library."""
-    found, _ = library.load()
-    functions = {}
-    for name, arguments in _ARGUMENTS.items() if found else ():
-        for kind in _KINDS.values():
-            function = getattr(found, f"adalog_{name}_{kind}")
-            function.argtypes, function.restype = arguments, None
-            functions[f"{name}_{kind}"] = function
-    return functions
+from adalog.quantizers.elementwise import KINDS, compiled, sizes_around
 
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
-    """The library's function for these values; None where it does not take them."""
-    able = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
-    return _functions().get(f"{name}_{_KINDS.get(dtype)}") if able else None
-
-
-def _sizes(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
-    """The number of elements before, in and after these dimensions; None where they are not next to each other."""
-    first, end = (own_dims[0], own_dims[-1] + 1) if own_dims else (0, 0)
-    if tuple(own_dims) != tuple(range(first, end)):
-        return None
-    return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
+    """The library's function for these values, with results of this dtype; None where it does not take them."""
+    return compiled(f"{name}_{KINDS.get(dtype)}", *values)
 
 
 def _matrix(values: Tensor) -> int:
@@ -96,7 +65,8 @@ def uniform_errors(
 
     scale, zero_point: (k, *groups), where groups are the sizes of the dimensions `own_dims` of the values.
     """
-    function, sizes = _function("uniform_errors", dtype, values, scale, zero_point), _sizes(values.shape, own_dims)
+    function = _function("uniform_errors", dtype, values, scale, zero_point)
+    sizes = sizes_around(values.shape, own_dims)
     fit = sizes is not None and scale.numel() == zero_point.numel() == len(scale) * sizes[1]
     if function is None or sizes is None or not fit:
         scale, zero_point = (shaped_against(each, values.shape, own_dims) for each in (scale, zero_point))
@@ -133,7 +103,7 @@ def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence
     product, error: (k, ...); error is None without a Gram matrix. base: one for all k. own_dims: the dimensions of the
     base that are not summed over.
     """
-    function, sizes = _function("sums", product.dtype, base), _sizes(base.shape, own_dims)
+    function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)
     if function is None or sizes is None or not fit or (error is not None and error.dtype != product.dtype):
         product = product.to(base.dtype)

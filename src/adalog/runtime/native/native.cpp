@@ -1,6 +1,6 @@
 // Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependency.
 //
-//     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../../search/fused.cpp -o _native.so
+//     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../../quantizers/elementwise.cpp -o _native.so
 //
 // The instruction set is chosen at run time. `abi.py` is the only caller; docs/native.md describes the whole.
 //
@@ -693,7 +693,7 @@ API unsigned adalog_features(void) {
 }
 
 // The version of this interface: library.py refuses a library of another version.
-API int adalog_abi(void) { return 8; }
+API int adalog_abi(void) { return 9; }
 
 // Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
 struct Field {

@@ -1,8 +1,9 @@
-// The elementwise work of a search on its candidates, in one pass. `fused.py` calls it, and has the same in PyTorch.
+// Elementwise work on values, in one pass: fake quantization, its gradient, and the candidates of a search. It is called
+// by `elementwise.py` and by the search's `fused.py`, beside which is the same in PyTorch.
 //
-// Values are (outer, groups, inner). There is one scale and one sum per group and candidate. Candidates lie together
-// matrix by matrix, (blocks, count, block), so that one product takes all candidates of a matrix. Errors are the same to
-// the bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
+// Values are (outer, groups, inner). There is one scale and one sum per group (and candidate). Candidates lie together
+// matrix by matrix, (blocks, count, block), so that one product takes all candidates of a matrix. Values and errors are
+// the same to the bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
 
 #include <cmath>
 #include <cstdint>
@@ -113,7 +114,98 @@ INLINE void sums(const T* product, const float* base, const T* error, int64_t ou
     }
 }
 
+// The nearest level of a logarithmic quantizer: the leading bits of a value lead to a bin, of which one part is above the
+// bin's end. levels: of both parts of each bin. NaN counts as the least value.
+INLINE float log_level(float value, float lowest, float highest, int32_t drop, int32_t first, const float* ends,
+                       const float* levels) {
+    value = value > lowest ? value : lowest;
+    value = value < highest ? value : highest;
+    int32_t bits, sign;
+    std::memcpy(&bits, &value, 4);
+    const int32_t bin = (bits >> drop) - first;
+    const float below = ends[bin] - value;
+    std::memcpy(&sign, &below, 4);
+    return levels[2 * bin + 1 + (sign >> 31)];
+}
+
+// The gradient by one value; what it adds to those by the ends of the range and by the step goes to the sums.
+template <bool mixed>
+INLINE float straight_through(float given, float x, float hat, float low, float high, float middle, float above,
+                              float* by_low, float* by_high, float* by_step) {
+    float clipped = x < low ? low : x;
+    clipped = clipped > high ? high : clipped;
+    if (mixed) clipped = hat == x + above ? x : clipped;
+    const float by_x = clipped == x ? given : 0, outside = given - by_x, beyond = x > middle ? outside : 0;
+    *by_low += outside - beyond;
+    *by_high += beyond;
+    *by_step += given * (hat - clipped - above);
+    return by_x;
+}
+
+// The same of many values of one group. sums: by low, high and step.
+template <bool mixed>
+INLINE void straight_through(const float* gradient, const float* values, const float* hats, int64_t size, float low,
+                             float high, float above, float* out, double* sums) {
+    const int lanes = 32;
+    const int64_t piece = 2048;
+    const float middle = (low + high) / 2;
+    for (int64_t at = 0; at < size; at += piece) {
+        const int64_t end = at + least(piece, size - at);
+        float part[3][lanes] = {{0}};
+        int64_t i = at;
+        for (; i + lanes <= end; i += lanes)
+            for (int j = 0; j < lanes; j++)
+                out[i + j] = straight_through<mixed>(gradient[i + j], values[i + j], hats[i + j], low, high, middle,
+                                                     above, part[0] + j, part[1] + j, part[2] + j);
+        for (; i < end; i++)
+            out[i] = straight_through<mixed>(gradient[i], values[i], hats[i], low, high, middle, above, part[0],
+                                             part[1], part[2]);
+        for (int kind = 0; kind < 3; kind++) {
+            float sum = 0;
+            for (int j = 0; j < lanes; j++) sum += part[kind][j];
+            sums[kind] += sum;
+        }
+    }
+}
+
 }  // namespace
+
+API void adalog_nearest_uniform(const float* values, int64_t outer, int64_t groups, int64_t inner, const float* scale,
+                                const float* zero_point, float top, float* out) {
+    const int64_t size = outer * groups * inner;
+    for (int64_t at = 0; at < size; at += inner) {
+        const float step = scale[at / inner % groups], zero = zero_point[at / inner % groups];
+        for (int64_t i = at; i < at + inner; i++) {
+            float code = __builtin_nearbyintf(values[i] / step) + zero;
+            code = code < 0 ? 0 : code;
+            code = code > top ? top : code;
+            out[i] = (code - zero) * step;
+        }
+    }
+}
+
+API void adalog_nearest_log(const float* values, int64_t size, float offset, float scale, float lowest, float highest,
+                            int32_t drop, int32_t first, const float* __restrict ends, const float* __restrict levels,
+                            float* __restrict out) {
+    for (int64_t i = 0; i < size; i++)
+        out[i] = log_level((values[i] + offset) / scale, lowest, highest, drop, first, ends, levels);
+}
+
+// sums: (groups, 3), zeros.
+API void adalog_straight_through(const float* gradient, const float* values, const float* hats, int64_t outer,
+                                 int64_t groups, int64_t inner, const float* low, const float* high, float above,
+                                 int mixed, float* out, double* sums) {
+    const int64_t size = outer * groups * inner;
+    for (int64_t at = 0; at < size; at += inner) {
+        const int64_t own = at / inner % groups;
+        if (mixed)
+            straight_through<true>(gradient + at, values + at, hats + at, inner, low[own], high[own], above, out + at,
+                                   sums + 3 * own);
+        else
+            straight_through<false>(gradient + at, values + at, hats + at, inner, low[own], high[own], above, out + at,
+                                    sums + 3 * own);
+    }
+}
 
 API void adalog_uniform_errors_float(const float* values, int64_t outer, int64_t groups, int64_t inner, int64_t block,
                                      const float* scale, const float* zero_point, float top, int64_t count, float* out) {
