@@ -51,12 +51,14 @@ lint: $(TEST)/.stamp
 	$(TEST)/bin/mypy
 
 # An environment is set up again only when the metadata, the pinned versions or the kernels, compiled then, change.
-$(DEMO)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp constraints/demo.txt
+KERNELS := src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp
+
+$(DEMO)/.stamp: pyproject.toml $(KERNELS) constraints/demo.txt
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -m pip install -c constraints/demo.txt -e .
 	@touch $@
 
-$(TEST)/.stamp: pyproject.toml src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp constraints/test.txt
+$(TEST)/.stamp: pyproject.toml $(KERNELS) constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,imagenet,coco,openvino,test,dev]"
 	@touch $@

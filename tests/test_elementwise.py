@@ -1,9 +1,16 @@
 """Fake quantization and its gradient: what the compiled library makes is what PyTorch makes."""
 
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from adalog import library
 from adalog.quantizers import LogQuantizer, UniformQuantizer, elementwise
@@ -91,9 +98,21 @@ def test_special_values_are_those_of_pytorch(kind, bits):
     assert torch.equal(found.nan_to_num().signbit(), there.nan_to_num().signbit())
 
 
-@pytest.mark.parametrize("values", [normal((4, 5, 6), 0).transpose(0, 2), normal((8, 40), 1)[:, ::2], normal((), 2)])
-def test_any_strides_will_do(values):
-    quantizer = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4)
+STRIDES = {
+    "transposed": normal((4, 5, 6), 0).transpose(0, 2),
+    "with gaps": normal((8, 40), 1)[:, ::2],
+    "channels last": normal((2, 5, 6, 7), 2).to(memory_format=torch.channels_last),
+    "expanded": normal((8, 1), 3).expand(8, 40),
+    "one number": normal((), 4),
+    "none": normal((3, 0), 5),
+    "negated without a copy": torch._neg_view(normal((4, 40), 6)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", STRIDES.values(), ids=STRIDES)
+def test_any_strides_will_do(kind, values):
+    quantizer = KINDS[kind](torch.tensor(0.3), torch.tensor(3.0), 4)
     found, there = both(lambda: quantizer.fake_quantize(values))
     assert torch.equal(found, there)
     assert found.stride() == there.stride()  # products round by the layout of what they multiply
@@ -107,6 +126,88 @@ def test_other_layouts_are_left_to_pytorch(shape, own):
     with torch.no_grad():
         found, there = both(lambda: UniformQuantizer(scale, zero_point, 4).fake_quantize(x))
     assert torch.equal(found, there)
+
+
+class Quantized(nn.Module):
+    def __init__(self, quantizer):
+        super().__init__()
+        self.quantizer = quantizer
+
+    def forward(self, x):
+        return self.quantizer.fake_quantize(x)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_tensors_without_values_are_left_to_pytorch():
+    """What stands for a tensor while PyTorch traces or maps a function has no memory to read."""
+    quantizer, x = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4), normal((3, 8, 40), 0)
+    wanted, module = quantizer.fake_quantize(x), Quantized(quantizer)
+    assert torch.equal(torch.func.vmap(quantizer.fake_quantize)(x), wanted)
+    exported = torch.export.export(module, (normal((3, 8, 40), 1),), strict=False)
+    assert torch.equal(exported.module()(x), wanted)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert quantizer.fake_quantize(mode.from_tensor(x)).shape == x.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore::torch.jit.TracerWarning")
+def test_traced_functions_are_those_of_pytorch():
+    quantizer, x = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4), normal((8, 40), 0)
+    traced = torch.jit.trace(Quantized(quantizer), (normal((8, 40), 1),))
+    assert torch.equal(traced(x), quantizer.fake_quantize(x))
+
+
+def test_gradients_of_gradients_are_those_of_pytorch():
+    quantizer = UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4)
+
+    def run():
+        x, w = torch.linspace(-0.5, 0.5, 20, requires_grad=True), torch.ones(20, requires_grad=True)
+        by_x = torch.autograd.grad((quantizer.fake_quantize(x) * w).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(by_x.square().sum(), w)[0]
+
+    found, there = both(run)
+    assert torch.equal(found, there)
+    assert bool(found.any())
+
+
+def test_gradients_that_are_not_finite_are_those_of_pytorch():
+    gradient = torch.tensor([float("inf"), float("nan"), 1.0, 2.0]).repeat(8)
+
+    def run():
+        x = torch.linspace(-9, 9, 32, requires_grad=True)
+        UniformQuantizer(torch.tensor(0.3), torch.tensor(3.0), 4).fake_quantize(x).backward(gradient)
+        return x.grad
+
+    found, there = both(run)
+    assert torch.equal(found.isnan(), there.isnan())
+    assert torch.equal(found.nan_to_num(), there.nan_to_num())
+
+
+def test_scales_of_the_wrong_groups_are_refused():
+    scale = torch.ones(1, 2, 3, 1)
+    with pytest.raises(RuntimeError, match="must match"):
+        UniformQuantizer(scale, scale, 4).fake_quantize(normal((4, 3, 2, 20), 0))
+
+
+def test_a_library_without_clones_rounds_alike(tmp_path):
+    """Compilers that make no clones for several processors, such as clang, have another way to round."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    built = tmp_path / "elementwise.so"
+    source = Path(elementwise.__file__).with_suffix(".cpp")
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-DNO_CLONES"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(built)], check=True)
+    function = ctypes.CDLL(str(built)).adalog_nearest_uniform
+    function.argtypes, function.restype = elementwise._FAKE_QUANTIZATION["nearest_uniform"], None
+    ties = (torch.arange(-200, 200) / 2) * 0.25
+    x = torch.cat([normal((9000,), 0), torch.tensor(SPECIAL), ties, 1e6 * normal((400,), 1)])
+    scale, zero_point = torch.tensor(0.25), torch.tensor(7.0)
+    found = torch.empty_like(x)
+    pointers = scale.data_ptr(), zero_point.data_ptr(), 15, found.data_ptr()
+    function(x.data_ptr(), 1, 1, x.numel(), *pointers)
+    wanted = elementwise.nearest_uniform(x, scale, zero_point, 4)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -417,6 +417,30 @@ def test_kernels_stay_within_their_memory(under_sanitizers, seed):
     assert int(under_sanitizers(FUZZ, seed, 300)) > 3  # not all were refused
 
 
+ELEMENTWISE = """
+import torch
+from adalog.quantizers import LogQuantizer, UniformQuantizer, elementwise
+
+assert len(elementwise._functions()) == 9
+for shape, own in [((3, 17, 40), ()), ((2, 5, 7, 19), (1, 5, 1, 1)), ((1, 33), ()), ((5, 0), ()), ((4097,), (1,))]:
+    for bits in range(2, 9):
+        for make in (UniformQuantizer, lambda scale, _, bits: LogQuantizer(scale.mean(), 20, 37, bits, offset=0.17)):
+            scale, zero = torch.full(own, 0.1).requires_grad_(), torch.full(own, 1.0).requires_grad_()
+            x = torch.randn(shape).requires_grad_()
+            for kept in (None, torch.ones(shape)):
+                make(scale, zero, bits).fake_quantize(x, kept).sum().backward()
+for value in (float("nan"), float("inf"), -float("inf"), 1e-42, 3e38):
+    for bits in (2, 8):
+        LogQuantizer(torch.tensor(0.5), 20, 37, bits).fake_quantize(torch.full((70,), value))
+"""
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_elementwise_work_stays_within_its_memory(under_sanitizers):
+    under_sanitizers(ELEMENTWISE)
+
+
 @pytest.mark.slow
 @needs_kernels
 def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):

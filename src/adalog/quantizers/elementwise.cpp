@@ -1,5 +1,5 @@
-// Elementwise work on values, in one pass: fake quantization, its gradient, and the candidates of a search. It is called
-// by `elementwise.py` and by the search's `fused.py`, beside which is the same in PyTorch.
+// Elementwise work on values, in one pass: fake quantization, its gradient, and the candidates of a search. Beside its
+// callers, `elementwise.py` and the search's `fused.py`, is the same in PyTorch.
 //
 // Values are (outer, groups, inner). There is one scale and one sum per group (and candidate). Candidates lie together
 // matrix by matrix, (blocks, count, block), so that one product takes all candidates of a matrix. Values and errors are
@@ -15,7 +15,9 @@
 #pragma STDC FP_CONTRACT OFF
 #endif
 // Other C libraries, such as musl, cannot choose between clones of a function when they load it.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && \
+    !defined(NO_CLONES)
+#define CLONES
 #define DISPATCHED __attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
 #else
 #define DISPATCHED
@@ -26,6 +28,18 @@
 namespace {
 
 typedef uint16_t bfloat16;
+
+// The nearest whole number, halves to even, as far as codes reach. Where there may be no instruction for it, adding
+// 1.5 * 2^23 rounds as well, since what lies beyond 2^22 is beyond all codes; else it would be a call for each value.
+INLINE float rounded(float value) {
+#if defined(CLONES) || defined(__SSE4_1__) || defined(__aarch64__)
+    return __builtin_nearbyintf(value);
+#else
+    value = value < -4194304.0f ? -4194304.0f : value;
+    value = value > 4194304.0f ? 4194304.0f : value;
+    return (value + 12582912.0f) - 12582912.0f;
+#endif
+}
 
 INLINE void put(float* to, float value) { *to = value; }
 
@@ -60,7 +74,7 @@ INLINE void uniform_errors(const float* values, int64_t outer, int64_t groups, i
             const float step = scale[own], low = -zero_point[own], high = top + low, *from = values + at;
             T* to = out + place(at, count, block) + k * block;
             for (int64_t i = 0; i < piece; i++) {
-                float code = __builtin_nearbyintf(from[i] / step);
+                float code = rounded(from[i] / step);
                 code = code < low ? low : code;
                 code = code > high ? high : code;
                 put(to + i, code * step - from[i]);
@@ -114,8 +128,8 @@ INLINE void sums(const T* product, const float* base, const T* error, int64_t ou
     }
 }
 
-// The nearest level of a logarithmic quantizer: the leading bits of a value lead to a bin, of which one part is above the
-// bin's end. levels: of both parts of each bin. NaN counts as the least value.
+// The nearest level of a logarithmic quantizer: the leading bits of a value lead to a bin, of which one part is above
+// the bin's end. levels: of both parts of each bin. NaN counts as the least value.
 INLINE float log_level(float value, float lowest, float highest, int32_t drop, int32_t first, const float* ends,
                        const float* levels) {
     value = value > lowest ? value : lowest;
@@ -135,7 +149,8 @@ INLINE float straight_through(float given, float x, float hat, float low, float 
     float clipped = x < low ? low : x;
     clipped = clipped > high ? high : clipped;
     if (mixed) clipped = hat == x + above ? x : clipped;
-    const float by_x = clipped == x ? given : 0, outside = given - by_x, beyond = x > middle ? outside : 0;
+    const float by_x = given * (clipped == x ? 1.0f : 0.0f), outside = given - by_x;
+    const float beyond = x > middle ? outside : 0;
     *by_low += outside - beyond;
     *by_high += beyond;
     *by_step += given * (hat - clipped - above);
@@ -176,7 +191,7 @@ API void adalog_nearest_uniform(const float* values, int64_t outer, int64_t grou
     for (int64_t at = 0; at < size; at += inner) {
         const float step = scale[at / inner % groups], zero = zero_point[at / inner % groups];
         for (int64_t i = at; i < at + inner; i++) {
-            float code = __builtin_nearbyintf(values[i] / step) + zero;
+            float code = rounded(values[i] / step) + zero;
             code = code < 0 ? 0 : code;
             code = code > top ? top : code;
             out[i] = (code - zero) * step;

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from adalog import library
 
@@ -46,9 +46,19 @@ def _functions() -> dict[str, Callable[..., None]]:
 
 
 def compiled(name: str, *values: Tensor) -> Callable[..., None] | None:
-    """The library's function of this name; None where it does not take these values."""
-    able = all(value.device.type == "cpu" and value.dtype == torch.float32 for value in values)
-    return _functions().get(name) if able else None
+    """The library's function of this name; None where it does not take these values.
+
+    It takes tensors with values in memory: not those that stand for others while PyTorch traces or maps a function.
+    """
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or torch.compiler.is_compiling():
+        return None
+    return _functions().get(name) if all(_in_memory(value) for value in values) else None
+
+
+def _in_memory(value: Tensor) -> bool:
+    plain = type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and value.dtype == torch.float32
+    return plain and not value.is_neg() and not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
@@ -59,68 +69,70 @@ def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, in
     return math.prod(shape[:first]), math.prod(shape[first:end]), math.prod(shape[end:])
 
 
-def _sizes_of(x: Tensor, like: Tensor, *parameters: Tensor) -> tuple[int, int, int] | None:
-    """The sizes for parameters that broadcast against x alike; None where no function takes them.
+def _taken(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., None], tuple[int, int, int]] | None:
+    """The library's function and the sizes for parameters that broadcast against contiguous x alike; None: it has none.
 
-    like: a result in the layout of x. With one parameter for all values any layout without gaps will do.
+    With one parameter for all values any layout without gaps will do.
     """
-    shape = parameters[0].shape
-    if any(each.shape != shape for each in parameters) or len(shape) > x.ndim or like.stride() != x.stride():
+    call, shape = compiled(name, x, *parameters), parameters[0].shape
+    if call is None or any(each.shape != shape for each in parameters) or len(shape) > x.ndim:
         return None
-    own_dims = [dim for dim, size in enumerate(shape, x.ndim - len(shape)) if size > 1]
-    if not own_dims:
-        return 1, 1, x.numel()
-    found = sizes_around(x.shape, own_dims) if x.is_contiguous() else None
-    return None if found is None or found[1] != shape.numel() or found[2] < _LEAST else found
+    own = [(dim, size) for dim, size in enumerate(shape, x.ndim - len(shape)) if size != 1]
+    if not own:
+        return call, (1, 1, x.numel())
+    found = sizes_around(x.shape, [dim for dim, _ in own])
+    fits = x.is_contiguous() and all(x.shape[dim] == size for dim, size in own)
+    return (call, found) if fits and found is not None and found[2] >= _LEAST else None
 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
-    """The values that the codes of x stand for (`uniform_fake_quantize`)."""
-    result = torch.empty_like(x)
-    call, found = compiled("nearest_uniform", x, scale, zero_point), _sizes_of(x, result, scale, zero_point)
-    if call is None or found is None:
+    """The values that the codes of x stand for (`uniform_fake_quantize`), in the layout of x."""
+    taken = _taken("nearest_uniform", x, scale, zero_point)
+    if taken is None:
+        return None
+    (call, sizes), result = taken, torch.empty_like(x)
+    if result.stride() != x.stride() and not x.is_contiguous():  # it has gaps
         return None
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
-    call(x.data_ptr(), *found, scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, result.data_ptr())
+    call(x.data_ptr(), *sizes, scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, result.data_ptr())
     return result
 
 
 def nearest_log(
     x: Tensor, offset: float, scale: Tensor, span: tuple[float, float], places: tuple[int, int], *tables: Tensor
 ) -> Tensor | None:
-    """The level of each value of a logarithmic quantizer with one scale.
+    """The level of each value of a logarithmic quantizer with one scale, contiguous.
 
     span: the least and largest value of (x + offset) / scale that matters. places: how many bits of such a value do not
     count for its bin, and the number that the others are for the first bin. tables: the end of each bin, and the levels
-    above and below the ends, bin by bin.
+    above and below the ends, bin by bin; contiguous.
     """
-    result = torch.empty_like(x)
-    call, found = compiled("nearest_log", x, scale, *tables), _sizes_of(x, result, scale)
-    if call is None or found is None or scale.numel() != 1:
+    taken = _taken("nearest_log", x, scale) if scale.numel() == 1 and compiled("nearest_log", *tables) else None
+    if taken is None:
         return None
-    ends, levels = (each.contiguous() for each in tables)
-    tables_at = ends.data_ptr(), levels.data_ptr()
-    call(x.data_ptr(), x.numel(), offset, scale.item(), *span, *places, *tables_at, result.data_ptr())
+    x = x.contiguous()
+    result, (ends, levels) = torch.empty_like(x), (table.data_ptr() for table in tables)
+    taken[0](x.data_ptr(), x.numel(), offset, scale.item(), *span, *places, ends, levels, result.data_ptr())
     return result
 
 
 def straight_through(
     gradient: Tensor, x: Tensor, hat: Tensor, low: Tensor, high: Tensor, step: Tensor, above: float, mixed: bool
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The gradient by x, and those by low, high and step.
+    """The gradient by x, and those by low, high and step. x, hat: contiguous.
 
     The gradients are those of c + s e, in which c is x clipped to [low, high] and e = (hat - above - c) / s is
-    constant. mixed: where hat is x + above, c is x.
+    constant. mixed: where hat is x + above, c is x. They have no gradients of their own, so there are none here where
+    these may be asked for.
     """
-    gradient, x, hat = (each.contiguous() for each in (gradient, x, hat))
-    result = torch.empty_like(x)
-    call, found = compiled("straight_through", gradient, x, hat, low, high, step), _sizes_of(x, result, low, high, step)
-    if call is None or found is None:
+    taken = _taken("straight_through", x, low, high, step) if compiled("straight_through", gradient, hat) else None
+    if taken is None or torch.is_grad_enabled():
         return None
-    low, high = low.contiguous(), high.contiguous()
-    sums = torch.zeros(low.numel(), 3, dtype=torch.float64)
-    values, ends = (gradient, x, hat), (low, high)
-    pointers = [[each.data_ptr() for each in some] for some in (values, ends, (result, sums))]
-    call(*pointers[0], *found, *pointers[1], above, mixed, *pointers[2])
+    (call, sizes), result = taken, torch.empty_like(x)
+    sums = torch.zeros(low.numel(), 3, dtype=torch.float64, device=x.device)
+    values = [each.contiguous() for each in (gradient, x, hat)]
+    ends = [each.contiguous() for each in (low, high)]
+    given, between, made = ([each.data_ptr() for each in some] for some in (values, ends, [result, sums]))
+    call(*given, *sizes, *between, above, mixed, *made)
     by_low, by_high, by_step = (each.reshape(low.shape).to(low.dtype) for each in sums.unbind(1))
     return result, [by_low, by_high, by_step / step]

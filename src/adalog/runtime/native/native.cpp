@@ -1399,19 +1399,20 @@ INLINE void with_tail(float* values, int64_t count, Function tail) {
 }
 // The same values with a function applied, each to 4e-7 of the larger of it and one.
 NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
-    auto sigmoid = [](F size) INLINE_LAMBDA {
+    // None of these functions has [], with which GCC makes a second one, without the level's instructions.
+    auto sigmoid = [&](F size) INLINE_LAMBDA {
         const F s = decay(size);
         return div(s, add(set(1.0f), s));
     };
     switch (activation) {
-    case RELU: return with_tail(values, count, [](F) INLINE_LAMBDA { return set(0.0f); });
+    case RELU: return with_tail(values, count, [&](F) INLINE_LAMBDA { return set(0.0f); });
     case SILU: return with_tail(values, count, sigmoid);
     case GELU_TANH:
         return with_tail(values, count, [&](F x) INLINE_LAMBDA {
             return sigmoid(mul(mul(x, set(1.5957691216f)), fma(mul(x, x), set(0.044715f), set(1.0f))));
         });
     case GELU:  // half of erfc(x / sqrt(2)), by formula 7.1.26 of Abramowitz and Stegun
-        return with_tail(values, count, [](F x) INLINE_LAMBDA {
+        return with_tail(values, count, [&](F x) INLINE_LAMBDA {
             const F z = mul(x, set(0.70710678f)), t = div(set(1.0f), fma(z, set(0.3275911f), set(1.0f)));
             F y = fma(set(0.5307027145f), t, set(-0.7265760135f));
             y = fma(y, t, set(0.7107068705f));
