@@ -37,7 +37,7 @@ def test_the_page_says_what_the_files_say(claim):
 NAMES = re.compile(
     r"`[^`]*`|\]\([^)]*\)|TinyViT-5M|ImageNet-22k|CIFAR-10|\b(?:FQ|Rep|PTQ4|APQ)\w*-?ViT|\bAVX[\w-]*|\blog-?(?:sqrt)?2\b"
     r"|\b[WA]\d+(?:/?A\d+)?\b|\bS[23]\b|\b\d+-bit\b|\b\d+ bits\b|\b(?:int|float|bf|bfloat|u)(?:8|16|32|64)\b"
-    r"|\btop-1\b|Tables? \d|Eqs?\. \d+"
+    r"|\btop-1\b|Tables? \d|Eqs?\. \d+|\b[0-9a-f]{7}\b"
 )
 FIGURE = re.compile(
     r"\d|%|\b(?:half|third|quarter|fifth|tenth|twice|best|worst|better|worse|faster|slower|ahead|behind|apart)\b"
@@ -50,7 +50,6 @@ MEASUREMENT = re.compile(
 # Sentences of a page whose numbers and orders are settings, definitions or facts about code and papers.
 SETTINGS: dict[str, str] = {
     MEASURED: """
-        - at baa2614, for `adalog-released` at 303182f, and for `ptq4vit` and `easyquant` at 5aba1c9.
         - Where a file names no later commit, its seconds are of the slower search, and its accuracies are of
           slightly other quantizers.
         - A ViT of our own (192 wide, 6 deep) on CIFAR-10.
@@ -78,16 +77,14 @@ SETTINGS: dict[str, str] = {
           compiled kernels.
         - The direct search with compiled kernels is its equal, so this ratio, in bold, leaves only the difference
           between the two methods.
-        - Its rows with 16 images are of another processor, without instructions for bfloat16:
-        - there "equals" and "six steps, three rounds" do the same, and only noise tells their seconds apart.
         - the share of activations' codes that differ, the median over images of the logits' relative error, and
           equal answers.
-        - The file with 16 images is from before equal candidates were scored once. "On a sample" is the share of
+        - A candidate counts when its error on the site's output is computed, and equal ones of a step count once;
+          one for a weight sets the parameters of all its rows and counts once. "On a sample" is the share of
           candidates that were scored on a sample of the rows; the others were scored on all there.
         - The second table has images per CPU second on DeiT-S's shapes, with random weights and tables of 8 bits,
           and in brackets the ratio to fp32 PyTorch.
-        - The seconds of TinyViT's corrections from 128 images are of earlier code.
-        - All other files, `-full-before` among them, are of the search before [its samples were halved and equal
+        - Its rows, and the figures of `-full-before`, are of the search before [its samples were halved and equal
           candidates were scored once](decisions/07-rough-steps.md).
     """,
     README: """
