@@ -381,67 +381,6 @@ def cost_size() -> str:
 
 
 @says(README)
-def speed_of_engines() -> str:
-    amx, vnni, old = (
-        {(row["name"], row["batch"]): row for row in results(f"runtime-deit_small_patch16_224{level}")["rows"]}
-        for level in ("", "-avx512vnni", "-avx2")
-    )
-    for found in (amx, vnni, old):
-        for batch in (1, 8):
-            peers = [row["cpu_ms"] for (name, size), row in found.items() if "/" not in name and size == batch]
-            order(found["native/w4a4", batch]["cpu_ms"] < min(peers), batch, peers)
-    every = [row for found in (amx, vnni, old) for row in found.values()]
-    errors = {name: max(row["logit_error"] for row in every if row["name"] == name) for name, _ in vnni}
-    int8 = [error for name, error in errors.items() if "-int8" in name]
-    four, six, eight = (errors[f"native/{bits}"] for bits in ("w4a4", "w6a6", "w8a8"))
-    theirs, dynamic = "openvino-int8-bf16", "onnxruntime-int8-dynamic"
-    order(four > max(int8) and eight < min(vnni[theirs, batch]["logit_error"] for batch in (1, 8)), errors)
-    for found, best in ((vnni, theirs), (old, dynamic)):
-        for batch in (1, 8):
-            times = [row["cpu_ms"] for (name, size), row in found.items() if "/" not in name and size == batch]
-            order(min(times) == found[best, batch]["cpu_ms"], times)
-
-    def times(bits: str, than: str, found: Any) -> str:
-        """For one image, and in brackets for eight at once."""
-        each = [found[f"native/{bits}", batch]["cpu_ms"] / found[than, batch]["cpu_ms"] for batch in (1, 8)]
-        return f"{each[0]:.2f} ({each[1]:.2f})"
-
-    theirs_off = [f"{vnni[theirs, batch]['logit_error']:.2f}" for batch in (1, 8)]
-    return (
-        "On DeiT-S our kernels at W4A4 take less time than every peer with AVX-512-VNNI and AVX2, and did with AMX; "
-        "all three were measured with kernels before the present ones, whose commits the files name. The time has its "
-        "price: on this network, whose weights are random, the logits "
-        f"at W4A4 are off by {four:.2f}, those of the int8 peers by {min(int8):.2f} to {max(int8):.2f}. (Two images "
-        f"and eight candidates calibrate ours there, eight images the peers.) Ours are off by {six:.2f} at "
-        f"W6A6 and by {eight:.2f} at W8A8. For one image, and in brackets for eight at once: with "
-        f"AVX-512-VNNI W6A6 takes {times('w6a6', 'native/w4a4', vnni)} times as long as W4A4, and W8A8 "
-        f"{times('w8a8', 'native/w4a4', vnni)} times. The fastest peer there is OpenVINO's int8 with bfloat16 around "
-        f"it, off by {theirs_off[0]} ({theirs_off[1]}): W6A6 takes {times('w6a6', theirs, vnni)} of its time, and W8A8 "
-        f"{times('w8a8', theirs, vnni)}. With AVX2 W6A6 takes {times('w6a6', 'native/w4a4', old)} times as long as "
-        f"W4A4, and W8A8 {times('w8a8', 'native/w4a4', old)} times. ONNX Runtime's dynamic int8, off by "
-        f"{errors[dynamic]:.2f}, is the fastest peer there, by later instructions than AVX2: W6A6 takes "
-        f"{times('w6a6', dynamic, old)} of its time, and W8A8 {times('w8a8', dynamic, old)}."
-    )
-
-
-@says(MEASURED)
-def speed_on_the_bundled_model() -> str:
-    found, accuracy = results("runtime-demo"), results("runtime-demo")["accuracy"]
-    time = {(row["name"], row["batch"]): row["cpu_ms"] for row in found["rows"]}
-    peers, int8 = {name for name, _ in time if "/" not in name}, ("openvino-int8", "openvino-int8-bf16")
-    order(time["native/w4a4", 1] < min(time[name, 1] for name in peers), time)
-    best = min(peers, key=lambda name: time[name, 8])
-    order(best == "openvino-int8-bf16" and time[best, 8] < time["native/w4a4", 8], time)
-    slower = [time[f"native/{bits}", 8] / time[name, 8] for bits in ("w6a6", "w8a8") for name in int8]
-    return (
-        "On the bundled model W4A4 is the quickest for one image. For eight, OpenVINO's int8 with bfloat16 around it "
-        f"takes {time[best, 8] / time['native/w4a4', 8]:.2f} of its time and agrees with full precision on more images "
-        f"({100 * accuracy[best]['agreement']:.2f} % beside {100 * accuracy['native/w4a4']['agreement']:.2f} %), and "
-        f"W6A6 and W8A8 take {min(slower):.2f} to {max(slower):.2f} times as long as OpenVINO's int8."
-    )
-
-
-@says(README)
 def without_pytorch() -> str:
     row = next(row for row in results("load")["rows"] if "deit_small" in row["model"])
     ours, theirs = row["ways"]["run"], row["ways"]["native"]
