@@ -155,6 +155,27 @@ def test_codes_come_close_to_the_best_of_all():
     assert sum(shares) / 20 < 1.3
 
 
+@pytest.mark.parametrize("block", [1, 7, 1000])
+def test_blocks_of_inputs_change_nothing(block, monkeypatch):
+    x, target, quantizer = correlated(400, 150), normal(1, 3, 150, seed=5), levels(1, 3)
+    form = (x.T @ x + 0.1 * torch.eye(150).double())[None]
+    codes, found = rounded(target, form, quantizer)
+    monkeypatch.setattr(compensate, "_BLOCK", block)
+    others, other = rounded(target, form, quantizer)
+    assert torch.equal(codes, others)
+    torch.testing.assert_close(found.scale, other.scale, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_sweeps_leave_the_codes_that_they_are_given(outputs):
+    """Or they would seem to have changed none."""
+    x, target, quantizer = correlated(60, 8), normal(1, outputs, 8, seed=4), levels(1, outputs)
+    form = (x.T @ x + 0.1 * torch.eye(8).double())[None]
+    codes = torch.zeros_like(target)
+    assert bool(_swept(target, form, codes, quantizer).any())
+    assert not bool(codes.any())
+
+
 def test_no_single_code_can_be_bettered_after_the_sweeps():
     x, target, quantizer = correlated(60, 8), normal(1, 3, 8, seed=4), levels(1, 3, bits=3)
     form = (x.T @ x + 0.1 * torch.eye(8).double())[None]

@@ -17,7 +17,7 @@ a block for that, here the block's own weights do it, and the file stays as it i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +51,8 @@ _PATCHES = 2**26
 _ROWS = 2**17
 # How often all codes are gone through once more, at most.
 _SWEEPS = 4
+# Rows of a weight whose codes are chosen before what they leave is taken off all others, by one product.
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -366,29 +368,45 @@ def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(sorted_form))
     factor = torch.linalg.cholesky(inverse).mT  # upper triangular: inverse = factor^T factor
-    places = order[:, None].expand_as(target)
-    left = target.gather(2, places)
+    places, levels = order[:, :, None].expand_as(target.mT), levels.map(lambda value: value.mT)
+    left = target.mT.gather(1, places)
     codes = torch.empty_like(left)
-    for column in range(left.shape[2]):
-        codes[..., column] = levels.quantize(left[..., column : column + 1])[..., 0]
-        error = left[..., column] - levels.dequantize(codes[..., column : column + 1])[..., 0]
-        error = error / factor[:, None, column, column]
-        left[..., column + 1 :] -= error[..., None] * factor[:, None, column, column + 1 :]
-    return torch.empty_like(codes).scatter_(2, places, codes)
+
+    def choose(row: int, some: Tensor) -> Tensor:
+        codes[:, row : row + 1] = code = levels.quantize(some)
+        return (some - levels.dequantize(code)) / factor[:, row : row + 1, row : row + 1]
+
+    _by_rows(choose, left, factor)
+    return torch.empty_like(codes).scatter_(1, places, codes).mT.contiguous()
+
+
+def _by_rows(choose: Callable[[int, Tensor], Tensor], left: Tensor, form: Tensor) -> None:
+    """Choose something for each row of `left`, (G, K, O), in turn; each choice changes the rows that follow.
+
+    choose(row, what is left of it): how much of the form's row of this number, (G, K, K), is taken off what is left
+    behind it, (G, 1, O). In the same block of rows it is taken off at once, and elsewhere by one product per block.
+    """
+    for start in range(0, left.shape[1], _BLOCK):
+        end = min(start + _BLOCK, left.shape[1])
+        moved = torch.empty_like(left[:, start:end])
+        for row in range(start, end):
+            moved[:, row - start] = some = choose(row, left[:, row : row + 1])[:, 0]
+            left[:, row + 1 : end] -= form[:, row, row + 1 : end, None] * some[:, None]
+        left[:, end:] -= form[:, start:end, end:].mT @ moved
 
 
 def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Tensor:
     """Codes, each in turn replaced by the one that is best beside all others."""
-    codes = codes.clone()
-    pull = (target - levels.dequantize(codes)) @ form
-    diagonal = form.diagonal(dim1=1, dim2=2)
-    for column in range(codes.shape[2]):
-        now = levels.dequantize(codes[..., column : column + 1])
-        best = levels.quantize(now + pull[..., column : column + 1] / diagonal[:, None, column : column + 1])
-        moved = levels.dequantize(best) - now
-        pull -= moved * form[:, column : column + 1]
-        codes[..., column : column + 1] = best
-    return codes
+    codes, levels = codes.mT.clone(memory_format=torch.contiguous_format), levels.map(lambda value: value.mT)
+    values, diagonal = levels.dequantize(codes), form.diagonal(dim1=1, dim2=2)
+
+    def choose(row: int, pull: Tensor) -> Tensor:
+        now = values[:, row : row + 1]
+        codes[:, row : row + 1] = best = levels.quantize(now + pull / diagonal[:, row, None, None])
+        return levels.dequantize(best) - now
+
+    _by_rows(choose, form @ (target.mT - values), form)
+    return codes.mT.contiguous()
 
 
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
