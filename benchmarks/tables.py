@@ -333,27 +333,6 @@ def paper_tables() -> str:
     return f"{text}\n\n{markdown(result, '### ').strip()}"
 
 
-def twins_table() -> str:
-    """Our readings of rivals beside what their released codes compute, from tables-demo-twins.json.
-
-    That file is the JSON of `adalog tables 1 --models demo --seeds 3`, of these methods alone.
-    """
-    result = json.loads((RESULTS / "tables-demo-twins.json").read_text())
-    bits = list(dict.fromkeys(row["bits"] for row in result["rows"]))
-    lines = [f"| method | {' | '.join(f'{width.upper()} | agreement' for width in bits)} |"]
-    lines.append("|---" * (1 + 2 * len(bits)) + "|")
-    rows = {(row["names"][0], row["bits"]): row for row in result["rows"]}
-    for method in dict.fromkeys(name for name, _ in rows):
-        cells = [mean_text(rows[method, width][name]) for width in bits for name in ("top1", "agreement")]
-        lines.append(f"| {' | '.join([labelled(method), *cells])} |")
-    note = (
-        f"Top-1 and agreement on {result['models']['demo']['images']:,} images, means ± standard deviations over three "
-        f"draws, measured at commit {result['commit'][:7]} on an {result['machine']['processor']}. Figures: "
-        "`benchmarks/results/tables-demo-twins.json`."
-    )
-    return "\n".join([*lines, "", note])
-
-
 def sides_table() -> str:
     """Top-1 with weights, activations, and both at 3 bits, from sides.json."""
     result = json.loads((RESULTS / "sides.json").read_text())
@@ -416,7 +395,6 @@ TABLES = (
     ("docs/measured.md", "realbench sites table", realbench_sites_table),
     ("docs/measured.md", "draws table", draws_table),
     ("docs/measured.md", "paper tables", paper_tables),
-    ("docs/measured.md", "twins table", twins_table),
     ("docs/measured.md", "sides table", sides_table),
     ("docs/measured.md", "golden table", golden_table),
     ("docs/measured.md", "search table", search_table),
