@@ -13,6 +13,7 @@ import pytest
 import claims_accuracy  # noqa: F401 (it adds to CLAIMS)
 import claims_budgets  # noqa: F401
 import claims_speed  # noqa: F401
+import claims_stages  # noqa: F401
 from claims import CLAIMS, MEASURED, README, ROOT, plain
 from claims_costs import COST
 
