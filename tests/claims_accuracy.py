@@ -235,7 +235,35 @@ def draws_measured() -> str:
     )
 
 
+@says(MEASURED)
+def draws_released() -> str:
+    widths = [bits for bits in WIDTHS[:3] if drawn("adalog-released", bits)]
+    found = listed([spread("adalog-released", bits) for bits in widths])
+    return f"`adalog-released` has {found} % at {listed([bits.upper() for bits in widths])}, on the same draws."
+
+
 # --- the bundled model ---
+
+
+@says(MEASURED)
+def twins() -> str:
+    rows = {(row["names"][0], row["bits"]): row for row in results("tables-demo-twins")["rows"]}
+    apart = {
+        (method, bits): top1(rows[f"{method}-released", bits]) - top1(rows[method, bits])
+        for method in ("repq-vit", "ptq4vit")
+        for bits in ("w6a6", "w4a4", "w3a3")
+    }
+    most = max(abs(value) for (_, bits), value in apart.items() if bits != "w3a3")
+    repq, ptq = apart["repq-vit", "w3a3"], apart["ptq4vit", "w3a3"]
+    order(repq > 0 > ptq, apart)
+    behind = [rows[method, "w3a3"] for method, bits in rows if bits == "w3a3" and method != "adalog"]
+    order(all(max(row["top1"]["values"]) < min(rows["adalog", "w3a3"]["top1"]["values"]) for row in behind), behind)
+    p = max(value for row in behind for value in row["p_adalog"])
+    return (
+        f"At W3A3 `repq-vit-released` is {repq:.1f} points above `repq-vit`, and `ptq4vit-released` {-ptq:.1f} below "
+        f"`ptq4vit`; at 6 and 4 bits they differ by {most:.1f} points at most. At W3A3 all four are behind `adalog` in "
+        f"each draw (p at most {p:.1g})."
+    )
 
 
 def shown(table: str, bits: str, *names: str) -> dict[str, Any]:
