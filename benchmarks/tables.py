@@ -319,8 +319,8 @@ def paper_tables() -> str:
         "## The paper's tables, on the bundled model\n\n"
         "By `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`, with the same images and the same judge. The "
         "command has gained rows since: not here are those of `repq-vit-released` and `ptq4vit-released` "
-        "([further below](#the-released-code-reproduced)), of `erq` and of reconstruction, those of the released search in "
-        "Tables 2 to 5, and one of Table A. Size is that of the tensors, without the file's header. "
+        "([further below](#the-released-code-reproduced)), of `erq` and of reconstruction, those of the released "
+        "search in Tables 2 to 5, and one of Table A. Size is that of the tensors, without the file's header. "
         "One top-1 on 2,000 images has a standard error of about 0.7 points; agreement with full precision tells "
         "quantizers apart sooner. Figures: `benchmarks/results/tables-demo.json`."
     )
