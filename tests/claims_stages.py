@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from adalog.study.tables import p_value
-from claims import README, listed, order, results, says, tenths
+from claims import MEASURED, README, listed, order, results, says, tenths
 
 
 def of_stages(bits: str, stage: str, images: int) -> float:
@@ -54,4 +54,16 @@ def stages_real() -> str:
         f"({100 * eight[0]['top1']:.1f} %, then {100 * eight[1]['top1']:.1f} % twice) neither stage can be told from "
         f"the search by top-1: p is {listed([f'{value:.2f}' for value in p['w6a6']])} at W6A6 and above 0.3 at W8A8, "
         "by McNemar's test beside the search. Both stages agree with full precision on more images than the search."
+    )
+
+
+@says(MEASURED)
+def cost_of_a_step() -> str:
+    found = results("reconstruct-cost")
+    step = found["cpu_seconds_of_a_step"]["median"]
+    order(found["model"] == "deit_small_patch16_224" and found["bfloat16"], found)
+    return (
+        f"A step that trains a block of DeiT-S (random weights, {found['bits'].upper()}, {found['images']} images) takes "
+        f"{step:.2f} CPU seconds now, {found['ratio']:.2f} of what the float block takes forwards and backwards in "
+        "float32 (one thread, products of the step in bfloat16; `benchmarks/reconstruct_cost.py`)."
     )
