@@ -64,6 +64,6 @@ def cost_of_a_step() -> str:
     order(found["model"] == "deit_small_patch16_224" and found["bfloat16"], found)
     return (
         f"A step that trains a block of DeiT-S (random weights, {found['bits'].upper()}, {found['images']} images) "
-        f"takes {step:.2f} CPU seconds now, {found['ratio']:.2f} of what the float block takes forwards and backwards in "
-        "float32 (one thread, products of the step in bfloat16; `benchmarks/reconstruct_cost.py`)."
+        f"takes {step:.2f} CPU seconds now, {found['ratio']:.2f} of what the float block takes forwards and backwards "
+        "in float32 (one thread, products of the step in bfloat16; `benchmarks/reconstruct_cost.py`)."
     )
