@@ -346,9 +346,10 @@ def twins_table() -> str:
     for method in dict.fromkeys(name for name, _ in rows):
         cells = [mean_text(rows[method, width][name]) for width in bits for name in ("top1", "agreement")]
         lines.append(f"| {' | '.join([labelled(method), *cells])} |")
+    draws = len(result["rows"][0]["top1"]["values"])
     note = (
-        f"Top-1 and agreement on {result['models']['demo']['images']:,} images, means ± standard deviations over three "
-        f"draws, measured at commit {result['commit'][:7]} on an {result['machine']['processor']}. Figures: "
+        f"Top-1 and agreement on {result['models']['demo']['images']:,} images, means ± standard deviations over "
+        f"{draws} draws, measured at commit {result['commit'][:7]} on an {result['machine']['processor']}. Figures: "
         "`benchmarks/results/tables-demo-twins.json`."
     )
     return "\n".join([*lines, "", note])

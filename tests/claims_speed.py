@@ -34,10 +34,9 @@ def speed_of_engines() -> str:
     theirs_off = [f"{vnni[theirs, batch]['logit_error']:.2f}" for batch in (1, 8)]
     return (
         "On DeiT-S our kernels at W4A4 take less time than every peer with AVX-512-VNNI and AVX2, and did with AMX; "
-        "all three were measured with kernels before the present ones, whose commits the files name. The time has its "
-        "price: on this network, whose weights are random, the logits "
-        f"at W4A4 are off by {four:.2f}, those of the int8 peers by {min(int8):.2f} to {max(int8):.2f}. (Two images "
-        f"and eight candidates calibrate ours there, eight images the peers.) Ours are off by {six:.2f} at "
+        "all three were measured with earlier kernels. The time has its price: on this network, whose weights are "
+        f"random, the logits at W4A4 are off by {four:.2f}, those of the int8 peers by {min(int8):.2f} to "
+        f"{max(int8):.2f}. (Two images and eight candidates calibrate ours there, eight images the peers.) Ours are off by {six:.2f} at "
         f"W6A6 and by {eight:.2f} at W8A8. For one image, and in brackets for eight at once: with "
         f"AVX-512-VNNI W6A6 takes {times('w6a6', 'native/w4a4', vnni)} times as long as W4A4, and W8A8 "
         f"{times('w8a8', 'native/w4a4', vnni)} times. The fastest peer there is OpenVINO's int8 with bfloat16 around "

@@ -32,7 +32,7 @@ LEFT_TO_PYTORCH = [((3, 17, 40), (40,)), ((2, 5, 3), (5, 1)), ((2, 3, 4, 20), (2
 KINDS = {
     "uniform": UniformQuantizer,
     "log": lambda scale, _, bits: LogQuantizer(8 * scale, 20, R, bits, width=16),
-    "log of a base below 2": lambda scale, _, bits: LogQuantizer(8 * scale, 9, R, bits, offset=OFFSET),
+    "log with an offset": lambda scale, _, bits: LogQuantizer(8 * scale, 9, R, bits, offset=OFFSET),
     "log that keeps its offset": lambda scale, _, bits: LogQuantizer(
         8 * scale, 37, R, bits, offset=OFFSET, keeps_offset=True
     ),

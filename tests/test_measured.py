@@ -38,7 +38,7 @@ def test_the_page_says_what_the_files_say(claim):
 NAMES = re.compile(
     r"`[^`]*`|\]\([^)]*\)|TinyViT-5M|ImageNet-22k|CIFAR-10|\b(?:FQ|Rep|PTQ4|APQ)\w*-?ViT|\bAVX[\w-]*|\blog-?(?:sqrt)?2\b"
     r"|\b[WA]\d+(?:/?A\d+)?\b|\bS[23]\b|\b\d+-bit\b|\b\d+ bits\b|\b(?:int|float|bf|bfloat|u)(?:8|16|32|64)\b"
-    r"|\btop-1\b|Tables? \d|Eqs?\. \d+|\b[0-9a-f]{7}\b"
+    r"|\btop-1\b|Tables? \d|Eqs?\. \d+|\b(?=\d*[a-f])[0-9a-f]{7}\b"
 )
 FIGURE = re.compile(
     r"\d|%|\b(?:half|third|quarter|fifth|tenth|twice|best|worst|better|worse|faster|slower|ahead|behind|apart)\b"

@@ -51,7 +51,7 @@ _PATCHES = 2**26
 _ROWS = 2**17
 # How often all codes are gone through once more, at most.
 _SWEEPS = 4
-# Rows of a weight whose codes are chosen before what they leave is taken off all others, by one product.
+# For so many inputs codes are chosen before what these leave is taken off all later inputs, by one product.
 _BLOCK = 64
 
 

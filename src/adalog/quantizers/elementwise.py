@@ -117,21 +117,21 @@ def nearest_log(
 
 
 def straight_through(
-    gradient: Tensor, x: Tensor, hat: Tensor, low: Tensor, high: Tensor, step: Tensor, above: float, mixed: bool
+    gradient: Tensor, x: Tensor, hat: Tensor, trained: Sequence[Tensor], above: float, mixed: bool
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The gradient by x, and those by low, high and step. x, hat: contiguous.
+    """The gradient by x, contiguous, and those by what is trained: low, high and step.
 
     The gradients are those of c + s e, in which c is x clipped to [low, high] and e = (hat - above - c) / s is
     constant. mixed: where hat is x + above, c is x. They have no gradients of their own, so there are none here where
     these may be asked for.
     """
-    taken = _taken("straight_through", x, low, high, step) if compiled("straight_through", gradient, hat) else None
+    taken = _taken("straight_through", x, *trained) if compiled("straight_through", gradient, hat) else None
     if taken is None or torch.is_grad_enabled():
         return None
-    (call, sizes), result = taken, torch.empty_like(x)
+    low, high, step = trained
+    values, ends = ([each.contiguous() for each in some] for some in ((gradient, x, hat), (low, high)))
+    (call, sizes), result = taken, torch.empty_like(values[1])
     sums = torch.zeros(low.numel(), 3, dtype=torch.float64, device=x.device)
-    values = [each.contiguous() for each in (gradient, x, hat)]
-    ends = [each.contiguous() for each in (low, high)]
     given, between, made = ([each.data_ptr() for each in some] for some in (values, ends, [result, sums]))
     call(*given, *sizes, *between, above, mixed, *made)
     by_low, by_high, by_step = (each.reshape(low.shape).to(low.dtype) for each in sums.unbind(1))

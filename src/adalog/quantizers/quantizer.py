@@ -64,12 +64,11 @@ class _QuantizedStraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, high, step, hat = ctx.saved_tensors
-        trained = [low, high, step]
-        needed = any(ctx.needs_input_grad[1:4])
-        at_once = straight_through(gradient, x, hat, low, high, step, ctx.above, ctx.mixed)
+        x, *trained, hat = ctx.saved_tensors
+        at_once = straight_through(gradient, x, hat, trained, ctx.above, ctx.mixed)
         if at_once is not None:
             return at_once[0], *at_once[1], None, None, None
+        needed = any(ctx.needs_input_grad[1:4])
         found = torch.empty_like(gradient)
         sums = [torch.zeros_like(value) for value in trained] if needed else []
         for given, put, *others in zip(*_slices([gradient, found, x, hat], trained), strict=True):
