@@ -1,8 +1,11 @@
 """The products of the compiled kernels, at every level that runs here: the accumulators of the reference."""
 
+import ctypes
+
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.run import abi
@@ -145,3 +148,42 @@ def test_the_largest_sums(level):
             model = model_of("aten.linear.default", left, right, codes.shape, None, weight)
             (found,) = accumulators(level, model, codes, None)
             assert found.flatten().tolist() == [(-1 if zero else 1) * terms * 128 * (2**width - 1)] * 3
+
+
+@every_level
+@settings(max_examples=60)
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    st.tuples(st.integers(1, 4), st.one_of(st.integers(1, 9), st.sampled_from([14, 16]))),
+    st.tuples(*[st.integers(1, 17)] * 2),
+    st.tuples(*[st.integers(0, 9)] * 2),
+    st.tuples(*[st.integers(1, 2)] * 2),
+    st.tuples(*[st.integers(0, 20)] * 2),
+    seeds,
+)
+def test_patches(level, counts, kernel, stride, padding, dilation, more, seed):
+    """What each place sees, the padding besides, for rows of a kernel of any length; nothing beyond is written."""
+    generator = torch.Generator().manual_seed(seed)
+    reach = [spread * (size - 1) + 1 for spread, size in zip(dilation, kernel, strict=True)]
+    sizes = [max(1, long - 2 * pad) + extra for long, pad, extra in zip(reach, padding, more, strict=True)]
+    image = torch.randint(0, 200, (*counts, *sizes), dtype=torch.uint8, generator=generator)
+    padded = F.pad(image.float(), (padding[1], padding[1], padding[0], padding[0]), value=255)
+    wanted = F.unfold(padded, kernel, dilation, 0, stride).transpose(1, 2).flatten(0, 1)
+    out = torch.full((wanted.numel() + 64,), 211, dtype=torch.uint8)
+    pairs = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    arguments = abi.Patches(
+        data=image.data_ptr(),
+        bytes=image.numel(),
+        images=counts[0],
+        channels=counts[1],
+        height=sizes[0],
+        width=sizes[1],
+        **{name: (ctypes.c_int64 * 2)(*pair) for name, pair in pairs.items()},
+        fill=255,
+        out=out.data_ptr(),
+        out_bytes=wanted.numel(),
+        row=wanted.shape[1],
+    )
+    abi.Context(2, level).run("patches", arguments)
+    assert torch.equal(out[: wanted.numel()].view(wanted.shape).float(), wanted)
+    assert (out[wanted.numel() :] == 211).all()

@@ -569,6 +569,44 @@ bool sizes_of(const Windows& of, int64_t size[2]) {
     return __int128(of.images) * of.channels * of.height * of.width <= of.bytes;
 }
 
+// What one row of places sees. Of a channel and a row of the kernel each place sees some bytes that follow each other.
+void patches(const void* arguments, int64_t number, uint8_t*) {
+    const Patches& of = *static_cast<const Patches*>(arguments);
+    int64_t size[2];
+    sizes_of(of, size);
+    const int64_t image = number / size[0], y = number % size[0], wide = of.kernel[1], across = of.dilation[1];
+    uint8_t* out = of.out + number * size[1] * of.row;
+    for (int64_t part = 0; part < of.channels * of.kernel[0]; part++, out += wide) {
+        const int64_t down = y * of.stride[0] - of.padding[0] + part % of.kernel[0] * of.dilation[0];
+        const bool outside = down < 0 || down >= of.height;
+        const int64_t line = ((image * of.channels + part / of.kernel[0]) * of.height + down) * of.width;
+        int64_t x = 0;
+        auto one_by_one = [&](int64_t end) {
+            for (; x < end; x++)
+                for (int64_t j = 0; j < wide; j++) {
+                    const int64_t at = x * of.stride[1] - of.padding[1] + j * across;
+                    out[x * of.row + j] = outside || at < 0 || at >= of.width ? uint8_t(of.fill) : of.data[line + at];
+                }
+        };
+        // `take` bytes at once, of which the part behind this one overwrites those that are too many.
+        auto at_once = [&](auto take) {
+            if (of.width < take) return;
+            one_by_one(std::min(size[1], rounded_up(of.padding[1], of.stride[1]) / of.stride[1]));
+            const int64_t end = std::min(size[1], (of.width - take + of.padding[1]) / of.stride[1] + 1);
+            const uint8_t* from = of.data + line + x * of.stride[1] - of.padding[1];
+            for (; x < end; x++, from += of.stride[1]) std::memcpy(out + x * of.row, from, take);
+        };
+        const bool last = part + 1 == of.channels * of.kernel[0];
+        if (!outside && across == 1) {
+            if (wide == 4 || (wide == 3 && !last)) at_once(std::integral_constant<int64_t, 4>());
+            if (wide == 8 || (wide == 7 && !last)) at_once(std::integral_constant<int64_t, 8>());
+            if (wide == 16) at_once(std::integral_constant<int64_t, 16>());
+            at_once(wide);
+        }
+        one_by_one(size[1]);
+    }
+}
+
 }  // namespace
 
 // --- the kernels, for each instruction set -------------------------------------------------------------------------------
@@ -899,31 +937,7 @@ API int adalog_patches(Context* context, const Patches* of) {
     __int128 columns = __int128(channels) * of->kernel[0] * of->kernel[1];
     if (columns > MOST) return 1;
     if (!fits(images * size[0] * size[1], of->row, int64_t(columns), 1, of->out_bytes)) return 1;
-    for (int64_t b = 0; b < images; b++)
-        for (int64_t y = 0; y < size[0]; y++)
-            for (int64_t x = 0; x < size[1]; x++) {
-                uint8_t* out = of->out + ((b * size[0] + y) * size[1] + x) * of->row;
-                int64_t first = x * of->stride[1] - of->padding[1], across = of->dilation[1];
-                bool inside = across == 1 && first >= 0 && first + of->kernel[1] <= of->width;
-                for (int64_t c = 0; c < channels; c++)
-                    for (int64_t i = 0; i < of->kernel[0]; i++, out += of->kernel[1]) {
-                        int64_t down = y * of->stride[0] - of->padding[0] + i * of->dilation[0];
-                        if (down < 0 || down >= of->height) {
-                            std::memset(out, of->fill, of->kernel[1]);
-                            continue;
-                        }
-                        const uint8_t* line = of->data + ((b * channels + c) * of->height + down) * of->width;
-                        if (inside) {
-                            std::memcpy(out, line + first, of->kernel[1]);
-                            continue;
-                        }
-                        for (int64_t j = 0; j < of->kernel[1]; j++) {
-                            int64_t at = first + j * across;
-                            out[j] = at >= 0 && at < of->width ? line[at] : uint8_t(of->fill);
-                        }
-                    }
-            }
-    return 0;
+    return context->run(patches, of, images * size[0], 0);
 }
 
 #else  // ADALOG_LEVEL: the kernels ============================================================================================
@@ -1385,8 +1399,8 @@ struct Search {
 
 // --- activations ---------------------------------------------------------------------------------------------------------
 
-// 2^-(x log2(e)) for x from 0 on.
-INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-126.0f))); }
+// 2^-(x log2(e)) for x from 0 on. What is less than 2^-100 counts nothing, and makes products slow that are not normal.
+INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-100.0f))); }
 
 // All but hardswish are max(x, 0) - |x| tail(|x|), where the tail is the share that a sigmoid, or the normal
 // distribution, has beyond |x|. What is no number stays none, and beyond 60 nothing is left of a tail.
