@@ -355,6 +355,7 @@ private:
         for (auto& worker : workers) worker.join();
     }
     void share(int who) {
+        if (scratch[who].data) *reinterpret_cast<int64_t*>(scratch[who].data) = -1;  // no task has left anything there yet
         kernels->begin();
         for (int64_t number; (number = next.fetch_add(1)) < todo.count;)
             todo.task(todo.arguments, number, scratch[who].data);
@@ -483,24 +484,26 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
 
 // --- what tasks need besides their operands ------------------------------------------------------------------------------
 
-struct LinearScratch {
-    int8_t* right;          // (4 panels, lines, 64), if weights are halves
-    int32_t* sums;          // (2, 16, 64)
-    uint8_t *left, *more;   // (16, terms padded)
-    int32_t* row_sums;      // (16)
-    LinearScratch(Carver& carver, const Linear& of) {
-        int64_t terms = of.weights->lines * GROUP;
-        right = carver.take<int8_t>(of.weights->halves ? QUAD * PANEL * terms : 0);
-        sums = carver.take<int32_t>(2 * ROWS * QUAD * PANEL);
-        left = carver.take<uint8_t>(ROWS * terms);
-        more = carver.take<uint8_t>(of.more ? ROWS * terms : 0);
-        row_sums = carver.take<int32_t>(ROWS);
-    }
-};
 // Rows that a task of a linear takes: a left operand of about half a megabyte, which stays in the second cache.
 int64_t rows_of(const Linear& of) {
     return std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
 }
+struct LinearScratch {
+    int64_t* summed;        // the number of the rows whose sums are here; it comes first, as `share` expects
+    int8_t* right;          // (4 panels, lines, 64), if weights are halves
+    int32_t* sums;          // (2, 16, 64)
+    uint8_t *left, *more;   // (16, terms padded)
+    int32_t* row_sums;      // of all rows of a task
+    LinearScratch(Carver& carver, const Linear& of) {
+        int64_t terms = of.weights->lines * GROUP;
+        summed = carver.take<int64_t>(1);
+        right = carver.take<int8_t>(of.weights->halves ? QUAD * PANEL * terms : 0);
+        sums = carver.take<int32_t>(2 * ROWS * QUAD * PANEL);
+        left = carver.take<uint8_t>(ROWS * terms);
+        more = carver.take<uint8_t>(of.more ? ROWS * terms : 0);
+        row_sums = carver.take<int32_t>(of.weights->moves ? rows_of(of) : 0);
+    }
+};
 
 // A right operand that is packed when it is multiplied.
 struct PackedScratch {
@@ -1862,35 +1865,37 @@ INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
     return sum;
 }
 
-// The accumulators of some rows and up to four panels, whose first is `panel` of the right operand.
-template <class Meanwhile = Nothing>
-INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
-                     int32_t* sums, int64_t width, int32_t* row_sums, Meanwhile meanwhile = {}) {
-    right.data += panel * right.panel;
-    if (ADALOG_LEVEL != AMX) right.lines = rounded_up(terms, GROUP) / GROUP;  // only tiles need the padding
-    const int32_t* base = right.base + panel * PANEL;
-    if (left.more) {
-        const int32_t none[QUAD * PANEL] = {};
-        multiply_bytes(left.more, left.row, rows, right, panels, none, sums, width, Nothing{});
-        for (int64_t r = 0; r < rows; r++)
-            over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
-                I high = load(sums + r * width + i, which);
-                store(sums + r * width + i, add(shift_left_8(high), load(base + i, which)), which);
-            });
-        base = nullptr;
-    }
-    multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width, meanwhile);
-    if (!right.moved) return;
+// The sums of rows of the left operand, which a right operand needs whose zero points bytes with a sign do not reach.
+INLINE void sum_rows(const Left& left, int64_t rows, int64_t terms, int32_t* row_sums) {
     for (int64_t r = 0; r < rows; r++) {
         row_sums[r] = sum_of(left.data + r * left.row, terms);
         if (left.more) row_sums[r] += 256 * sum_of(left.more + r * left.row, terms);
     }
-    const int32_t* moved = right.moved + panel * PANEL;
-    for (int64_t r = 0; r < rows; r++)
-        over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
-            I x = mul(set(row_sums[r]), load(moved + i, which));
-            store(sums + r * width + i, add(load(sums + r * width + i, which), x), which);
-        });
+}
+
+// The accumulators of some rows and up to four panels, whose first is `panel` of the right operand. row_sums: of these
+// rows, if the right operand needs them.
+template <class Meanwhile = Nothing>
+INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
+                     int32_t* sums, int64_t width, const int32_t* row_sums, Meanwhile meanwhile = {}) {
+    right.data += panel * right.panel;
+    if (ADALOG_LEVEL != AMX) right.lines = rounded_up(terms, GROUP) / GROUP;  // only tiles need the padding
+    const int32_t *base = right.base + panel * PANEL, *moved = right.moved ? right.moved + panel * PANEL : nullptr;
+    if (left.more) {
+        const int32_t none[QUAD * PANEL] = {};
+        multiply_bytes(left.more, left.row, rows, right, panels, none, sums, width, Nothing{});
+    }
+    if (left.more || moved) {
+        for (int64_t r = 0; r < rows; r++)
+            over(panels * PANEL, [&](int64_t i, auto which) INLINE_LAMBDA {
+                I start = load(base + i, which);
+                if (left.more) start = add(start, shift_left_8(load(sums + r * width + i, which)));
+                if (moved) start = add(start, mul(set(row_sums[r]), load(moved + i, which)));
+                store(sums + r * width + i, start, which);
+            });
+        base = nullptr;
+    }
+    multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width, meanwhile);
 }
 
 // Rows of the left operand as a product reads them: themselves where what it reads besides is there, since that meets
@@ -1962,6 +1967,11 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr,
                       weights.together};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
+    if (weights.moves && *memory.summed != number / quads) {  // tasks of the same rows follow each other
+        const Left all{of.data + begin * of.row, of.more ? of.more + begin * of.row : nullptr, of.row};
+        sum_rows(all, end - begin, weights.terms, memory.row_sums);
+        *memory.summed = number / quads;
+    }
     // What the next task unpacks comes from far: it is fetched meanwhile.
     const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + AT_ONCE - 1) / AT_ONCE;
     const uint8_t* next = packed + bytes;
@@ -1984,7 +1994,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
                 left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, memory.more, &left.row);
             const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
-            multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, memory.row_sums, finish_part);
+            multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, memory.row_sums + row - begin, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
         finish_part(0, 1);
@@ -2090,6 +2100,7 @@ INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t 
     left.data = readable(side.data + start, side.row, rows, terms, width, rest, copy, &left.row);
     if (side.more) left.more = readable(side.more + start, side.row, rows, terms, width, rest, copy_more, &left.row);
     const int64_t used = rounded_up(columns, PANEL) / PANEL;
+    if (right.moved) sum_rows(left, rows, terms, row_sums);
     for (int64_t p = 0; p < used; p += QUAD)
         multiply(left, rows, terms, right, p, std::min<int64_t>(QUAD, used - p), sums + p * PANEL, panels * PANEL, row_sums);
 }
@@ -2205,6 +2216,7 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScr
             softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, memory.left,
                     two ? memory.more : nullptr, width);
             const Left left{memory.left, two ? memory.more : nullptr, width};
+            if (values.moved) sum_rows(left, rows, keys, memory.row_sums);
             for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
                 multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
                          memory.sums + p * PANEL, memory.values.panels * PANEL, memory.row_sums);
