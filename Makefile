@@ -23,7 +23,7 @@ ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds candidates fused gold
 help:
 	@echo "make demo       set up $(DEMO), then quantize, run and judge the bundled model (ARGS=\"--seed 1\" for options)"
 	@echo "make test       set up $(TEST) with every extra, then lint, types and every test; some as other machines would"
-	@echo "make check      the same without the slow tests"
+	@echo "make check      lint, types and the tests that are not slow"
 	@echo "make portable   the tests that are not slow as four other machines would run them"
 	@echo "make lint       lint, format and types only"
 	@echo "make clean      remove caches, build products and the demo's output"

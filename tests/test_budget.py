@@ -338,6 +338,10 @@ def test_commands_from_rows_to_curves(place):
         (("quantize", "demo:detector", "--budget", "1MB"), "a detector has no budget yet: give --bits"),
         (("sensitivity", *GIVEN, "--widths", "1,4"), "--widths '1,4' are not bits from 2 to 8 with commas"),
         (("sensitivity", "nothing"), "model 'nothing' is none of"),
+        (
+            ("sensitivity", "demo", "--judged", 1000),
+            "has 960 images beside those that calibrate, --judged 1000",
+        ),
         (("sensitivity", *GIVEN[:5], "--judged", 30), "images has 32 images, --images plus --judged 38 are wanted"),
         (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
         (("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"), "--widths says what is measured"),

@@ -54,6 +54,8 @@ def test_a_quantized_detector_finds_what_the_float_one_finds(file, folder):
     options = ("--coco", folder / "instances.json", "--data", folder, "--threads", 1, "--json", "-")
     whole = json.loads(run("evaluate", "demo:detector", *options))
     small = json.loads(run("evaluate", file, *options))
+    several = json.loads(run("evaluate", file, *options, "--threads", 3))
+    assert several == small
     assert whole["images"] == small["images"] == 4
     assert whole["box_ap"] > 0.6
     assert small["box_ap"] > whole["box_ap"] - 0.15
@@ -137,6 +139,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
         (("quantize", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
         (("quantize", "demo:detector", "--no-pretrained"), "has weights of its own: leave out"),
         (("quantize", "demo:detector", "--free-sizes"), "takes images of any size"),
+        (("quantize", "demo:detector", "--images", "2000"), "has 1024 images that calibrate it, 2000 are wanted"),
         (("evaluate", "demo:detector"), "is a detector: give --coco instances.json and --data FOLDER"),
         (("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--executor", "torch"), "is not quantized"),
         (
@@ -179,7 +182,7 @@ def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypat
     code, told = call(monkeypatch, capsys, *arguments)
     assert (code, told) == (
         2,
-        f"error: {missing} is not installed, which detectors need: pip install 'adalog[coco]'\n",
+        f"error: {missing} is not installed: pip install 'adalog[coco]'\n",
     )
 
 

@@ -137,8 +137,15 @@ def test_ap50_of_boxes_from_its_definition(scenes, told):
 
 
 def test_nothing_found_and_nothing_to_find(told):
-    assert coco.average_precision(told, [])["box_ap"] == 0
+    figures = coco.average_precision(told, [])
+    assert figures["box_ap"] == figures["mask_ap50"] == 0
     assert math.isnan(coco.average_precision({**told, "annotations": []}, [])["mask_ap"])
+    # Of no size are there figures without an object of that size.
+    small = {**told, "annotations": [each for each in told["annotations"] if each["area"] < 32**2]}
+    assert small["annotations"]
+    found = coco.average_precision(small, [])
+    assert found["box_ap_small"] == 0
+    assert math.isnan(found["box_ap_large"])
 
 
 def test_boxes_without_area_and_crowds_change_nothing(scenes, told):
@@ -194,6 +201,8 @@ def test_annotations_are_read(told, tmp_path):
         (lambda told: told["images"][0].pop("height"), "image 0: its size of 256 x None is none"),
         (lambda told: told["images"][0].update(width=0), "image 0: its size of 0 x 192 is none"),
         (lambda told: told["images"].append(told["images"][0]), "of one number twice"),
+        (lambda told: told["images"][0].update(id="0"), "images: the id '0' is not a whole number; mend it"),
+        (lambda told: told["categories"][0].update(id="1"), "categories: the id '1' is not a whole number; mend it"),
         (lambda told: told.pop("categories"), "lacks images, annotations or categories"),
         (lambda told: told.update(images=[], annotations=[]), "names no images"),
     ],

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import adalog
 from adalog import Calibration, Config, Search, export
 from adalog.export import onnx as written
 from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
 from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
 from adalog.export.replay import Replay
+from adalog.inputs.zoo import DEMO_PREPROCESSING
 from adalog.quantizers import LogQuantizer
 from adalog.runtime.integer.encode import value_thresholds
 from commands import call, say
@@ -309,6 +311,13 @@ def test_bad_input_is_refused_in_a_line(tmp_path, monkeypatch, capsys, quantized
     assert (code, "NAME.xml" in error) == (2, True)
     code, error = call(monkeypatch, capsys, "certify", model, model)
     assert (code, "is no ONNX model that adalog exported" in error) == (2, True)
+    code, error = call(monkeypatch, capsys, "certify", model, model, "--images", 5000)
+    assert (code, "2000 images are bundled, --images 5000 are wanted: give fewer" in error) == (2, True)
+    noted = adalog.load(model)
+    noted.note(preprocessing=asdict(replace(DEMO_PREPROCESSING, mean=(0.5, 0.5, 0.5))))
+    noted.save(other)
+    code, error = call(monkeypatch, capsys, "certify", other, model)
+    assert (code, "is not of the bundled model" in error) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "split.safetensors"]
 
 

@@ -13,11 +13,12 @@ SOURCE = ROOT / "src" / "adalog"
 FOLDERS = ("src", "tests", "benchmarks", "tools")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
-BASE = {"errors", "library", "device", "files", "ranks", "stored", "version"}
+BASE = {"errors", "extras", "library", "device", "files", "ranks", "stored", "version"}
 CHOICES = {"quantizers", "choices", "config", "methods"}
 # Each part of the package, lowest first, and what it may import besides BASE. "adalog" is the package's own __init__.
 MAY_IMPORT = {
     "errors": set(),
+    "extras": set(),
     "library": set(),
     "device": set(),
     "files": set(),

@@ -10,6 +10,7 @@ from torch import nn
 
 import zoo
 from adalog import CaptureError
+from adalog.detection.zoo import load_detector
 from adalog.graph.capture import capture
 from adalog.graph.sites import census, find_pairs, find_sites
 from adalog.inputs import demo
@@ -110,6 +111,13 @@ def test_random_weights_come_from_the_seed_alone():
     assert not torch.equal(weights[0], weights[3])
     assert not torch.equal(weights[0], weights[4])
     torch.set_rng_state(before)
+
+
+def test_the_bundled_detector_leaves_the_generator_as_it_is():
+    pytest.importorskip("torchvision")
+    before = torch.get_rng_state()
+    load_detector("demo:detector")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- timm and torchvision --------------------------------------------------------------------------------------------

@@ -332,6 +332,9 @@ def test_kept_rows_are_whole_and_of_this_code(tmp_path, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr("adalog.study.tables.source_hash", lambda: "other code")
         assert kept(path, {"a": 2}, lambda: [3]) == [3]
+    with monkeypatch.context() as changed:
+        changed.setattr("torch.__version__", "0.1")
+        assert kept(path, {"a": 2}, lambda: [4]) == [4]
     path.write_text(path.read_text()[:-5])
     with pytest.raises(DataError, match="holds no finished row"):
         kept(path, {"a": 2}, lambda: [2])

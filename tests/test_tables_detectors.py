@@ -6,7 +6,7 @@ import math
 import pytest
 from PIL import Image
 
-from adalog import METHODS
+from adalog import METHODS, DataError
 from adalog.detection import demo
 from adalog.detection.demo.scenes import scene
 from adalog.study import detectors, paper
@@ -23,9 +23,9 @@ def test_every_method_has_a_row():
 
 
 def test_published_figures_stand_beside_whatever_was_calibrated():
-    assert detectors._published("mmdet:mask-swin-t", "w4a4", "adalog") == {"box_ap": 39.1, "mask_ap": 37.7}
-    assert detectors._published("mmdet:cascade-swin-s", "fp32", "fp32") == {"box_ap": 51.9, "mask_ap": 45.0}
-    assert detectors._published("demo:detector", "w4a4", "adalog") == {}
+    assert paper.find_published("C", "mmdet:mask-swin-t", "w4a4", "adalog") == {"box_ap": 39.1, "mask_ap": 37.7}
+    assert paper.find_published("C", "mmdet:cascade-swin-s", "fp32", "fp32") == {"box_ap": 51.9, "mask_ap": 45.0}
+    assert paper.find_published("C", "demo:detector", "w4a4", "adalog") == {}
 
 
 def test_an_average_precision_without_objects_is_left_empty():
@@ -64,6 +64,19 @@ def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "| W4/A4 | minmax |" in text
     assert "Not measured: adalog+ at W4/A4: " in text
     assert len(list(work.iterdir())) == 3
+
+
+def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
+    """It is no method's refusal, which would be kept as a finished row."""
+    for name in ("train", "val"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(scene(0).image).save(tmp_path / name / "0.png")
+    (tmp_path / "instances.json").write_text(json.dumps(demo.truth([(0, scene(0))])))
+    (tmp_path / "train" / "0.png").write_bytes(b"broken")
+    bench = detectors.DetectorBench("demo:detector", demo.load_detector(), tmp_path)
+    with pytest.raises(DataError, match=r"0\.png is not an image"):
+        detectors.run([bench], images=1, bits=["w4a4"], firsts=["minmax"], work=tmp_path / "rows")
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["demo-detector-fp32.json"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 A folder is as untrusted as any file: it is read by `artifact`, and no code of it is run.
 """
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from adalog import artifact
 from adalog.errors import AdalogError, ArtifactError, one_line
+from adalog.extras import extra_module
 from adalog.files import write_error, write_whole
 from adalog.graph.program import leaves_of
 from adalog.ledger import float_lines, ledger_table
@@ -200,10 +200,7 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
 
 
 def _hub() -> Any:
-    try:
-        return importlib.import_module("huggingface_hub")
-    except ImportError as cause:
-        raise AdalogError("huggingface_hub is not installed: pip install 'adalog[hf]'") from cause
+    return extra_module("huggingface_hub", "hf")
 
 
 def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:

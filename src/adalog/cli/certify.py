@@ -9,11 +9,10 @@ import typer
 from torch import Tensor
 
 import adalog
-from adalog import DataError, artifact, export, files
+from adalog import artifact, export, files
 from adalog.cli.console import FAILED, check_outputs, emit_json, image_progress, progress_bar, quiet, say
 from adalog.cli.options import JsonOption
-from adalog.cli.targets import find_preprocessing, naming_file, stranger
-from adalog.inputs import demo
+from adalog.cli.targets import bundled_images, check_count, find_preprocessing, naming_file
 from adalog.inputs.images import find_images
 from adalog.runtime import EXECUTORS
 from adalog.study.doctor import processor
@@ -38,17 +37,13 @@ def command(
     content, other = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:
-        bundled = demo.test_images()[0][:images]
-        if [tuple(value.shape[1:]) for value in quantized.example] != [tuple(bundled.shape[1:])]:
-            raise stranger(file)
-        batches: Iterator[Tensor] = iter(bundled.split(_BATCH))
-        count = len(bundled)
+        bundled = bundled_images(file, quantized, images)
+        batches, count = iter(bundled.split(_BATCH)), len(bundled)
     else:
         found = find_images(data)
-        if images is not None and images > len(found):
-            raise DataError(f"{data} has {len(found)} images, --images {images} are wanted: give fewer, or more images")
-        chosen = found.select(range(images or len(found)))
-        batches, count = chosen.batches(find_preprocessing(file, quantized, None), batch=_BATCH), len(chosen)
+        count = len(found) if images is None else images
+        check_count(data, len(found), count)
+        batches = found.select(range(count)).batches(find_preprocessing(file, quantized, None), batch=_BATCH)
     with progress_bar() as progress, quiet(), naming_file(exported, "cannot be certified"):
         progress.add_task("images", total=count)
         watch = image_progress(progress)

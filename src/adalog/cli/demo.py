@@ -122,7 +122,7 @@ def command(
             files.write_whole(page, _page(*kept[-1], fp32))
     if json_out != "-":
         say(table)
-        note(printable(f"wrote {', '.join(str(path) for path in sorted(out.iterdir()))}"))
+        note(printable(f"wrote {', '.join(map(str, (*artifacts.values(), out / 'levels.png', *[page] * bool(kept))))}"))
         if kept:
             note(printable(f"{page} shows what {kept[-1][0].name} holds: open it in a browser"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)

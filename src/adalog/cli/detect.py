@@ -4,6 +4,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -39,7 +40,10 @@ def command(
         raise ValueError(f"--out {out} is none of {', '.join(FORMATS)}")
     check_outputs(out, json_out, reads=(file, image, checkpoint))
     picture = read(image)
-    detector = detectors.load_detector(file, no_pretrained, checkpoint, executor, thread_count(threads))
+    jobs = thread_count(threads)
+    detector = detectors.load_detector(file, no_pretrained, checkpoint, executor, jobs)
+    if executor != "native":  # which has its own threads
+        torch.set_num_threads(jobs)
     with waiting(f"look at {image}"):
         (found,) = detector(detector.settings.resizing.batch([picture]))
     names, content = detector.settings.names, BytesIO()

@@ -26,13 +26,13 @@ from adalog.cli.console import (
 )
 from adalog.cli.options import Setup
 from adalog.detection import coco, demo, zoo
-from adalog.detection.boxes import extra_module
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detector
 from adalog.detection.images import Batch, batches_of, read
 from adalog.detection.quantized import compiled, fastest, is_detector, load, quantize_detector, save
+from adalog.extras import extra_module
 from adalog.inputs import zoo as models
-from adalog.inputs.images import draw_indices, find_images
+from adalog.inputs.images import find_images
 from adalog.ledger import float_lines, ledger_table
 from adalog.model import QuantizedModel
 from adalog.study.detectors import sensitivities
@@ -156,8 +156,7 @@ def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:
-        drawn = draw_indices(len(demo.CALIBRATING), ends[-1], seed).tolist()
-        numbers = [demo.CALIBRATING[index] for index in drawn]
+        numbers = demo.drawn(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
     paths = find_images(data).sample(ends[-1], seed).paths
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
@@ -202,7 +201,7 @@ def judged(
     if instances is None or data is None:
         raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with its images")
     detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
-    evaluate(file, detector, instances, data, executor=executor, json_out=json_out)
+    evaluate(file, detector, instances, data, executor=executor, jobs=jobs, json_out=json_out)
     return True
 
 
@@ -232,9 +231,10 @@ def evaluate(
     data: Path,
     *,
     executor: str | None,
+    jobs: int,
     json_out: str | None,
 ) -> None:
-    """Judge a detector by COCO's average precision."""
+    """Judge a detector by COCO's average precision. jobs: images at a time; "native" has its own threads instead."""
     annotated = coco.read_annotations(instances, data)
     categories = coco.categories_of(detector.settings.names, annotated)
     with progress_bar() as progress, quiet():
@@ -246,7 +246,14 @@ def evaluate(
             found = (each for index in numbers for each in detector(resizing.batch([annotated.image(index)])))
             return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
 
-        by_image = in_batches(len(annotated), results_of, batch=1, ranks=job(), progress=image_progress(progress))
+        by_image = in_batches(
+            len(annotated),
+            results_of,
+            batch=1,
+            jobs=1 if executor == "native" else jobs,
+            ranks=job(),
+            progress=image_progress(progress),
+        )
         results = [result for results in by_image for result in results]
         figures = coco.average_precision(annotated.told, results)
     told = {"file": str(file), "executor": executor, "images": len(annotated), "detections": len(results)}
@@ -259,14 +266,14 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
     """Quantize the bundled detector by several methods, and judge each on scenes that nothing was fitted to."""
     configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
     rows: list[dict[str, Any]] = []
-    extra_module("pycocotools.mask")  # told before anything is drawn
+    extra_module("pycocotools.mask", "coco")  # told before anything is drawn
     detector = demo.load_detector()
     with progress_bar() as progress, quiet():
         bar = progress.add_task("draw scenes", total=(len(configs) + 1) * len(demo.TESTED))
         scenes = [scene(number) for number in demo.TESTED]
         told = demo.truth(zip(demo.TESTED, scenes, strict=True))
-        drawn = draw_indices(len(demo.CALIBRATING), max(each.images_wanted for _, each in configs), seed).tolist()
-        calibrating = [batch for _, batch in demo.batches((demo.CALIBRATING[int(index)] for index in drawn), 4)]
+        drawn = demo.drawn(max(each.images_wanted for _, each in configs), seed)
+        calibrating = [batch for _, batch in demo.batches(drawn, 4)]
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
             progress.update(bar, description=name)

@@ -46,12 +46,16 @@ def find_calibration(target: str, data: Path | None, count: int, option: str = "
         given = few if count <= len(few) else demo.unlabelled_images()
     else:
         given = find_images(data)
-    if count > len(given):
-        there = len(given)
-        raise DataError(
-            f"{data or target} has {there} images, {option} {count} are wanted: give {option} {there}, or more"
-        )
+    check_count(data or target, len(given), count, option)
     return given
+
+
+def check_count(source: Path | str, there: int, count: int, option: str = "--images") -> None:
+    """Raise DataError if more images are wanted than there are. option: the one that asked for so many."""
+    if count > there:
+        raise DataError(
+            f"{source} has {there} images, {option} {count} are wanted: give {option} {there}, or more images"
+        )
 
 
 def find_judging(
@@ -64,12 +68,33 @@ def find_judging(
     given = find_calibration(target, data, wanted)
     if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(given) :]
+        if judged > len(more):
+            raise DataError(
+                f"{target} has {len(more)} images beside those that calibrate, --judged {judged} are wanted: give "
+                f"--judged {len(more)}, or fewer"
+            )
         return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
     given = find_calibration(target, data, wanted + judged, "--images plus --judged")
     drawn = draw_indices(len(given), wanted + judged, seed)
     if isinstance(given, Tensor):
         return given[drawn[:wanted]], given[drawn[wanted:]]
     return given.select(drawn[:wanted].tolist()), given.select(drawn[wanted:].tolist())
+
+
+def bundled_images(file: Path, quantized: QuantizedModel, count: int | None) -> Tensor:
+    """The first bundled images, for the bundled model's artifact; all of them without a count.
+
+    Raises DataError for another artifact, and if there are fewer.
+    """
+    bundled = demo.test_images()[0]
+    fits = [tuple(value.shape[1:]) for value in quantized.example] == [tuple(bundled.shape[1:])]
+    if fits and "preprocessing" in quantized.provenance:
+        fits = find_preprocessing(file, quantized, None) == zoo.DEMO_PREPROCESSING
+    if not fits:
+        raise stranger(file)
+    if count is not None and count > len(bundled):
+        raise DataError(f"{len(bundled)} images are bundled, --images {count} are wanted: give fewer, or --data FOLDER")
+    return bundled[:count]
 
 
 def stranger(file: Path) -> DataError:

@@ -9,8 +9,7 @@ import adalog
 from adalog import DataError, files
 from adalog.cli.console import check_outputs, emit_json, say
 from adalog.cli.options import DrawOption, JsonOption
-from adalog.cli.targets import compiled, find_preprocessing, stranger
-from adalog.inputs import demo
+from adalog.cli.targets import bundled_images, check_count, compiled, find_preprocessing
 from adalog.inputs.images import find_images
 from adalog.runtime.vectors import vectors
 
@@ -34,14 +33,10 @@ def command(
     quantized = adalog.load(file)
     model = compiled(file, quantized, "reference")
     if data is None:
-        given = demo.test_images()[0]
-        if [tuple(value.shape[1:]) for value in quantized.example] != [tuple(given.shape[1:])]:
-            raise stranger(file)
-        given = given[:images]
+        given = bundled_images(file, quantized, images)
     else:
         found = find_images(data)
-        if images > len(found):
-            raise DataError(f"{data} has {len(found)} images, --images {images} are wanted: give fewer, or more images")
+        check_count(data, len(found), images)
         given = found.sample(images, seed).load(find_preprocessing(file, quantized, None), jobs=1)
     content = vectors(model, site, given)
     files.write_folder(out, content)

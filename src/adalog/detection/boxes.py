@@ -4,16 +4,14 @@ A box is (x1, y1, x2, y2) in pixels of an image whose corner is (0, 0); pixel (i
 Everything is exact in the type that it is given, and runs on any device.
 """
 
-import importlib
 import math
-import types
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from adalog.errors import DataError
+from adalog.extras import extra_module
 
 # dw and dh are the logarithm of a ratio of at most 1000 / 16 (mmdetection's wh_ratio_clip).
 MAX_LOG_RATIO = math.log(1000 / 16)
@@ -76,7 +74,7 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
     RoIAlign, aligned, with as many samples as pixels. maps: (N, C, H, W) each, the finest first. images: (boxes,), the
     image that each box belongs to.
     """
-    roi_align = extra_module("torchvision.ops").roi_align
+    roi_align = extra_module("torchvision.ops", "coco").roi_align
     found = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
     which = levels(boxes, len(maps))
     for level, (values, stride) in enumerate(zip(maps, strides, strict=False)):
@@ -88,7 +86,7 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
 
 def suppressed(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
     """The numbers of at most `most` boxes, the best first, none of which overlaps a better one of its group by more."""
-    kept: Tensor = extra_module("torchvision.ops").batched_nms(boxes, scores, groups, overlap)
+    kept: Tensor = extra_module("torchvision.ops", "coco").batched_nms(boxes, scores, groups, overlap)
     return kept[:most]
 
 
@@ -114,16 +112,3 @@ def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float
         sampled = grid_sample(mask[None, None], grid[None], align_corners=False)[0, 0]
         found[index, top:bottom, left:right] = sampled >= threshold
     return found
-
-
-def extra_module(name: str) -> types.ModuleType:
-    """A module of the extra `coco`. Raises DataError that says what to install where it is missing or does not load."""
-    package = name.partition(".")[0]
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as cause:
-        if (cause.name or "").partition(".")[0] != package:
-            raise
-        raise DataError(f"{package} is not installed, which detectors need: pip install 'adalog[coco]'") from cause
-    except Exception as cause:  # such as a torchvision that was built for another torch
-        raise DataError(f"{package} cannot be imported: {cause}; install it again beside this torch") from cause

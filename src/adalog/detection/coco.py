@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from adalog.detection.boxes import extra_module
 from adalog.detection.detector import Detections
 from adalog.detection.images import read
 from adalog.errors import DataError
+from adalog.extras import extra_module
 from adalog.inputs.refusals import listed, refusal
 from adalog.stored import is_whole
 
@@ -71,6 +71,10 @@ def read_annotations(file: Path, folder: Path) -> Annotated:
     ):
         raise DataError(f"{file} lacks images, annotations or categories: give an instances_*.json of COCO's form")
     with refusal(f"{file} is not of COCO's form", "mend it"):
+        for key in ("images", "categories"):
+            for each in told[key]:
+                if not is_whole(each["id"], 0):
+                    raise DataError(f"{file}, {key}: the id {each['id']!r} is not a whole number; mend it")
         categories = {str(each["name"]): int(each["id"]) for each in told["categories"]}
         images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
         numbers = set(categories.values())
@@ -178,7 +182,7 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
 
 def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
     """A mask (H, W) in COCO's compressed run lengths."""
-    runs = extra_module("pycocotools.mask").encode(np.asfortranarray(mask, dtype=np.uint8))
+    runs = extra_module("pycocotools.mask", "coco").encode(np.asfortranarray(mask, dtype=np.uint8))
     return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
 
 
@@ -208,15 +212,18 @@ def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, An
 
 
 def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
-    dataset, evaluation = extra_module("pycocotools.coco"), extra_module("pycocotools.cocoeval")
+    dataset, evaluation = extra_module("pycocotools.coco", "coco"), extra_module("pycocotools.cocoeval", "coco")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
         truth = dataset.COCO()
         truth.dataset = {"info": {}, **told}
         truth.createIndex()
-        if not results:
-            counted = any(not each.get("iscrowd") for each in told["annotations"])
-            return [0.0 if counted else math.nan] * len(FIGURES)
-        judged = evaluation.COCOeval(truth, truth.loadRes([dict(each) for each in results]), kind)
+        if results:
+            found = truth.loadRes([dict(each) for each in results])
+        else:  # which loadRes does not take
+            found = dataset.COCO()
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        judged = evaluation.COCOeval(truth, found, kind)
         judged.evaluate()
         judged.accumulate()
         judged.summarize()

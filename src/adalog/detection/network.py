@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from adalog.detection.boxes import extra_module
+from adalog.extras import extra_module
 
 LEVELS = 5  # maps of the pyramid
 RATIOS = (0.5, 1.0, 2.0)  # of anchors
@@ -53,7 +53,7 @@ class Backbone(nn.Module):
 
     def __init__(self, sizes: Architecture):
         super().__init__()
-        swin = extra_module("torchvision.models.swin_transformer").SwinTransformer(
+        swin = extra_module("torchvision.models.swin_transformer", "coco").SwinTransformer(
             patch_size=[4, 4],
             embed_dim=sizes.width,
             depths=list(sizes.depths),

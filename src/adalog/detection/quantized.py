@@ -15,10 +15,10 @@ from adalog import artifact
 from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
-from adalog.detection.boxes import extra_module
 from adalog.detection.detector import KINDS, Detector, Settings
 from adalog.detection.images import Batch
 from adalog.errors import ArtifactError, CalibrationError, one_line
+from adalog.extras import extra_module
 from adalog.files import write_whole
 from adalog.graph.capture import Sizes, capture
 from adalog.graph.program import Program
@@ -201,7 +201,7 @@ def load(path: str | Path) -> Detector:
     Raises ArtifactError for a file that is none, and DataError without torchvision.
     """
     content = artifact.read(path)
-    extra_module("torchvision.ops")
+    extra_module("torchvision.ops", "coco")
     try:
         header, stored = _parsed(content)
     except Exception as cause:  # contents that no such file has make the parsing raise anything

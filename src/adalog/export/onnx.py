@@ -18,6 +18,7 @@ from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.export.operators import NODE, RESULT, STEPS
 from adalog.export.products import Stored
 from adalog.export.replay import Form, Replay
+from adalog.extras import extra_module
 from adalog.graph.program import Output
 from adalog.quantized import QuantizedProgram
 
@@ -60,12 +61,8 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
 
 
 def package(name: str) -> Any:
-    """The package of this name. Raises AdalogError where it is not installed."""
-    try:
-        return __import__(name)
-    except ImportError as cause:
-        extra = "openvino" if name == "openvino" else "onnx"
-        raise AdalogError(f"{name} is not installed: pip install 'adalog[{extra}]'") from cause
+    """The package of this name. Raises DataError where it is not installed, or does not load."""
+    return extra_module(name, "openvino" if name == "openvino" else "onnx")
 
 
 def graph_digest(model: Any) -> str:

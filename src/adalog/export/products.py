@@ -34,7 +34,7 @@ class Stored:
 class Traced:
     """What a site's product multiplied, and the names of its results in the file: one per pair of parts.
 
-    scale: the value of one unit of each result; None where the results are the accumulators themselves.
+    scales: the value of one unit of each result; None where the results are the accumulators themselves.
     """
 
     left: tuple[tuple[Digit, ...], ...]
@@ -57,7 +57,6 @@ class Product(nn.Module):
             self.signed = 2 * max(map(_raw, site.left.limits())) * max(span // 2 + 1 for span in spans) < _PAIRS
         else:
             self.bases = _bases(site)
-        self.scales = nn.ParameterList()
         for index, scale in enumerate(self._scales()):
             self.register_buffer(f"scale_{index}", scale)
         self.stored: dict[str, Stored] = {}

@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
@@ -248,24 +248,10 @@ class ImageSet:
                 pass
         return images
 
-    def batches(
-        self,
-        preprocessing: Preprocessing,
-        *,
-        batch: int = 20,
-        jobs: int = 1,
-        progress: Callable[[int], None] | None = None,
-    ) -> Iterator[Tensor]:
-        """The images in batches (B, 3, H, W), each read when it is asked for.
-
-        progress: called with the number of images read so far. Raises DataError.
-        """
+    def batches(self, preprocessing: Preprocessing, *, batch: int = 20, jobs: int = 1) -> Iterator[Tensor]:
+        """The images in batches (B, 3, H, W), each read when it is asked for. Raises DataError."""
         for start in range(0, len(self), batch):
-            chosen = self.select(range(start, min(start + batch, len(self))))
-            images = chosen.load(preprocessing, jobs=jobs)
-            if progress is not None:
-                progress(start + len(chosen))
-            yield images
+            yield self.select(range(start, min(start + batch, len(self)))).load(preprocessing, jobs=jobs)
 
 
 def find_images(folder: str | Path) -> ImageSet:

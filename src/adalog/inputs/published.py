@@ -5,7 +5,6 @@ repeat a hopeless request for a minute.
 """
 
 import difflib
-import importlib
 import types
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from adalog.errors import DataError
+from adalog.extras import extra_module
 from adalog.inputs.images import Preprocessing, side_before_crop
 from adalog.inputs.refusals import SHOWN, listed, refusal
 
@@ -27,7 +27,7 @@ _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
 def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    timm = _package("timm", "timm")
+    timm = extra_module("timm", "timm")
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
         raise _unknown("timm", name, timm.list_models())
@@ -60,7 +60,7 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
 
 
 def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    models = _package("torchvision", "timm").models
+    models = extra_module("torchvision", "timm").models
     names = models.list_models(module=models)
     if name not in names:
         raise _unknown("torchvision", name, names)
@@ -80,7 +80,7 @@ def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocess
 
 
 def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
-    transformers = _package("transformers", "hf")
+    transformers = extra_module("transformers", "hf")
     folder = Path(name).expanduser()
     with refusal(f"hf:{name} cannot be looked for", "give a folder that save_pretrained wrote"):  # a name too long
         inside, there = folder.is_dir(), folder.exists()
@@ -179,18 +179,6 @@ def _from_processor(given: Mapping[str, Any], size: tuple[int, int]) -> Preproce
     )
 
 
-def _package(name: str, extra: str) -> types.ModuleType:
-    """An optional package, or a DataError that says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as cause:
-        if cause.name != name:
-            raise DataError(f"{name} cannot be imported: {cause}") from cause
-        raise DataError(f"{name} is not installed: pip install 'adalog[{extra}]'") from cause
-    except Exception as cause:  # such as a torchvision built for another torch
-        raise DataError(f"{name} cannot be imported: {cause}; install it again beside this torch") from cause
-
-
 def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
     close = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
     hint = f"is it {' or '.join(close)}?" if close else f"see {package}'s list_models()"
@@ -199,14 +187,14 @@ def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
 
 def _cached(repository: str, names: Iterable[str]) -> str | None:
     """The first of these files that was downloaded before from this repository of the hub, or None."""
-    hub = importlib.import_module("huggingface_hub")
+    hub = extra_module("huggingface_hub", "hf")
     paths = (hub.try_to_load_from_cache(repository, name) for name in names)
     return next((path for path in paths if isinstance(path, str)), None)
 
 
 def _reach_hub() -> None:
     """Raise at once what a download would raise after many trials, where the hub is out of reach or switched off."""
-    hub = importlib.import_module("huggingface_hub")
+    hub = extra_module("huggingface_hub", "hf")
     hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
 
 

@@ -72,12 +72,12 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
     return LoadedModel(module.float().eval(), preprocessing, spec)
 
 
-def inspect(loaded: LoadedModel, *, seed: int = 0) -> dict[str, Any]:
+def inspect(loaded: LoadedModel) -> dict[str, Any]:
     """What capture sees in a model, as JSON: its name, size and preprocessing, and how many sites it has of each kind.
 
     Raises CaptureError.
     """
-    program, images = captured(loaded, seed=seed)
+    program, images = captured(loaded)
     sites = find_sites(program)
     return {
         "model": loaded.name,
@@ -88,13 +88,13 @@ def inspect(loaded: LoadedModel, *, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def captured(loaded: LoadedModel, *, seed: int = 0) -> tuple[Program, Tensor]:
+def captured(loaded: LoadedModel) -> tuple[Program, Tensor]:
     """A model's program, and the two random images that it was captured on.
 
     The images have the size that the model's preprocessing says, or 224 x 224 where there is none. Raises CaptureError.
     """
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
-    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
     try:
         return capture(loaded.module, images), images
     except CaptureError as cause:

@@ -8,10 +8,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adalog import library
 from adalog.errors import DataError, one_line
+from adalog.export.noise import noise_like
 from adalog.model import QuantizedModel
 from adalog.study import doctor
 
@@ -69,18 +70,6 @@ def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
     return alone
 
 
-def random_inputs(model: QuantizedModel, batch: int, seed: int = 0) -> list[Tensor]:
-    """Inputs with the shapes and types that the model takes: normal noise for floats, zeros for others."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [((batch, *value.shape[1:]), value.dtype) for value in model.example]
-    return [
-        torch.randn(shape, generator=generator).to(dtype)
-        if dtype.is_floating_point
-        else torch.zeros(shape, dtype=dtype)
-        for shape, dtype in shapes
-    ]
-
-
 def executors_here() -> tuple[list[str], dict[str, str]]:
     """What can be timed here, slowest first, but not the reference, a tool for checks; and what cannot, and why."""
     here = doctor.executors()
@@ -111,7 +100,7 @@ def bench(
         for executor in executors:
             start = time.perf_counter()
             model = load()
-            inputs = random_inputs(model, batch)
+            inputs = noise_like(model.quantized, batch)
             if executor == FAKE:
                 network: nn.Module = model
                 count = sum(model.program.tensors[name].nbytes for name in model.program.weights)
@@ -123,7 +112,7 @@ def bench(
             run = functools.partial(network, *inputs)
             made[executor] = (on_one_thread(run) if executor == "native" else run, count, time.perf_counter() - start)
         if full is not None:
-            inputs = random_inputs(load(), batch)
+            inputs = noise_like(load().quantized, batch)
             count = sum(value.nbytes for value in full.parameters() if value.ndim > 1)
             try:
                 full(*inputs)

@@ -22,8 +22,9 @@ from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
 from adalog.model import QuantizedModel
+from adalog.quantizers import FLOAT_BITS
 from adalog.ranks import ALONE, Ranks
-from adalog.study.cost import FLOAT_BITS, cost
+from adalog.study.cost import cost
 from adalog.study.sensitivity import Sensitivity, Unit, units_of
 
 _TRIES = 8  # how often a plan is made again, once what its file has beside the codes is known

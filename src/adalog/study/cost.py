@@ -18,9 +18,8 @@ from adalog.errors import ProgramError
 from adalog.graph.operations import FAKE_QUANTIZE, aten
 from adalog.graph.program import Node, Program
 from adalog.graph.sites import Site, find_refused, find_sites
-from adalog.quantizers import Quantizer
+from adalog.quantizers import FLOAT_BITS, Quantizer
 
-FLOAT_BITS = 32
 BOPS_PER_FIXOP = 64
 PRODUCT_ROLES = ("linear", "conv", "qk", "av")
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -30,14 +29,14 @@ from adalog.detection.quantized import (
     within,
 )
 from adalog.errors import DataError
-from adalog.inputs.images import draw_indices, find_images
+from adalog.inputs.images import find_images
 from adalog.methods import labelled
 from adalog.ranks import ALONE, Ranks
 from adalog.study import paper
 from adalog.study.doctor import machine
-from adalog.study.paper import IMAGES, bits_name, plan, published
+from adalog.study.paper import IMAGES, bits_name, find_published, plan, published
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
-from adalog.study.tables import Progress, kept, short_name
+from adalog.study.tables import Progress, file_name, kept, short_name, statistics
 
 TABLE = "C"
 _MEASURED = ("box_ap", "mask_ap", "seconds")
@@ -62,11 +61,15 @@ class DetectorBench:
                 if not (self.data / name).exists():
                     raise DataError(f"{self.data} has no {name}: give train to calibrate, val and instances.json")
 
+    @property
+    def count(self) -> int:
+        """How many images there are to calibrate."""
+        return len(demo.CALIBRATING if self.data is None else find_images(self.data / "train"))
+
     def calibration(self, count: int, seed: int) -> list[Batch]:
-        """`count` images in batches, drawn with the seed."""
+        """`count` images in batches, drawn with the seed. Raises DataError."""
         if self.data is None:
-            drawn = draw_indices(len(demo.CALIBRATING), count, seed).tolist()
-            return [batch for _, batch in demo.batches((demo.CALIBRATING[index] for index in drawn), 4)]
+            return [batch for _, batch in demo.batches(demo.drawn(count, seed), 4)]
         images = find_images(self.data / "train").sample(count, seed)
         return batches_of([read(path) for path in images.paths], self.detector.settings.resizing)
 
@@ -186,7 +189,7 @@ def _run_bench(
 ) -> None:
     """Measure the rows of one detector, and add them to the result of all."""
     identity, before = bench.fingerprint(), list(result["rows"])
-    model = "".join(letter if letter.isalnum() else "-" for letter in bench.name)
+    model = file_name(bench.name)
     runs = {short_name(config, seed): (config, seed) for config in planned for seed in range(seeds)}
     records: dict[Config, dict[int, dict[str, Any]]] = {}
 
@@ -210,14 +213,18 @@ def _run_bench(
             progress(result["finished"], result["of"], what, result)
 
     whole = ranks.shared(["fp32"], lambda name: stored(name, {}, lambda: _full_precision(bench)))
-    result["models"][bench.name] = {**whole["fp32"], "published": _published(bench.name, "fp32", "fp32")}
+    result["models"][bench.name] = {**whole["fp32"], "published": find_published(TABLE, bench.name, "fp32", "fp32")}
     ranks.shared(list(runs), measure, finished=finished)
 
 
 def _row(model: str, config: Config, row: paper.Row, records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """The row of a table from its measurements by seed."""
     told = {"table": TABLE, "model": model, "bits": config.bits, "names": list(row.names), "seeds": list(records)}
-    return {**told, **_joined(list(records.values())), "published": _published(model, config.bits, row.method)}
+    return {
+        **told,
+        **_joined(list(records.values())),
+        "published": find_published(TABLE, model, config.bits, row.method),
+    }
 
 
 @torch.no_grad()  # a setting of each thread
@@ -228,9 +235,11 @@ def _full_precision(bench: DetectorBench) -> dict[str, float | None]:
 @torch.no_grad()
 def _measured(bench: DetectorBench, config: Config, seed: int, jobs: int) -> dict[str, Any]:
     """One row, judged in integers where native takes a part; or the reason why there is none."""
-    begun = time.process_time()
+    begun, wanted, there = time.process_time(), config.images_wanted, bench.count
+    if wanted > there:
+        return {"refusal": f"{wanted} images are wanted, {there} are there"}
+    batches = bench.calibration(wanted, seed)
     try:
-        batches = bench.calibration(config.images_wanted, seed)
         (quantized,) = quantize_detector(bench.detector, batches, [config], seed=seed, jobs=jobs)
     except (ValueError, DataError) as cause:
         return {"refusal": str(cause)}
@@ -253,16 +262,8 @@ def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if None in values:  # an average precision without an object to find
             found[name] = None
             continue
-        found[name] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else 0.0, "values": values}
+        found[name] = statistics(values)
     return found
-
-
-def _published(model: str, bits: str, method: str) -> dict[str, float]:
-    """The published figures of a row, whatever number of images calibrated it."""
-    names = {name: short for short, name in published()["models"].items()}
-    wanted = {"table": TABLE, "model": names.get(model), "bits": bits, "method": method}
-    figures = (each for each in published()["figures"] if all(each[name] == value for name, value in wanted.items()))
-    return {each["measure"]: each["value"] for each in figures}
 
 
 def markdown(result: dict[str, Any], heading: str = "## ") -> str:

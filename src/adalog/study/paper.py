@@ -265,14 +265,15 @@ def published() -> dict[str, Any]:
     return content
 
 
-def find_published(table: str, model: str, bits: str, method: str, images: int) -> dict[str, float]:
-    """Published figures of a row, by measure; none if they were calibrated on another number of images.
+def find_published(table: str, model: str, bits: str, method: str, images: int | None = None) -> dict[str, float]:
+    """Published figures of a row, by measure; with a number of images, only those that were calibrated on as many.
 
     model: as `zoo.load_model` takes it. What follows a dot in a timm name, the tag of the weights, is ignored.
     """
     names = {name: short for short, name in published()["models"].items()}
     short = names.get(model.partition(".")[0])
-    wanted = {"table": table, "model": short, "bits": bits, "method": method, "calibration_images": images}
+    wanted = {"table": table, "model": short, "bits": bits, "method": method}
+    wanted |= {} if images is None else {"calibration_images": images}
     return {
         figure["measure"]: figure["value"]
         for figure in published()["figures"]

@@ -42,15 +42,20 @@ Progress = Callable[[int, int, str, dict[str, Any]], None]
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
     """The result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
 
-    The result is JSON. The sources of the package belong to every key, so that no result outlives the code that made
-    it. Raises DataError for a file that holds no such result.
+    The result is JSON. The sources of the package and torch's version belong to every key, so that no result outlives
+    the code that made it. Raises DataError for a file that holds no such result.
     """
     value = read_kept(path, key)
     if value is None:
         value = make()
         if path is not None:
-            write_whole(path, json.dumps({"key": {**key, "source": source_hash()}, "value": value}).encode())
+            write_whole(path, json.dumps({"key": _whole(key), "value": value}).encode())
     return value
+
+
+def _whole(key: dict[str, Any]) -> dict[str, Any]:
+    """The key with what else decides a result."""
+    return {**key, "source": source_hash(), "torch": torch.__version__}
 
 
 def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
@@ -59,7 +64,7 @@ def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
         return None
     try:
         found = json.loads(path.read_text())
-        return found["value"] if found["key"] == {**key, "source": source_hash()} else None
+        return found["value"] if found["key"] == _whole(key) else None
     except (ValueError, LookupError, TypeError) as cause:
         raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
 
@@ -254,6 +259,11 @@ def short_name(config: Config, seed: int) -> str:
     return f"{config.bits}-{hashlib.sha256(config.to_json().encode()).hexdigest()[:8]}-{seed}"
 
 
+def file_name(model: str) -> str:
+    """The name of a model with what a file's name has."""
+    return "".join(letter if letter.isalnum() else "-" for letter in model)
+
+
 def _described(name: str) -> dict[str, Any]:
     """A table's title, columns and notes."""
     table = paper.TABLES[name]
@@ -266,8 +276,8 @@ class _Measured:
 
     def __init__(self, bench: Bench, images: int, fitted: int, jobs: int, device: torch.device, work: Path | None):
         self.bench, self._images, self._fitted, self._jobs, self._device = bench, images, fitted, jobs, device
-        self._work, self._key = work, bench.fingerprint()
-        self._model = "".join(letter if letter.isalnum() else "-" for letter in bench.model.name)
+        self._work, self._key = work, {**bench.fingerprint(), "device": device.type}
+        self._model = file_name(bench.model.name)
         self._known: tuple[int, Calibration] | None = None
         bench.model.module.to(device)
 
@@ -361,7 +371,7 @@ def _rows(
                 "names": list(row.names),
                 "method": row.method,
                 "seeds": list(found),
-                **{field: _statistics(record[field] for record in found.values()) for field in _MEASURED},
+                **{field: statistics(record[field] for record in found.values()) for field in _MEASURED},
                 "p_float": [p_value(whole, record) for record in found.values()],
                 "p_adalog": [
                     p_value(beside[seed], record) if beside is not found and seed in beside else None
@@ -379,7 +389,8 @@ def _taken(config: Config, images: int) -> int:
 _MEASURED = ("top1", "agreement", "seconds", "fixops", "bytes")
 
 
-def _statistics(values: Iterable[float]) -> dict[str, Any]:
+def statistics(values: Iterable[float]) -> dict[str, Any]:
+    """Mean, standard deviation and the values themselves, as results hold them."""
     found = list(values)
     return {"mean": mean(found), "std": stdev(found) if len(found) > 1 else 0.0, "values": found}
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.export.noise import noise_like
 from adalog.graph.convolution import output_sizes
 from adalog.model import QuantizedModel
 from adalog.run import abi
 from adalog.runtime.native.arena import Call
 from adalog.runtime.native.products import Product
-from adalog.study.bench import on_one_thread, random_inputs
+from adalog.study.bench import on_one_thread
 from adalog.study.roof import Roofs
 
 _LEAST = 5  # runs, at least
@@ -140,7 +141,7 @@ def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0)
     `QuantizedModel.compile` does.
     """
     compiled = model.compile("native", threads=1, batch=batch, level=roofs.level)
-    plan, inputs = compiled.prepare(batch), random_inputs(model, batch)
+    plan, inputs = compiled.prepare(batch), noise_like(model.quantized, batch)
     times: list[list[float]] = []
     whole: list[float] = []
 

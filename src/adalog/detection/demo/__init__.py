@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from typing import Any
 
+import torch
 from PIL import Image
 from safetensors.torch import load as parse_safetensors
 
@@ -12,6 +13,8 @@ from adalog.detection.demo.scenes import NAMES, SIZE, Scene, scene
 from adalog.detection.detector import Detections, Detector, Settings
 from adalog.detection.images import Batch, Resizing
 from adalog.detection.network import Architecture, make_parts
+from adalog.errors import DataError
+from adalog.inputs.images import draw_indices
 
 ARCHITECTURE = Architecture(
     width=24, depths=(2, 2, 2, 2), heads=(1, 2, 4, 8), window=4, channels=48, hidden=128, classes=len(NAMES)
@@ -23,15 +26,23 @@ TESTED, CALIBRATING, TRAINED = range(300), range(1000, 2024), 1_000_000
 
 
 def load_detector() -> Detector:
-    """The trained detector in float32 and evaluation mode."""
+    """The trained detector in float32 and evaluation mode; torch's own generator stays as it is."""
     stored = parse_safetensors(resources.files(__name__).joinpath("detector.safetensors").read_bytes())
-    parts = make_parts(ARCHITECTURE)
+    with torch.random.fork_rng(devices=[]):
+        parts = make_parts(ARCHITECTURE)
     for name, part in parts.items():
         mine = {key.partition("/")[2]: value for key, value in stored.items() if key.partition("/")[0] == name}
         floats = {key: value.float() if value.is_floating_point() else value for key, value in mine.items()}
         part.load_state_dict(floats)
         part.eval()
     return Detector(parts, SETTINGS)
+
+
+def drawn(count: int, seed: int) -> list[int]:
+    """The numbers of `count` scenes that calibrate, drawn with the seed. Raises DataError where there are fewer."""
+    if count > len(CALIBRATING):
+        raise DataError(f"the bundled detector has {len(CALIBRATING)} images that calibrate it, {count} are wanted")
+    return [CALIBRATING[index] for index in draw_indices(len(CALIBRATING), count, seed).tolist()]
 
 
 def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene], Batch]]:
