@@ -103,7 +103,7 @@ SETTINGS: dict[str, str] = {
         - Fast Progressive Combining Search (FPCS, the paper's Algorithm 1) finds the parameters by the error of
           each multiplication's output.
         - The package brings 2,000 test images and 1,024 training images of CIFAR-10, and the weights of a ViT that
-          was trained on its training set here (`src/adalog/inputs/demo`), and of a small detector
+          we trained on CIFAR-10's training set (`src/adalog/inputs/demo`), and of a small detector
           (`src/adalog/detection/demo`).
         - For your own model, pass an `nn.Module`, and images (N, 3, H, W) normalised as it wants.
         - each of 1,000 photographs, the queries, takes the label of the nearest of 1,000 others, the support
