@@ -43,8 +43,8 @@ def speed_of_engines() -> str:
         f"it, off by {theirs_off[0]} ({theirs_off[1]}): W6A6 takes {times('w6a6', theirs, vnni)} of its time, and W8A8 "
         f"{times('w8a8', theirs, vnni)}, or {times('w8a8:uniform', theirs, vnni)} with uniform quantizers alone, which "
         f"are off by {errors['native/w8a8:uniform']:.2f}. With AVX2 W6A6 takes {times('w6a6', 'native/w4a4', old)} "
-        f"times as long as W4A4, and W8A8 {times('w8a8', 'native/w4a4', old)} times. ONNX Runtime's dynamic int8, off by "
-        f"{errors[dynamic]:.2f}, is the fastest peer there, by later instructions than AVX2: W6A6 takes "
+        f"times as long as W4A4, and W8A8 {times('w8a8', 'native/w4a4', old)} times. ONNX Runtime's dynamic int8, off "
+        f"by {errors[dynamic]:.2f}, is the fastest peer there, by later instructions than AVX2: W6A6 takes "
         f"{times('w6a6', dynamic, old)} of its time, and W8A8 {times('w8a8', dynamic, old)}."
     )
 
