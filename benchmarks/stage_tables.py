@@ -106,7 +106,8 @@ def reconstruct_table() -> str:
 def table_four() -> str:
     """The paper's Table 4 with reconstruction, from tables-demo-4.json; empty if there is no such file.
 
-    That file is the JSON of `adalog tables 4 --models demo --seeds 3`, without the rows of the released search.
+    That file is the JSON of `adalog tables 4 --models demo --seeds 3`, without the rows of the released search and with
+    the commit that made it.
     """
     file = RESULTS / "tables-demo-4.json"
     if not file.exists():

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -187,8 +188,8 @@ def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypat
 
 
 @pytest.fixture
-def one_seen(monkeypatch, tmp_path):
-    """An image whose name looks like markup, as does that of the class of which a detector sees one object in it."""
+def seeing(monkeypatch):
+    """A detector that sees one object in each image, of a class whose name looks like markup."""
     settings = Settings(("[red]",))
     found = Detections(
         torch.tensor([[1.0, 2.0, 30.0, 40.0]]), torch.ones(1), torch.zeros(1).long(), torch.ones(1, 64, 64).bool()
@@ -199,9 +200,17 @@ def one_seen(monkeypatch, tmp_path):
             self.settings = settings
 
         def __call__(self, batch):
+            self.threads = torch.get_num_threads()
             return [found]
 
-    monkeypatch.setattr(detectors, "load_detector", lambda *_: Seeing())
+    found_by = Seeing()
+    monkeypatch.setattr(detectors, "load_detector", lambda *_: found_by)
+    return found_by
+
+
+@pytest.fixture
+def one_seen(seeing, monkeypatch, tmp_path):
+    """An image whose name looks like markup."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x[").mkdir()
     Image.new("RGB", (64, 64)).save("x[/foo].png")
@@ -217,6 +226,26 @@ def test_names_are_no_markup(one_seen, monkeypatch, capsys):
     console.print(table)
     assert "4 images of val[red]2017.json" in console.file.getvalue()
     assert "x[/foo].json" in console.file.getvalue()
+
+
+def test_threads_serve_a_detector(seeing, one_seen, folder, monkeypatch, capsys):
+    """Those of torch for one image; and for many, two images at a time."""
+    say(monkeypatch, capsys, "detect", "demo:detector", one_seen, "--threads", 3)
+    assert seeing.threads == 3
+    barrier = threading.Barrier(2, timeout=30)
+
+    class Together:
+        settings = demo.SETTINGS
+
+        def __call__(self, batch):
+            barrier.wait()
+            size = batch.originals[0]
+            return [Detections(torch.zeros(0, 4), torch.zeros(0), torch.zeros(0).long(), torch.zeros(0, *size).bool())]
+
+    monkeypatch.setattr(detectors, "load_detector", lambda *_: Together())
+    options = ("--coco", folder / "instances.json", "--data", folder, "--threads", 2, "--json", "-")
+    told = json.loads(say(monkeypatch, capsys, "evaluate", "demo:detector", *options))
+    assert (told["images"], told["box_ap"]) == (len(NUMBERS), 0)
 
 
 def test_no_picture_is_left_where_masks_cannot_be_written(one_seen, monkeypatch, capsys, tmp_path):

@@ -172,7 +172,7 @@ def test_masks_are_pasted_at_boxes_that_are_not_rounded():
     ("found", "told"),
     [
         (ModuleNotFoundError("no", name="torchvision"), "pip install 'adalog"),
-        (RuntimeError("nms"), "cannot be imported: RuntimeError: nms"),
+        (RuntimeError("nms"), "cannot be imported: RuntimeError: nms; install it again: pip install"),
     ],
 )
 def test_without_torchvision(found, told, monkeypatch):

@@ -2,6 +2,7 @@
 
 import ctypes
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ def accumulators(level, model, left, right):
     lifted = [products.encoder(site.left, site).lift(left)]
     if site.weight is None:
         lifted.append(products.encoder(site.right, site).lift(right))
-    product = products.product(site, abi.Context(1, level))
+    product = products.product(site, abi.Context(3, level))
     assert isinstance(product, products.Product | products.Depthwise) == products.takes(site)
     return product.accumulate(*lifted)
 
@@ -134,6 +135,19 @@ def test_convolution_of_each_channel(level, width, weight_width, sizes, each, ex
     check_accumulators(level, model, codes)
     x = left.dequantize(codes)
     assert torch.allclose(model.compile("native", level=level)(x), model.compile("reference")(x), rtol=1e-5, atol=1e-4)
+
+
+@every_level
+@pytest.mark.parametrize("table", [8, 16])
+def test_sums_of_rows_serve_all_columns(level, table):
+    """More rows and columns than a task takes, and zero points that need the sums of the rows."""
+    generator = torch.Generator().manual_seed(0)
+    left = left_quantizer(generator, "adalog", 8, table, ())
+    right = UniformQuantizer(torch.ones(140, 1), torch.arange(140.0)[:, None] + 20, 8)
+    codes = codes_of(generator, 8, (1, 1100, 20), 0)
+    model = model_of("aten.linear.default", left, right, codes.shape, None, codes_of(generator, 8, (140, 20), 0))
+    for _ in range(2):
+        check_accumulators(level, model, codes)
 
 
 @every_level

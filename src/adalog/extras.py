@@ -20,6 +20,4 @@ def extra_module(name: str, extra: str) -> ModuleType:
             raise DataError(f"{package} is not installed: {install}") from cause
         raise DataError(f"{package} cannot be imported: {one_line(cause)}; {install}") from cause
     except Exception as cause:  # such as a torchvision that was built for another torch
-        raise DataError(
-            f"{package} cannot be imported: {one_line(cause)}; install it again beside this torch"
-        ) from cause
+        raise DataError(f"{package} cannot be imported: {one_line(cause)}; install it again: {install}") from cause

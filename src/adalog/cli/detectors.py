@@ -234,7 +234,7 @@ def evaluate(
     jobs: int,
     json_out: str | None,
 ) -> None:
-    """Judge a detector by COCO's average precision. jobs: images at a time; "native" has its own threads instead."""
+    """Judge a detector by COCO's average precision. jobs: images at a time; of some executors always one."""
     annotated = coco.read_annotations(instances, data)
     categories = coco.categories_of(detector.settings.names, annotated)
     with progress_bar() as progress, quiet():
@@ -250,7 +250,7 @@ def evaluate(
             len(annotated),
             results_of,
             batch=1,
-            jobs=1 if executor == "native" else jobs,
+            jobs=1 if executor in ("native", "reference") else jobs,  # "reference" needs a gigabyte for a large image
             ranks=job(),
             progress=image_progress(progress),
         )
