@@ -1,6 +1,5 @@
 """The paper's tables as a command: what is published, what is measured once and kept, and what is refused."""
 
-import copy
 import json
 import re
 import subprocess
@@ -312,18 +311,6 @@ def test_another_model_is_measured_anew(bench, two_tables, tmp_path):
     found = without_seconds(tables.run(["1"], [scaled], work=tmp_path))
     assert found == without_seconds(tables.run(["1"], [scaled]))
     assert found != without_seconds(first)
-
-
-def test_another_device_is_measured_anew(bench):
-    module = copy.deepcopy(bench.model.module)
-    keys = [
-        tables._Measured(
-            replace(bench, model=replace(bench.model, module=module)), 4, 0, 1, torch.device(name), None
-        )._key
-        for name in ("cpu", "meta")
-    ]
-    assert keys[0] != keys[1]
-    assert {**keys[0], "device": "meta"} == keys[1]
 
 
 def test_other_code_is_another_model(bench, tmp_path, monkeypatch):

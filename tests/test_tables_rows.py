@@ -1,5 +1,6 @@
 """Rows of the paper's tables: which are measured, and those that fit images."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -89,3 +90,15 @@ def test_the_rows_of_reconstruction_are_those_of_the_papers_table():
     for row in rows:
         assert row.config.images_fitted == 1024
         assert find_published("4", published()["models"]["ViT-S"], row.config.bits, row.method, 1024)
+
+
+def test_another_device_is_measured_anew(bench):
+    module = copy.deepcopy(bench.model.module)
+    keys = [
+        tables._Measured(
+            replace(bench, model=replace(bench.model, module=module)), 4, 0, 1, torch.device(name), None
+        )._key
+        for name in ("cpu", "meta")
+    ]
+    assert keys[0] != keys[1]
+    assert {**keys[0], "device": "meta"} == keys[1]
