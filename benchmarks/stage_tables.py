@@ -114,8 +114,8 @@ def table_four() -> str:
         return ""
     result = json.loads(file.read_text())
     note = (
-        f"Measured at commit {result['commit'][:7]}, beside other work, without the rows of the released search, whose "
-        "seconds are many. Figures: `benchmarks/results/tables-demo-4.json`."
+        f"Measured at commit {result['commit'][:7]}, beside other work, without the rows of the released search, which "
+        "is slow. Figures: `benchmarks/results/tables-demo-4.json`."
     )
     return f"{markdown(result, '### ').strip()}\n\n{note}"
 

@@ -23,6 +23,14 @@ pytest.importorskip("pycocotools")
 NUMBERS = range(4)
 
 
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """`adalog detect` gives torch other threads, which the tests of other files do without."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Scenes as files, with their annotations."""

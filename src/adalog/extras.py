@@ -12,12 +12,9 @@ def extra_module(name: str, extra: str) -> ModuleType:
     Raises DataError that says what to install where the package is missing, or does not load.
     """
     package = name.partition(".")[0]
-    install = f"pip install 'adalog[{extra}]'"
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as cause:
-        if (cause.name or "").partition(".")[0] == package:
-            raise DataError(f"{package} is not installed: {install}") from cause
-        raise DataError(f"{package} cannot be imported: {one_line(cause)}; {install}") from cause
     except Exception as cause:  # such as a torchvision that was built for another torch
-        raise DataError(f"{package} cannot be imported: {one_line(cause)}; install it again: {install}") from cause
+        missing = isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == package
+        what = "is not installed" if missing else f"cannot be imported: {one_line(cause)}; install it again"
+        raise DataError(f"{package} {what}: pip install 'adalog[{extra}]'") from cause

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, Ref, map_refs, refs_of
+from adalog.graph.program import Node, Program, Ref, map_refs
 from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, sizes, trace
 
 Chunk = dict[str, Tensor]  # values of some of the images by name, the program's inputs among them
@@ -21,15 +21,9 @@ def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str,
     It takes the program's inputs, which come first, and the known values. Values that depend on tensors alone, such as
     position tables, are computed within it. fixed: the sizes, by name, for the number of images that it is to take.
     """
-
     known = [name for name in known if name not in program.inputs]
-    nodes: list[Node] = []
-    needed = set(refs_of(output)).difference(known)
-    for node in reversed(program.nodes):
-        if node.name in needed:
-            nodes.append(_with_numbers(node, fixed))
-            needed.update(name for name in nodes[-1].refs() if name not in known)
-    return replace(program, inputs=(*program.inputs, *known), nodes=tuple(nodes[::-1]), output=output).pruned()
+    nodes = tuple(_with_numbers(node, fixed) for node in program.nodes if node.name not in known)
+    return replace(program, inputs=(*program.inputs, *known), nodes=nodes, output=output).pruned()
 
 
 def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:

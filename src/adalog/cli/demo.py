@@ -66,9 +66,9 @@ def command(
     plans = _planned(bits or ",".join(PLAN), methods)
     artifacts = {plan: out / _file_name(*plan) for plan in plans if plan[0].startswith("adalog")}
     page = out / "report.html"
-    check_outputs(out / "levels.png", page, *artifacts.values(), json_out)
-    model = demo.load_model()
-    images, labels = demo.test_images()
+    written = [out / "levels.png", *artifacts.values(), *([page] if artifacts else [])]
+    check_outputs(*written, json_out)
+    model, (images, labels) = demo.load_model(), demo.test_images()
     rows: list[dict[str, Any]] = []
     kept: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
     table = _empty_table()
@@ -122,7 +122,7 @@ def command(
             files.write_whole(page, _page(*kept[-1], fp32))
     if json_out != "-":
         say(table)
-        note(printable(f"wrote {', '.join(map(str, (*artifacts.values(), out / 'levels.png', *[page] * bool(kept))))}"))
+        note(printable(f"wrote {', '.join(map(str, written))}"))
         if kept:
             note(printable(f"{page} shows what {kept[-1][0].name} holds: open it in a browser"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)

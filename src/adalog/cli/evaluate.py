@@ -21,7 +21,7 @@ from adalog.cli.options import (
     find_device,
     thread_count,
 )
-from adalog.cli.targets import compiled, find_preprocessing, load_model, source_of, stranger
+from adalog.cli.targets import check_bundled, compiled, find_preprocessing, load_model, source_of, stranger
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import find_support
 from adalog.runtime import EXECUTORS
@@ -87,8 +87,8 @@ def command(
     if queries is not None and queries.labels is None and model is None:
         raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
     quantized = adalog.load(file)
-    if data is None and [tuple(value.shape[1:]) for value in quantized.example] != [(3, *zoo.DEMO_PREPROCESSING.size)]:
-        raise stranger(file)
+    if data is None:
+        check_bundled(file, quantized)
     reference = "demo" if model is None and data is None else model
     loaded = None if reference is None else load_model(reference, no_pretrained, checkpoint)
     preprocessing = find_preprocessing(file, quantized, loaded)

@@ -86,15 +86,20 @@ def bundled_images(file: Path, quantized: QuantizedModel, count: int | None) -> 
 
     Raises DataError for another artifact, and if there are fewer.
     """
+    check_bundled(file, quantized)
     bundled = demo.test_images()[0]
-    fits = [tuple(value.shape[1:]) for value in quantized.example] == [tuple(bundled.shape[1:])]
+    if count is not None and count > len(bundled):
+        raise DataError(f"{len(bundled)} images are bundled, --images {count} are wanted: give fewer, or --data FOLDER")
+    return bundled[:count]
+
+
+def check_bundled(file: Path, quantized: QuantizedModel) -> None:
+    """Raise DataError where the bundled images have another size, or are prepared otherwise, than an artifact wants."""
+    fits = [tuple(value.shape[1:]) for value in quantized.example] == [(3, *zoo.DEMO_PREPROCESSING.size)]
     if fits and "preprocessing" in quantized.provenance:
         fits = find_preprocessing(file, quantized, None) == zoo.DEMO_PREPROCESSING
     if not fits:
         raise stranger(file)
-    if count is not None and count > len(bundled):
-        raise DataError(f"{len(bundled)} images are bundled, --images {count} are wanted: give fewer, or --data FOLDER")
-    return bundled[:count]
 
 
 def stranger(file: Path) -> DataError:

@@ -41,7 +41,10 @@ def load_detector() -> Detector:
 def drawn(count: int, seed: int) -> list[int]:
     """The numbers of `count` scenes that calibrate, drawn with the seed. Raises DataError where there are fewer."""
     if count > len(CALIBRATING):
-        raise DataError(f"the bundled detector has {len(CALIBRATING)} images that calibrate it, {count} are wanted")
+        there = len(CALIBRATING)
+        raise DataError(
+            f"the bundled detector has {there} images that calibrate it, {count} are wanted: take {there} or fewer"
+        )
     return [CALIBRATING[index] for index in draw_indices(len(CALIBRATING), count, seed).tolist()]
 
 

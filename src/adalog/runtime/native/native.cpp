@@ -1402,7 +1402,7 @@ struct Search {
 
 // --- activations ---------------------------------------------------------------------------------------------------------
 
-// 2^-(x log2(e)) for x from 0 on. What is less than 2^-100 counts nothing, and makes products slow that are not normal.
+// 2^-(x log2(e)) for x from 0 on, and 2^-100 at least: less counts nothing, and its products would be subnormal and slow.
 INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-100.0f))); }
 
 // All but hardswish are max(x, 0) - |x| tail(|x|), where the tail is the share that a sigmoid, or the normal
