@@ -240,6 +240,27 @@ def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
     assert error_of(Assignment(found.left, stored), left, right) < error_of(found, left, right)
 
 
+@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
+    """It follows from the sums that the scales are fitted by, also where codes are exact but for their scale."""
+    x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes)
+    w = w.sign() if exact else w
+    own_dims = (0,) if w.ndim == 2 else (0, 1)
+    product = Product("linear", Operand(x, Format(32 if exact else 3)), Operand(w, Format(3, own_dims=own_dims)))
+    zero_point = torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
+    quantizer = UniformQuantizer(zero_point / (4.2 if exact else 5), zero_point, 3)
+    first = None if exact else UniformQuantizer(torch.tensor(0.7).double(), torch.tensor(4.0).double(), 3)
+    found = product.assigned_refitted(first, quantizer)
+    stored = product.refitted(first, quantizer)
+    assert torch.equal(found.right.codes, stored.codes)
+    assert torch.equal(found.right.quantizer.scale, stored.quantizer.scale)
+    if exact:
+        assert found.sqnr > 100
+    else:
+        assert found.sqnr == pytest.approx(product.assigned(first, stored).sqnr, rel=1e-9)
+
+
 def test_the_search_refits_weights_and_nothing_else():
     heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, own_dims=(1,))) for seed in (1, 2)]
     found = found_by(*heads, SMALL)

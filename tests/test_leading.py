@@ -36,6 +36,13 @@ def test_leading_directions_are_all_of_a_matrix_of_their_rank():
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
+def test_a_wide_matrix_has_no_more_directions_than_a_narrower_one(monkeypatch):
+    monkeypatch.setattr(adalog.search.objective, "_DIRECTIONS", 24)
+    sample, found, exact = leading_and_exact(0.5)
+    assert sample.factor.shape == (192, 24)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("decay", [0.95, 0.99, 1.0])
 def test_the_diagonal_stands_for_what_leading_directions_leave(decay):
     sample, found, exact = leading_and_exact(decay)

@@ -84,7 +84,7 @@ def search_product(product: Product, search: Search) -> Assignment:
             break
     x_side, w_side = left.quantizer(first), right.quantizer(second)
     if search.refit and right.has_own_rows and isinstance(w_side, Quantizer):
-        found = product.assigned(x_side, product.refitted(x_side, w_side))
+        found = product.assigned_refitted(x_side, w_side)
     else:
         found = product.assigned(x_side, w_side)
     if start is None:

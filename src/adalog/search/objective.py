@@ -27,8 +27,9 @@ _ROUGH_ELEMENTS = 3 << 14
 _NARROW = 16
 # A sample of a product's columns has at least this many of them.
 _COLUMNS = 16
-# From this many columns on, one direction for every three columns stands for a Gram matrix in a sample.
-_WIDE, _COLUMNS_OF_DIRECTION = 192, 3
+# From this many columns on, one direction for every three columns, or 512 of them if that is fewer, stand for a Gram
+# matrix in a sample.
+_WIDE, _COLUMNS_OF_DIRECTION, _DIRECTIONS = 192, 3, 512
 # A weight's rows are scored in so many parts, of at least so many rows, by how many different candidates they have.
 _PARTS, _ROWS_TOGETHER = 8, 32
 
@@ -147,16 +148,16 @@ class ProductError:
     def leading(self) -> "ProductError":
         """The error of a weight by its Gram matrix's leading directions and the diagonal of what these leave.
 
-        There is one direction for every three columns; it is the error itself where there are few columns or no Gram
-        matrix. The errors of different columns are nearly independent, so that what is left beside the diagonal nearly
-        cancels. The part that is linear in the error is exact. The directions are those of one step of subspace
+        There is one direction for every three columns, up to 512; it is the error itself where there are few columns or
+        no Gram matrix. The errors of different columns are nearly independent, so that what is left beside the diagonal
+        nearly cancels. The part that is linear in the error is exact. The directions are those of one step of subspace
         iteration.
         """
         gram, columns = self.factor, self.left.shape[-1]
         if not self.gram or self.left.ndim > 2 or columns < _WIDE:
             return self
-        size, drawing = (columns, columns // _COLUMNS_OF_DIRECTION), torch.Generator("cpu").manual_seed(0)
-        drawn = torch.randn(size, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
+        count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randn(columns, count, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
         basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
         power, turn = torch.linalg.eigh(basis.t() @ gram @ basis)
         directions, number = basis @ turn, torch.finfo(power.dtype)

@@ -60,11 +60,15 @@ class Product:
 
     def assigned(self, first: Side, second: Side) -> Assignment:
         """The assignment of these quantizers, with the SQNR that the output has under them [dB]."""
-        signal, noise = self.output_power(first, second)
-        decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
-        if isinstance(first, QuantizedTensor):
-            raise TypeError("the left operand of a product is computed: it has no codes of its own")
-        return Assignment(first, second, self.fold, decibels)
+        return self._with_sqnr(first, second, *self.output_power(first, second))
+
+    def assigned_refitted(self, first: Side, second: Quantizer) -> Assignment:
+        """The same with the weight's nearest codes, whose scales are `refitted`; the outputs are made only once."""
+        stored = QuantizedTensor.nearest(self.right.values, second)
+        rows = self._row_powers(first, stored)
+        factor = rows.best_factor()
+        right = stored.scaled(factor.to(stored.quantizer.scale.dtype))
+        return self._with_sqnr(first, right, *rows.scaled(factor))
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
         """The sums of squares of the output, and of its error under these quantizers."""
@@ -84,17 +88,25 @@ class Product:
 
         The error is quadratic in the scale of a row.
         """
-        onto: list[Tensor] = []
-        power: list[Tensor] = []
+        factor = self._row_powers(first, stored).best_factor()
+        return stored.scaled(factor.to(stored.quantizer.scale.dtype))
+
+    def _with_sqnr(self, first: Side, second: Side, signal: float, noise: float) -> Assignment:
+        decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
+        if isinstance(first, QuantizedTensor):
+            raise TypeError("the left operand of a product is computed: it has no codes of its own")
+        return Assignment(first, second, self.fold, decibels)
+
+    def _row_powers(self, first: Side, stored: QuantizedTensor) -> "_RowPowers":
+        slices = []
         for x, x_hat, w, w_hat in self._slices(first, stored):
             output = x_hat @ w_hat.transpose(-1, -2)
             error = output_error(x, x_hat, w, w_hat)
-            onto.append(error.mul_(output).sum(-2).double())
-            power.append(output.square_().sum(-2).double())
+            noise = error.square().sum(-2)
+            slices.append([each.double() for each in (error.mul_(output).sum(-2), output.square_().sum(-2), noise)])
         grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
-        excess, size = (torch.cat(found) if grouped else torch.stack(found).sum(0) for found in (onto, power))
-        factor = 1 - (excess / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(-1, 0.5).unsqueeze(-1)
-        return stored.scaled(factor.to(stored.quantizer.scale.dtype))
+        parts = zip(*slices, strict=True)
+        return _RowPowers(*(torch.cat(part) if grouped else torch.stack(part).sum(0) for part in parts))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.
@@ -110,6 +122,30 @@ class Product:
         for slices in zip(*lefts, *rights, strict=True):
             x, x_slice, w, w_slice = (at_least_float32(value) for value in slices)
             yield x, x_slice, w, w_slice
+
+
+@dataclass(frozen=True)
+class _RowPowers:
+    """Sums over the quantized output of each row of a weight, in float64.
+
+    excess: of its products with its error. size: of its squares. noise: of its error's squares.
+    """
+
+    excess: Tensor
+    size: Tensor
+    noise: Tensor
+
+    def best_factor(self) -> Tensor:
+        """What each row's scale is multiplied by for the least error, a column: (..., O, 1)."""
+        share = self.excess / self.size.clamp(min=torch.finfo(self.size.dtype).tiny)
+        return 1 - share.clamp(-1, 0.5).unsqueeze(-1)
+
+    def scaled(self, factor: Tensor) -> tuple[float, float]:
+        """The sums of squares of the exact output, and of the error once the scales are multiplied by these factors."""
+        more = factor.squeeze(-1) - 1
+        noise = self.noise + 2 * more * self.excess + more.square() * self.size
+        signal = self.size - 2 * self.excess + self.noise
+        return max(0.0, float(signal.sum())), float(noise.clamp(min=0).sum())
 
 
 def _power(values: Tensor) -> float:
