@@ -5,11 +5,11 @@
 
 DIR, or the environment variable ADALOG_REALBENCH, names a folder with TinyViT-5M, which has no classifier, and 2,000
 labelled images. Each query takes the label of the support image whose features are nearest. 32 support images
-calibrate; each seed draws others. Prints one JSON object and saves it as benchmarks/results/realbench.json: top-1 of
-the float model and of each quantized model; for a quantized model also its agreement with the float one, McNemar's p
-against the float one and against `adalog` at the same bits and of the same draw, which queries it gets right (one bit
-each, hexadecimal), and the SQNR of every site. `--work DIR` keeps finished rows as long as the sources of the package
-are the same.
+calibrate; each seed draws others. Stages of a method fit as many support images as they ask for, or all of them,
+without their labels. Prints one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float model
+and of each quantized model; for a quantized model also its agreement with the float one, McNemar's p against the float
+one and against `adalog` at the same bits and of the same draw, which queries it gets right (one bit each, hexadecimal),
+and the SQNR of every site. `--work DIR` keeps finished rows as long as the sources of the package are the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -106,14 +106,18 @@ def main() -> None:
     reference = torch.tensor(finished("fp32", data, lambda: bench.classes(bench.model, given.jobs).tolist()))
     calibrations: dict[int, Calibration] = {}  # one seed at a time, made when a row is first measured
 
+    def choices(bits: str, method: str) -> Config:
+        config = Config.preset(bits, method)
+        return config.fitting(min(config.images_fitted, int(bench.support.sum()))) if config.images_fitted else config
+
     def measured(bits: str, method: str, seed: int) -> dict[str, Any]:
         if seed not in calibrations:
             calibrations.clear()
-            wanted = max(Config.preset(bits, name).images_wanted for name in given.methods)
+            wanted = max(IMAGES, *(choices(bits, name).images_wanted for name in given.methods))
             images = bench.calibration_images(seed, wanted)
             calibrations[seed] = Calibration(bench.model, images[:IMAGES], unlabelled=images, seed=seed)
         start = time.process_time()
-        quantized = calibrations[seed].quantize(Config.preset(bits, method), jobs=given.jobs)
+        quantized = calibrations[seed].quantize(choices(bits, method), jobs=given.jobs)
         seconds = time.process_time() - start
         runs, executor, at_once = quickest(quantized, given.jobs)
         answers = bench.classes(runs, at_once)
@@ -138,8 +142,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     seeds = range(given.seed, given.seed + given.seeds)
     for seed, bits, method in product(seeds, given.bits, given.methods):
-        config = Config.preset(bits, method).to_json()
-        key = {**data, "config": config, "seed": seed, "calibration_images": IMAGES}
+        key = {**data, "config": choices(bits, method).to_json(), "seed": seed, "calibration_images": IMAGES}
         rows.append(finished(f"{bits}-{method}-{seed}", key, partial(measured, bits, method, seed)))
     beside = {(row["bits"], row["seed"]): row for row in rows if row["method"] == "adalog"}
     for row in rows:
