@@ -159,7 +159,8 @@ class ProductError:
         count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(columns, count, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
         basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
-        power, turn = torch.linalg.eigh(basis.t() @ gram @ basis)
+        # In float64, since LAPACK's float32 may not converge where nearly all inputs are zero.
+        power, turn = (each.to(gram.dtype) for each in torch.linalg.eigh((basis.t() @ gram @ basis).double()))
         directions, number = basis @ turn, torch.finfo(power.dtype)
         length = power.clamp(min=max(float(power[-1]) * number.eps, number.tiny)).sqrt()
         factor, base = directions * length, (self.base @ directions) / length
