@@ -20,7 +20,7 @@ import adalog
 from adalog import ArtifactError, Calibration, Config, DataError, QuantizedModel
 from adalog.artifact import FORMAT, KEY, inspect, sizes
 from adalog.choices import ReleasedSearch
-from adalog.files import check_writable, write_whole
+from adalog.files import check_folder, check_writable, write_folder, write_whole
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref
 from adalog.quantized import QuantizedProgram
@@ -446,3 +446,50 @@ def test_other_precisions_keep_their_inputs_type(quantized, images):
     assert torch.equal(loaded(images.double()), double(images.double()))
     with pytest.raises(ValueError, match=r"of torch\.float64; got"):
         loaded(images)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_was_cast_keeps_its_numbers(quantized, images, dtype):
+    cast = deserialise(serialise(quantized)).to(dtype)
+    loaded = deserialise(serialise(cast))
+    found = loaded.quantized.program.quantizers
+    for name, quantizer in cast.quantized.program.quantizers.items():
+        assert found[name].scale.dtype == dtype
+        assert torch.equal(found[name].scale, quantizer.scale)
+    assert torch.equal(loaded(images.to(dtype)), cast(images.to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_small_whole_numbers_are_stored(quantized, dtype):
+    model = with_tensor(quantized, torch.arange(5, dtype=dtype))
+    found = deserialise(serialise(model)).quantized.program.tensors["extra"]
+    assert found.dtype == dtype
+    assert torch.equal(found, torch.arange(5, dtype=dtype))
+
+
+def with_tensor(quantized, value):
+    program = quantized.program
+    changed = replace(program, tensors={**program.tensors, "extra": value})
+    return QuantizedModel(replace(quantized.quantized, program=changed))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [(torch.tensor([1.0, math.nan]), "tensor extra holds NaN"), (torch.zeros(2).cfloat(), "complex")]
+)
+def test_what_a_reader_would_refuse_is_not_written(quantized, value, why):
+    with pytest.raises(ArtifactError, match=f"cannot be stored: .*{why}"):
+        serialise(with_tensor(quantized, value))
+
+
+@pytest.mark.parametrize("note", [math.nan, {1, 2}, object()])
+def test_notes_that_are_no_json_are_not_written(quantized, note):
+    model = QuantizedModel(quantized.quantized)
+    model.note(odd=note)
+    with pytest.raises(ArtifactError, match="a note or an argument is nothing that JSON holds"):
+        serialise(model)
+
+
+def test_a_folder_whose_name_no_file_can_have(tmp_path):
+    for write in (check_folder, lambda path: write_folder(path, {})):
+        with pytest.raises(DataError, match="cannot be written: File name too long"):
+            write(tmp_path / ("x" * 300))

@@ -12,14 +12,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import adalog
-from adalog import Calibration, Config, Search, export
+from adalog import ArtifactError, Calibration, Config, Search, export
 from adalog.export import onnx as written
 from adalog.export.certificate import Certificate, SiteReport, certify, changed_tensors, graph_digest, judge, read
 from adalog.export.engines import open_engine
 from adalog.export.operands import _cells
 from adalog.export.replay import Replay
+from adalog.graph.capture import capture
+from adalog.graph.rewrite import group_sites, rewritten
+from adalog.graph.sites import find_sites
 from adalog.inputs.zoo import DEMO_PREPROCESSING
-from adalog.quantizers import LogQuantizer
+from adalog.quantized import QuantizedProgram
+from adalog.quantizers import Assignment, LogQuantizer, UniformQuantizer
 from adalog.runtime.integer.encode import value_thresholds
 from commands import call, say
 from toys import Toy
@@ -260,6 +264,35 @@ def test_all_outputs_are_compared_and_the_first_has_the_largest():
     assert json.loads(json.dumps(found.json(), allow_nan=False))["error"] == {"median": None, "largest": None}
 
 
+@pytest.mark.parametrize("form", export.FORMS)
+def test_one_number_for_each_image(images, form):
+    parts = {"conv": nn.Conv2d(3, 4, 16, 16), "head": nn.Linear(16, 1)}
+    model = Toy(lambda self, x: self.head(self.conv(x).flatten(1)).squeeze(1), **parts)
+    assert_certified(Calibration(model.eval(), images).quantize(FAST).quantized, form, images)
+
+
+def test_outputs_that_no_file_has(images):
+    parts = {"conv": nn.Conv2d(3, 4, 16, 16), "table": nn.Buffer(torch.arange(3.0))}
+    model = Toy(lambda self, x: (self.conv(x).flatten(1), self.table), **parts)
+    quantized = Calibration(model.eval(), images).quantize(FAST).quantized
+    with pytest.raises(ArtifactError, match="the program has no form in ONNX"):
+        written.to_onnx(quantized, "integer", "digest")
+
+
+@pytest.mark.parametrize("beyond", ["zero-coded", "saturate"])
+def test_values_below_the_lift(beyond):
+    """Bytes of steps below zero would be taken from the last level, where that is not zero."""
+    program = capture(Toy(lambda self, x: self.head(x * 1.0), head=nn.Linear(8, 3)).eval(), (torch.zeros(1, 8),))
+    (group,) = group_sites(find_sites(program), [])
+    left = LogQuantizer(torch.tensor(1.0), 17, 37, 4, beyond, offset=0.04, keeps_offset=False, width=8, headroom=3)
+    right = UniformQuantizer(torch.full((3, 1), 0.05), torch.full((3, 1), 8.0), 4)
+    quantized = QuantizedProgram(
+        rewritten(program, [(group, Assignment(left, right))]), Config(), example=(torch.zeros(0, 8),)
+    )
+    for form in export.FORMS:
+        assert_certified(quantized, form, 0.3 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_models_of_other_outputs_than_logits(images, count):
     def heads(self, x):
@@ -274,7 +307,8 @@ def test_models_of_other_outputs_than_logits(images, count):
         return
     found = certify(quantized, "digest", written.to_onnx(quantized, "integer", "digest"), [(images,)])
     assert found.failures[0] == (
-        "the model puts out no floats to compare: quantize it without the argmax that it ends in"
+        "the model puts out no floats of each image to compare: quantize it without the argmax, or the mean of all "
+        "images, that it ends in"
     )
     assert not found.passed
 

@@ -360,3 +360,29 @@ def test_narrow_scales_read_back_the_same(dtype):
     scale = torch.rand(200, dtype=dtype) + 0.01
     fields = UniformQuantizer(scale, torch.zeros_like(scale), 4).fields()
     assert torch.equal(decode_quantizer("x", fields).scale, scale.float())
+
+
+def test_a_quantizer_with_a_field_of_its_own(content):
+    def change(header):
+        next(iter(header["quantizers"].values()))["note"] = "x"
+
+    refused(rebuilt(content, change), "lacks the fields, or has fields of its own: note")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_a_division_at_which_a_processor_stops(content, images, dtype):
+    """It is found where it is made, since no check without data can know the numbers."""
+    least = torch.iinfo(getattr(torch, dtype)).min
+
+    def change(header):
+        for name, value in (("one", least), ("other", -1)):
+            header["nodes"].append([name, "aten.full.default", [{"list": [1]}, value], {"dtype": {"dtype": dtype}}, ""])
+        operands = [{"ref": "one"}, {"ref": "other"}]
+        header["nodes"].append(["quotient", "aten.div.Tensor_mode", operands, {"rounding_mode": "trunc"}, ""])
+        header["nodes"].append(["last", "aten.add.Tensor", [header["output"], {"ref": "quotient"}], {}, ""])
+        header["output"] = {"ref": "last"}
+
+    hostile = deserialise(rebuilt(content, change))
+    for run in (hostile, hostile.compile("reference"), hostile.compile("torch")):
+        with pytest.raises(adalog.ProgramError, match=f"divides {least} by -1"):
+            run(images)

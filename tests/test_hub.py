@@ -179,6 +179,27 @@ def test_classes_without_names_have_numbers(noted, tmp_path):
             noted.save_pretrained(tmp_path, classes=names)
 
 
+def test_figures_that_are_none_leave_nothing_behind(noted, tmp_path):
+    with pytest.raises(AttributeError):
+        noted.save_pretrained(tmp_path / "model", figures=[("top-1", "90 %")])
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "place"),
+    [
+        ({"features": 1, "logits": 2}, "logits"),
+        ({"scores": 1, "features": 2}, "scores"),
+        ((None, 1, 2), 1),
+        ([1, 2], 0),
+    ],
+)
+def test_which_output_holds_the_logits(output, place):
+    assert hub.logits_of(output) == output[place]
+    assert hub.logits_of(3) == 3
+    assert hub.logits_of((None,)) is None
+
+
 def test_places_that_cannot_be_written(noted, tmp_path):
     (tmp_path / "file").write_text("")
     for place in ("file", "file/below"):

@@ -215,6 +215,9 @@ def test_files_that_do_not_go_together(file, quantized, tmp_path):
     refused(other, tmp_path, tape, "it belongs to another artifact than")
     refused(file, tmp_path, tape[: len(tape) // 2], "cannot be used")
     refused(file, tmp_path, file.read_bytes(), "it holds no tape")
+    for name in ("x" * 300, "\0", "."):
+        with pytest.raises(ArtifactError, match=r"cannot be read: .*; name an artifact"):
+            adalog.run.load(name)
     with pytest.raises(ArtifactError, match="other cannot be read: no such file; name an artifact"):
         adalog.run.load(tmp_path / "other")
     with pytest.raises(ArtifactError, match="cannot be read: not a regular file"):

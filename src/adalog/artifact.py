@@ -26,7 +26,7 @@ from adalog.graph.program import Arg, Node, Output, Program, Ref, refs_of
 from adalog.ledger import LedgerRow, ledger_json
 from adalog.quantized import QuantizedProgram
 from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, UniformQuantizer
-from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, pack
+from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, encode_quantizer, pack
 from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
 FORMAT = 3
@@ -53,6 +53,8 @@ DTYPES |= {
     "float64": torch.float64,
     "int64": torch.int64,
     "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
     "bool": torch.bool,
     "uint8": torch.uint8,
 }
@@ -71,7 +73,7 @@ def write(quantized: QuantizedProgram, path: Path) -> int:
 def serialise(quantized: QuantizedProgram) -> bytes:
     """The artifact's bytes: the same program gives the same bytes.
 
-    Raises ArtifactError or ProgramError for a program that `deserialise` would refuse.
+    Raises ArtifactError or ProgramError for a program that `deserialise` would refuse, and for notes that are no JSON.
     """
     check(bool(quantized.example), "a model that was made without images has no inputs to tell: give it `example`")
     quantized.check(quantized.one_image())
@@ -99,16 +101,24 @@ def serialise(quantized: QuantizedProgram) -> bytes:
         ],
         "output": _encode(program.output),
         "nodes": [_encode_node(node) for node in program.nodes],
-        "quantizers": {name: quantizer.fields() for name, quantizer in program.quantizers.items()},
+        "quantizers": {name: encode_quantizer(quantizer) for name, quantizer in program.quantizers.items()},
         "weights": shapes,
         "dtypes": {name: _dtype_name(value) for name, value in program.tensors.items()},
     }
     if program.rule is not None:
         header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
     check_text(header)
+    try:
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as cause:
+        raise ArtifactError(f"a note or an argument is nothing that JSON holds: {one_line(cause)}") from cause
     # One metadata key only: the order of several is not fixed, and the bytes must be.
-    content = to_safetensors(tensors, {KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)})
+    content = to_safetensors(tensors, {KEY: text})
     table_of(content)
+    try:
+        _decode(parse_json(text), parse_safetensors(content))
+    except Exception as cause:
+        raise ArtifactError(f"the model cannot be stored: {one_line(cause)}") from cause
     return content
 
 

@@ -62,7 +62,11 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
 
 def check_folder(path: Path) -> None:
     """Raise the DataError of `write_folder`, if it can be foreseen before there is anything to write."""
-    if path.exists() or path.is_symlink():
+    try:
+        there = path.exists() or path.is_symlink()
+    except OSError as cause:
+        raise write_error(path, cause) from cause
+    if there:
         raise DataError(f"{path} is there already: name a folder to make, or remove it")
     check_writable(path)
 

@@ -14,7 +14,7 @@ from adalog import artifact
 from adalog.errors import AdalogError, ArtifactError, one_line
 from adalog.extras import extra_module
 from adalog.files import write_error, write_whole
-from adalog.graph.program import leaves_of
+from adalog.graph.program import given_leaves
 from adalog.ledger import float_lines, ledger_table
 from adalog.quantized import QuantizedProgram
 
@@ -50,22 +50,30 @@ def save(
             raise ArtifactError(
                 f"the artifact says wrongly how its images are prepared ({one_line(cause)}): quantize the model again"
             ) from cause
+    content = artifact.serialise(quantized)
+    files["README.md"] = card(quantized, len(content), figures or {})
+    contents = {FILE: content, **{name: text.encode() for name, text in files.items()}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise write_error(folder, cause) from cause
-    size = artifact.write(quantized, folder / FILE)
-    files["README.md"] = card(quantized, size, figures or {})
-    for name, text in files.items():
-        write_whole(folder / name, text.encode())
+    for name, written in contents.items():
+        write_whole(folder / name, written)
     if PREPROCESSING not in files:
         (folder / PREPROCESSING).unlink(missing_ok=True)  # of a model that was here before
 
 
+def logits_of(output: Any) -> Any:
+    """The output of this name, or the first one; None where a model puts out nothing."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    return next(iter(given_leaves(output)), None)
+
+
 def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:
     """A name for each column of the logits, LABEL_0 and so on where none are given; none for a model without logits."""
-    inputs = [torch.empty((1, *value.shape[1:]), dtype=value.dtype, device="meta") for value in quantized.example]
-    output = leaves_of(quantized.program.run_without_data(inputs))[0] if inputs else None
+    inputs = quantized.one_image()
+    output = logits_of(quantized.program.run_without_data(inputs)) if inputs else None
     count = output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0
     names = [f"LABEL_{index}" for index in range(count)] if not len(classes) else list(classes)
     if isinstance(classes, str) or not all(isinstance(name, str) for name in names):

@@ -50,9 +50,7 @@ class AdalogForImageClassification(PreTrainedModel):  # type: ignore[no-untyped-
         return torch.float32
 
     def forward(self, pixel_values: Tensor, **options: Any) -> ImageClassifierOutput:
-        output = self.runs(pixel_values.float())
-        logits: Any = output if isinstance(output, Tensor) else output["logits"] if "logits" in output else output[0]
-        return ImageClassifierOutput(logits=logits)
+        return ImageClassifierOutput(logits=hub.logits_of(self.runs(pixel_values.float())))
 
 
 AutoConfig.register(hub.MODEL_TYPE, AdalogConfig)

@@ -17,7 +17,7 @@ from adalog.choices import RangeSearch
 from adalog.errors import ArtifactError, DataError
 from adalog.files import write_error
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
-from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, pack, unpack
+from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, encode_quantizer, pack, unpack
 
 _DTYPES = {
     str(kind).removeprefix("torch."): kind for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -182,16 +182,16 @@ def _fields(side: Quantizer | QuantizedTensor | None) -> dict[str, Any] | None:
     if side is None:
         return None
     if isinstance(side, Quantizer):
-        return {"dtype": _dtype_name(side.scale), **side.fields()}
+        return encode_quantizer(side)
     packed = pack(side.codes, side.bits).numpy().tobytes()
     codes = {"shape": list(side.codes.shape), "packed": b64encode(packed).decode("ascii")}
-    return {"dtype": _dtype_name(side.quantizer.scale), **side.quantizer.fields(), "codes": codes}
+    return {**encode_quantizer(side.quantizer), "codes": codes}
 
 
 def _side(name: str, fields: dict[str, Any] | None) -> Quantizer | QuantizedTensor | None:
     if fields is None:
         return None
-    quantizer = decode_quantizer(name, fields, _DTYPES[fields["dtype"]])
+    quantizer = decode_quantizer(name, {key: value for key, value in fields.items() if key != "codes"})
     if "codes" not in fields:
         return quantizer
     shape = fields["codes"]["shape"]

@@ -370,9 +370,12 @@ def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
     for one, other in both:
         if one.shape != other.shape:
             raise ArtifactError(f"the file puts out {tuple(other.shape)}, the artifact {tuple(one.shape)}")
-    floats = [(one, other) for one, other in both if one.is_floating_point()]
+    floats = [(one, other) for one, other in both if one.is_floating_point() and one.ndim]
     if not floats:
-        raise ArtifactError("the model puts out no floats to compare: quantize it without the argmax that it ends in")
+        raise ArtifactError(
+            "the model puts out no floats of each image to compare: quantize it without the argmax, or the mean of all "
+            "images, that it ends in"
+        )
     return floats
 
 
@@ -380,7 +383,9 @@ def _errors(answers: Sequence[Answers]) -> Tensor:
     """The relative error of each image's outputs, all of them together: (images,)."""
     found = []
     for batch in answers:
-        wanted, got = (torch.cat([each.double().flatten(1) for each in side], 1) for side in zip(*batch, strict=True))
+        wanted, got = (
+            torch.cat([each.double().reshape(len(each), -1) for each in side], 1) for side in zip(*batch, strict=True)
+        )
         found.append((got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30))
     return torch.cat(found)
 

@@ -56,7 +56,10 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     notes |= {name: json.dumps(quantized.provenance[name]) for name in NOTED if name in quantized.provenance}
     del model.metadata_props[:]
     onnx.helper.set_model_props(model, notes)
-    onnx.checker.check_model(model, full_check=True)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except onnx.checker.ValidationError as cause:  # as where an output is a stored tensor
+        raise ArtifactError(f"the program has no form in ONNX: {one_line(cause)}") from cause
     return bytes(model.SerializeToString(deterministic=True))
 
 
@@ -232,6 +235,8 @@ def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, resul
     one, zero = writer.tensor("one", np.float32(1)), writer.tensor("zero", np.uint8(0))
     edge = writer.tensor("edge", np.uint8(254))
     total = writer.tensor("level", levels[-1])
+    if levels[-1] > 0:  # below zero the byte would be less than 254, and take from this level
+        value = writer.node("Max", [value, writer.tensor("none", np.float32(0))])
     for k in reversed(range(len(thresholds))):
         above = writer.node("QuantizeLinear", [value, writer.tensor(f"threshold_{k}", 2 * thresholds[k]), edge])
         height = writer.tensor(f"height_{k}", levels[k] - levels[k + 1])

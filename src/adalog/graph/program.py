@@ -147,6 +147,8 @@ class Program:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
                 raise ValueError(f"makes {count} tensors of one")
+        if node.op == "aten.div.Tensor_mode" and kwargs.get("rounding_mode") == "trunc":
+            _check_division(*args[:2])
         return resolve(node.op)(*args, **kwargs)
 
     @torch.no_grad()
@@ -274,6 +276,15 @@ def _check_dtypes(node: Node) -> None:
     dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
         raise ProgramError(f"{_where(node)} takes a type, not {dtypes}")
+
+
+def _check_division(one: Any, other: Any) -> None:
+    """Refuse the one quotient of whole numbers that has no place in their type: processors stop at it."""
+    dtype = torch.result_type(one, other)
+    if dtype in (torch.int8, torch.int16, torch.int32, torch.int64) and not one.is_meta:
+        one, other = (torch.as_tensor(value).to(dtype) for value in (one, other))
+        if bool(((one == torch.iinfo(dtype).min) & (other == -1)).any()):
+            raise ValueError(f"divides {torch.iinfo(dtype).min} by -1, which {dtype} does not hold")
 
 
 def _elements(value: Any) -> int:

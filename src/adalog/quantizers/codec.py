@@ -16,6 +16,7 @@ from adalog.stored import unpack as unpack_bits
 
 MAX_DIMENSIONS = 8
 _SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in _SCALES}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -36,17 +37,29 @@ def check_shape(name: str, shape: Any) -> None:
         raise ArtifactError(f"{name} has the shape {shape}")
 
 
-def decode_quantizer(name: str, given: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Quantizer:
-    """The quantizer whose `fields` are given, with parameters of the type `dtype`.
+def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
+    """The quantizer's `fields`, with the type of its numbers where that is not float32."""
+    kind = str(quantizer.scale.dtype).removeprefix("torch.")
+    return {**({} if kind == "float32" else {"dtype": kind}), **quantizer.fields()}
+
+
+def decode_quantizer(name: str, given: Mapping[str, Any]) -> Quantizer:
+    """The quantizer of which `encode_quantizer` gave this.
 
     name: the quantizer's, for messages. Raises ArtifactError for fields that no quantizer has.
     """
-    bits = given["bits"]
+    bits, dtype = given["bits"], given.get("dtype", "float32")
     if not is_whole(bits, MIN_BITS, MAX_BITS):
         raise ArtifactError(f"quantizer {name} has {bits!r} bits")
+    if not isinstance(dtype, str) or dtype not in _NAMED:
+        raise ArtifactError(f"quantizer {name} has numbers of the type {dtype!r}, none of {', '.join(_NAMED)}")
     check_shape(f"quantizer {name}", given["shape"])
     kind = kind_of(f"quantizer {name}", given["kind"])
-    return kind.of_fields(name, given, read_scale(name, given["scale"], given["shape"], dtype))
+    found = kind.of_fields(name, given, read_scale(name, given["scale"], given["shape"], _NAMED[dtype]))
+    odd = sorted((given.keys() - {"dtype"}) ^ found.fields().keys())
+    if odd:
+        raise ArtifactError(f"quantizer {name} lacks the fields, or has fields of its own: {', '.join(odd)}")
+    return found
 
 
 def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int, shape: list[int]) -> QuantizedTensor:

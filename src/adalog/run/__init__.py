@@ -136,8 +136,9 @@ def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, 
     Raises ArtifactError where a file cannot be read, is damaged or belongs to another artifact, and ValueError where
     no kernels run here.
     """
-    path, tape = Path(path), tape_beside(path) if tape is None else Path(tape)
+    path = Path(path)
     _check_file(path, "name an artifact that `adalog quantize` has made")
+    tape = tape_beside(path) if tape is None else Path(tape)
     _check_file(tape, f"make it, where PyTorch is installed, with `adalog tape {path}`")
     context = abi.Context(threads, level)
     try:
@@ -158,8 +159,11 @@ def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, 
 
 
 def _check_file(path: Path, way_out: str) -> None:
-    if not path.is_file():
-        told = "not a regular file" if path.exists() else "no such file"
+    try:
+        told = "" if path.is_file() else "not a regular file" if path.exists() else "no such file"
+    except (OSError, ValueError) as cause:  # a path that no file can have
+        told = getattr(cause, "strerror", None) or one_line(cause)
+    if told:
         raise ArtifactError(f"{path} cannot be read: {told}; {way_out}")
 
 

@@ -139,8 +139,9 @@ class Compiled(nn.Module):
                 inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in both]
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                values = trace(self.quantized.program, inputs)
-                self._plans[wanted] = native.Plan(*self._apart, self._context, inputs, values)
+                with torch.inference_mode(False), torch.no_grad():  # a later call may write into its memory outside
+                    values = trace(self.quantized.program, inputs)
+                    self._plans[wanted] = native.Plan(*self._apart, self._context, inputs, values)
             return self._plans[wanted]
 
     @property
@@ -201,9 +202,15 @@ class Compiled(nn.Module):
         return found[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Compiled":
+        before = self.quantized
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.quantized = self.quantized.map_tensors(fn)
-        self._made()
+        try:
+            self.quantized = before.map_tensors(fn)
+            self._made()
+        except Exception:
+            self.quantized = before
+            self._made()
+            raise
         return self
 
 

@@ -258,7 +258,7 @@ class Layout:
         """What a kernel makes of its results x: x * scale + bias, (columns,) each in float64; an activation, one of
         `abi.ACTIVATIONS`; then the finish.
         """
-        offset = torch.zeros_like(scale) if bias is None else bias.double()
+        offset = torch.zeros_like(scale) if bias is None else bias.double().reshape(-1).expand(len(scale))
         number = abi.ACTIVATIONS.index(activation)
         arguments = abi.Output(parameters=len(scale), activation=number, **place(*out))
         if isinstance(finish, Codes) and activation:

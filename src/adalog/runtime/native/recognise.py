@@ -34,7 +34,7 @@ from adalog.runtime.native.steps import (
     Steps,
     Torch,
 )
-from adalog.runtime.native.tables import Codes, Finish, lookup_of
+from adalog.runtime.native.tables import Codes, Finish, entries_of, lookup_of
 from adalog.runtime.reference import PRODUCT, IntegerSite
 
 _NORM = "aten.layer_norm.default"
@@ -289,6 +289,9 @@ class _Recogniser:
         if site is None or site.weight is not None:
             return None
         if of != flow.shapes[encode.name].shape or len(of) < 3 or not all(of):
+            return None
+        # The kernel of attention takes queries in one plane of bytes, and scores of every matrix of the product.
+        if of[:-2] != flow.shapes[node.name].shape[:-2] or int(entries_of(site.left).max()) > 255:
             return None
         line = _line_of(flow, each.name, chain)
         return None if line is None else _Scores(each, *line, [*(link.name for link in chain), softmax.name])
