@@ -383,6 +383,25 @@ def test_held_rows_are_those_of_whole_images(searched, dim):
     assert int(held.sum()) == 10
 
 
+def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
+    """Two frames of an image in a convolution's batch: cut apart, they are held out together all the same."""
+    torch.manual_seed(0)
+    parts = {"conv": nn.Conv2d(3, 8, 8, 8), "head": nn.Linear(32, 4)}
+    frames = Toy(lambda m, x: m.head(m.conv(x.flatten(0, 1)).flatten(1)).unflatten(0, (-1, 2)).mean(1), **parts)
+    images = torch.randn(24, 2, 3, 16, 16)
+    calibration = Calibration(frames.eval(), images[:8], unlabelled=images)
+    before = calibration.assign(LOW)
+    seen = []
+    original = compensate.chosen_ridge
+    monkeypatch.setattr(compensate, "chosen_ridge", lambda *given: seen.append(given[1].count) or original(*given))
+    whole = corrected(calibration.program, [images], before, STAGE)
+    monkeypatch.setattr(compensate, "_PATCHES", 1)
+    apart = corrected(calibration.program, [images], before, STAGE)
+    assert seen == [6 * 2 * 4, 6 * 2] * 2  # rows of every fourth image
+    for (_, one), (_, other) in zip(whole, apart, strict=True):
+        assert torch.equal(one.right.codes, other.right.codes)
+
+
 @pytest.mark.slow
 def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
     calibration, before = searched

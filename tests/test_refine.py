@@ -8,6 +8,8 @@ import torch
 
 import zoo
 from adalog import Calibration, Config
+from adalog.calibration import blockwise, evolution
+from adalog.calibration.blocks import Blocks
 from adalog.calibration.blockwise import largest_errors, refine_block, refined_blocks
 from adalog.calibration.evolution import evolve, evolved, info_nce, mutated
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
@@ -222,3 +224,19 @@ def test_ranges_can_be_evolved_with_any_search():
     config = Config(stages=(Evolution(passes=1),), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
     assert Config.from_json(config.to_json()) == config
     assert hash(config) == hash(Config.from_json(config.to_json()))
+
+
+@pytest.mark.parametrize("stage", [BlockRefinement(probes=1, candidates=2), Evolution(passes=1, cycles=1)])
+def test_stages_keep_to_the_memory(tiniest, images, monkeypatch, stage):
+    found = []
+
+    class Watched(Blocks):
+        def __init__(self, program, given, blocks, memory=None, **others):
+            found.append(memory)
+            super().__init__(program, given, blocks, memory, **others)
+
+    for module in (blockwise, evolution):
+        monkeypatch.setattr(module, "Blocks", Watched)
+    config = replace(Config.preset("w4a4", "minmax"), images=4, stages=(stage,))
+    Calibration(tiniest, images[:4], memory=1 << 26).quantize(config)
+    assert set(found) == {1 << 25}

@@ -36,8 +36,8 @@ class Blocks:
     where these have not alone what they have together, all images go at once, whatever the memory. The images, the
     program's tensors and what a caller holds on to are not counted.
 
-    To go on after an interruption, either make a new object with the program as it was, whose first block asked for is
-    made from the images, or `restore` the input of that block. memory: None for no limit.
+    To go on after an interruption, make a new object with the program as it was: the input of the first block that is
+    asked for is made from the images. memory: None for no limit.
     """
 
     def __init__(
@@ -192,10 +192,6 @@ class Blocks:
         behind = {block.value_in for block in self.blocks[number + 1 :]}
         self._held = {name: value for name, value in self._held.items() if name not in behind}
         self._batches.program = program
-
-    def restore(self, number: int, value: Tensor) -> None:
-        """Hold the input of a block that was made before, so that the blocks before it are not run again."""
-        self._held = {self.blocks[number].value_in: value}
 
     def _source(self, number: int) -> Chunk:
         """What is held, for all images, of the last block before this one, or the images: to make its input of."""

@@ -79,6 +79,7 @@ class Calibration:
     Quantizing again with other choices repeats only the searches whose choices differ.
     """
 
+    @torch.inference_mode(False)  # some searches and stages take gradients, which this mode forbids
     def __init__(
         self,
         model: nn.Module,
@@ -125,6 +126,7 @@ class Calibration:
 
     # --- the story ---
 
+    @torch.inference_mode(False)
     def quantize(
         self,
         config: Config,
@@ -145,6 +147,7 @@ class Calibration:
         assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start, ranks=ranks)
         return QuantizedModel(self.finished(assigned, config))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def assign(
         self,
@@ -303,7 +306,7 @@ class Calibration:
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
-        memory = self._memory if fitted else 0  # for these it decides what is summed together
+        memory = self._memory if config.stages else 0  # for these it decides what is summed together
         images = [("image", value) for value in (*self.images, *fitted)]
         graph = self.program.inputs, self.program.nodes, self.program.output
         choices = (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun)
@@ -349,9 +352,15 @@ def _of_float32(model: nn.Module) -> nn.Module:
 
 
 def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs, those in half precision in float32."""
-    halves = [isinstance(value, Tensor) and value.dtype in _HALVES for value in inputs]
-    return tuple(value.float() if half else value for value, half in zip(inputs, halves, strict=True))
+    """The inputs, those in half precision in float32, and copies of those that were made in inference mode."""
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.clone() if value.is_inference() else value
+        return value.float() if value.dtype in _HALVES else value
+
+    return tuple(map(taken, inputs))
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:

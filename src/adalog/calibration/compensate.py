@@ -31,7 +31,7 @@ from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
-from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
+from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
 
 # Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
 _HELD_OUT = 4
@@ -199,9 +199,10 @@ def _seen(
     origin: tuple[Tensor, Tensor] | None = None
     begun = 0  # the number of a batch's first image
     for one, other in zip(wanted, given, strict=True):
-        first = begun
+        read_images = 0
         for read, names, axis in zip(reads, outputs, axes, strict=True):
-            first, values = begun, [one[name] for name in names]
+            dim, each = (0, 1) if axis is None else axis
+            first, values = begun * each, [one[name] for name in names]
             if stream is not None and one[stream[0]].shape == values[0].shape:
                 values = [one[stream[0]] - other[stream[1]]]
             for inputs, targets in _pieces(group, other[read], values, program):
@@ -210,13 +211,14 @@ def _seen(
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
                 held = _held(group, inputs, axis, first, x.shape[1])
-                first += 0 if axis is None else inputs.shape[axis[0]] // axis[1]
+                first += inputs.shape[dim]  # a piece of a convolution's batch may hold a part of an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
                 for index, chosen in enumerate((~held, held)):
                     if bool(chosen.any()):
                         part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
                         sums[index] = part if before is None else before + part
-        begun = first
+            read_images = first // each - begun
+        begun += read_images
         if sum(part.count for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out
@@ -226,11 +228,14 @@ def _seen(
 
 
 def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
-    """Which rows are of images that are held out: (rows,). axis: of the images; first: the number of the first one."""
+    """Which rows are of images that are held out: (rows,).
+
+    axis: that of the images, and how many entries each has there. first: the number of the first entry.
+    """
     if axis is None:
         return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
     dim, each = axis
-    numbers = first + torch.arange(inputs.shape[dim], device=inputs.device) // each
+    numbers = (first + torch.arange(inputs.shape[dim], device=inputs.device)) // each
     held = numbers % _HELD_OUT == _HELD_OUT - 1
     if group.first.role == "conv":
         return held.repeat_interleave(rows // len(held))
@@ -297,8 +302,8 @@ def _refitted(
     )
     found = stored.dequantize().double().reshape(start.shape)
     bias = (mean_y - (found @ mean_x[..., None])[..., 0]).flatten()
-    noise, power = float(whole.error(found).sum()), float(whole.yy.sum())
-    sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
+    signal = whole.yy if both.count > 1 else mean_y.square()  # one row alone is its own mean
+    sqnr = decibels(float(signal.sum()), float(whole.error(found).sum()))
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
 

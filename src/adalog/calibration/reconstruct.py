@@ -27,7 +27,7 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
-from adalog.quantizers import Assignment
+from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
 
 # Every n-th image is held out of the training of a block and judges its states; with fewer images none is held out.
@@ -252,9 +252,15 @@ class BlockInTraining:
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
-        """The assignments with their outputs' SQNR about the mean, in the quantized network, on the images held out."""
+        """The assignments with the SQNR of their outputs in the quantized network, on the images held out.
+
+        The signal of a weight's outputs is taken about the mean of each channel, as a correction takes it.
+        """
         program = rewritten(self._nodes, assigned)
-        names = [name for group, _ in assigned for name in group.nodes]
+        sites = [site for group, _ in assigned for call in group.calls for site in call]
+        names = [site.node.name for site in sites]
+        # Of each site the noise, the signal and the rows; and the sums of the channels of a weight's outputs.
+        sizes = [3 + (0 if site.role in ("qk", "av") else len(self._nodes.tensors[site.right])) for site in sites]
         batches = self._judging.split(self._batch)
 
         def parts(number: int) -> Tensor:
@@ -263,21 +269,25 @@ class BlockInTraining:
                 self._blocks.values(chunk, names, each)
                 for chunk, each in zip(chunks, (self._nodes, program), strict=True)
             )
-            found = torch.zeros(len(names), 4, dtype=torch.float64)
-            for row, name in zip(found, names, strict=True):
-                y, error = exact[name].double(), (given[name] - exact[name]).double()
-                each = (error.square().sum(), y.square().sum(), y.sum(), torch.tensor(y.numel()))
-                row.copy_(torch.stack([part.double().cpu() for part in each]))
-            return found
+            found = []
+            for site, size in zip(sites, sizes, strict=True):
+                y, error = (value.double() for value in (exact[site.node.name], given[site.node.name]))
+                error = error - y
+                rows = (y.movedim(-3, -1) if site.role == "conv" else y).flatten(0, -2)
+                alone = torch.stack([error.square().sum(), y.square().sum(), y.new_tensor(len(rows))])
+                found.append(torch.cat([alone, rows.sum(0) if size > 3 else alone[:0]]).cpu())
+            return torch.cat(found)
 
-        sums = self._ranks.summed(len(batches), parts, torch.zeros(len(names), 4, dtype=torch.float64))
+        sums = self._ranks.summed(len(batches), parts, torch.zeros(sum(sizes), dtype=torch.float64)).split(sizes)
         of_name = dict(zip(names, sums, strict=True))
         found = []
         for group, assignment in assigned:
-            noise, square, total, count = torch.stack([of_name[name] for name in group.nodes]).sum(0).tolist()
-            power = square - total * total / count
-            sqnr = 10 * math.log10(power / noise) if noise > 0 and power > 0 else math.inf
-            found.append((group, replace(assignment, sqnr=sqnr)))
+            power = noise = 0.0
+            for each in (of_name[name] for name in group.nodes):
+                noise += float(each[0])
+                about = each[3:].square().sum() / each[2] if each[2] > 1 else 0.0  # one row alone is its own mean
+                power += float(each[1] - about)
+            found.append((group, replace(assignment, sqnr=decibels(power, noise))))
         return found
 
     def _draws(self) -> Iterator[Tensor]:

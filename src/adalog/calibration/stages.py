@@ -69,9 +69,9 @@ def staged(
                 ranks=ranks,
             )
         if isinstance(stage, BlockRefinement):
-            changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes))
+            changed = refined_blocks(program, images, assigned, stage, shared.squared_gradients(stage.probes), memory)
         else:
-            changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed))
+            changed = evolved(program, images, assigned, stage, torch.Generator().manual_seed(seed), memory)
         return [
             (group, before if after is before else judge(group, after))
             for (group, before), (_, after) in zip(assigned, changed, strict=True)

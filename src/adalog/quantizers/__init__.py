@@ -1,6 +1,6 @@
 """The quantizers: real -> code -> real, each formula written once and used by search, inference and export alike."""
 
-from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor
+from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor, decibels
 from adalog.quantizers.logarithmic import (
     WIDTHS,
     Beyond,
@@ -49,6 +49,7 @@ __all__ = [
     "UniformQuantizer",
     "at_least_float32",
     "bounds_to_uniform",
+    "decibels",
     "integer_levels",
     "integer_unit",
     "log_dequantize",

@@ -95,6 +95,13 @@ class Fold:
         return Fold(self.ratio.to(device), self.beta.to(device))
 
 
+def decibels(signal: float, noise: float) -> float:
+    """The signal-to-noise ratio of these sums of squares [dB]; without noise it has no end."""
+    if noise <= 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The quantizers of a product's operands, the fold of its norm, and its output's SQNR [dB] in calibration.

@@ -1,6 +1,5 @@
 """A product of two operands: what a search reads, the error of its output, and the last steps of every search."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,6 +16,7 @@ from adalog.quantizers import (
     Quantizer,
     UniformQuantizer,
     at_least_float32,
+    decibels,
     most_headroom,
 )
 from adalog.search.objective import Errors, ProductError, error_base
@@ -92,10 +92,9 @@ class Product:
         return stored.scaled(factor.to(stored.quantizer.scale.dtype))
 
     def _with_sqnr(self, first: Side, second: Side, signal: float, noise: float) -> Assignment:
-        decibels = 10 * math.log10(signal / noise) if signal and noise else -math.inf if noise else math.inf
         if isinstance(first, QuantizedTensor):
             raise TypeError("the left operand of a product is computed: it has no codes of its own")
-        return Assignment(first, second, self.fold, decibels)
+        return Assignment(first, second, self.fold, decibels(signal, noise))
 
     def _row_powers(self, first: Side, stored: QuantizedTensor) -> "_RowPowers":
         slices = []
