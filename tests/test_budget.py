@@ -257,6 +257,20 @@ def small():
     torch.manual_seed(0)
     layers = [nn.Flatten(), nn.Linear(192, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 4)]
     return nn.Sequential(*layers).eval(), Preprocessing(size=(8, 8), resize=8)
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = small()[0]
+
+    def forward(self, x):
+        return self.layers(x), self.layers(x).relu()
+
+def two():
+    return Two(), Preprocessing(size=(8, 8), resize=8)
+
+def maps():
+    return nn.Conv2d(3, 4, 1).eval(), Preprocessing(size=(8, 8), resize=8)
 """
 
 
@@ -347,6 +361,9 @@ def test_commands_from_rows_to_curves(place):
         (("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"), "--widths says what is measured"),
         (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),
         (("pareto", *GIVEN, "--val", "nowhere"), "nowhere"),
+        (("pareto", "own.py:two", *GIVEN[1:]), "the model has 2 outputs, and a curve judges one"),
+        (("pareto", "own.py:maps", *GIVEN[1:]), "(1, 4, 8, 8), not logits"),
+        (("quantize", "own.py:maps", *GIVEN[1:], "--max-kl", "0.1"), "--max-kl is of a classifier"),
         (("pareto", *GIVEN, "--val", "two"), "two has 2 subfolders, one a class, and own.py:small tells"),
     ],
 )

@@ -195,6 +195,15 @@ def test_a_missing_package_is_named_with_its_extra(missing, arguments, monkeypat
     )
 
 
+def test_too_few_images_name_the_folder_and_the_option(monkeypatch, capsys, tmp_path):
+    for index in range(3):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{index}.png")
+    arguments = ("sensitivity", "demo:detector", "--data", tmp_path, "--images", 2, "--judged", 2)
+    code, told = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert f"{tmp_path} has 3 images, --images and --judged together 4 are wanted" in told
+
+
 @pytest.fixture
 def seeing(monkeypatch):
     """A detector that sees one object in each image, of a class whose name looks like markup."""

@@ -387,3 +387,19 @@ def test_json(mixed):
     told = json.loads(json.dumps(cost(mixed.program, TINY).to_json()))
     assert told["fixops"] == told["bops"] / 64 == sum(told["roles"][role]["fixops"] for role in PRODUCT_ROLES)
     assert {row["role"] for row in told["rows"]} == told["roles"].keys()
+
+
+def test_inputs_have_the_types_that_they_were_made_with():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x, mask):
+            return self.head(x.masked_fill(mask, 0.0))
+
+    given = torch.randn(2, 3, 4), torch.zeros(2, 3, 4, dtype=torch.bool)
+    program = capture(Masked().eval(), given)
+    assert counts(cost(program, given), "linear") == [3 * 4 * 2]
+    with pytest.raises(ValueError, match=r"shape \(3, 4\), \(3, 4\)"):
+        cost(program, [(3, 4), (3, 4)])

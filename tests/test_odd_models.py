@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import adalog
-from adalog import CalibrationError, CaptureError, Config
+from adalog import CalibrationError, CaptureError, Config, Correction, Reconstruction, Search
+from adalog.choices import BlockRefinement
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_blocks
 from toys import Toy
@@ -96,3 +97,16 @@ def test_an_input_may_be_absent():
 def test_outputs_without_names_are_refused():
     with pytest.raises(CaptureError, match=r"a dict with the keys \[0, 1\]: give them names"):
         capture(Toy(lambda m, x: {0: m.conv(x), 1: x}, conv=nn.Conv2d(3, 4, 3)).eval(), IMAGES)
+
+
+@pytest.mark.parametrize(
+    "stages", [(Correction(images=4), Reconstruction(images=4, iterations=2)), (BlockRefinement(),)]
+)
+def test_inference_mode_around_it_changes_nothing(tiniest, images, stages):
+    config = Config(images=4, search=Search(rounds=1, steps=0), stages=stages)
+    found = []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            model = adalog.quantize(tiniest, images + 0, config)
+        found.append(model(images[:2]))
+    assert torch.equal(*found)

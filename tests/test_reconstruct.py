@@ -20,7 +20,6 @@ from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import BlockInTraining, _kept, reconstructed
 from adalog.calibration.training import GroupInTraining, Rounding, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
-from adalog.choices import BlockRefinement
 from adalog.graph.capture import capture
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_blocks
@@ -209,37 +208,6 @@ def test_training_lowers_the_error_on_images_held_out(pool, spoilt, changes):
         assert one.fold is other.fold, group.name
         if isinstance(one.left, UniformQuantizer):
             assert bool((one.left.zero_point % 1 == 0).all())
-
-
-def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
-    block = block_of(*searched, pool[:24])
-    exact, given = (picked(block._blocks, chunk, block._judging) for chunk in (block._exact, block._given))
-    program = rewritten(block._nodes, block._assigned)
-    for group, found in block._measured(block._assigned):
-        wanted, got = (
-            block._blocks.values(chunk, group.nodes, each) for chunk, each in ((exact, block._nodes), (given, program))
-        )
-        signal = noise = 0.0
-        for name in group.nodes:
-            y = wanted[name].double()
-            noise += float((got[name].double() - y).square().sum())
-            alone = group.first.role in ("qk", "av") or len(y.flatten(0, -2)) == 1
-            mean = 0.0 if alone else y.flatten(0, -2).mean(0)
-            signal += float((y - mean).square().sum())
-        assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-3), group.name
-
-
-@pytest.mark.parametrize(
-    "stages", [(Correction(images=6), Reconstruction(images=6, iterations=2)), (BlockRefinement(),)]
-)
-def test_inference_mode_around_it_changes_nothing(tiniest, pool, stages):
-    config = Config(images=4, search=Search(rounds=1, steps=0), stages=stages)
-    found = []
-    for mode in (True, False):
-        with torch.inference_mode(mode):
-            model = adalog.quantize(tiniest, pool[:6] + 0, config)
-        found.append(model(pool[:2]))
-    assert torch.equal(*found)
 
 
 @pytest.mark.slow

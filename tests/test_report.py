@@ -20,7 +20,7 @@ from adalog.report.page import _command
 from adalog.report.sites import BARS
 from adalog.study.cost import cost
 from adalog.study.evaluate import score
-from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite
+from adalog.study.sensitivity import Row, Sensitivity, Unit, UnitSite, _choices
 from commands import call, say
 from problems_report import HOSTILE, hostile, subject_of
 from stored import rebuilt, serialise
@@ -61,17 +61,17 @@ def subject(content):
     return subject_of(content, images=4)
 
 
-def told_of(rows, measure="kl", images=256):
-    """The JSON of `adalog sensitivity` with these rows: (sites, operand, bits, loss)."""
-    kinds = {}
+def told_of(rows, quantized, measure="kl", images=256):
+    """The JSON of `adalog sensitivity` of this model with these rows: (sites, operand, bits, loss)."""
+    kinds, macs = {}, {row.name: row.count for row in cost(quantized.program, quantized.example).rows}
     for sites, operand, _, _ in rows:
         kinds.setdefault(tuple(sites), []).append(operand)
     units = tuple(
-        Unit(tuple(UnitSite(site, 1, 1, operands[0], operands[-1]) for site in sites))
+        Unit(tuple(UnitSite(site, macs.get(site, 1), 1, operands[0], operands[-1]) for site in sites))
         for sites, operands in kinds.items()
     )
     found = tuple(Row(sites[0], operand, bits, loss, (bits,) * len(sites)) for sites, operand, bits, loss in rows)
-    return Sensitivity(measure, images, units, found, "0" * 64, {}).to_json()
+    return Sensitivity(measure, images, units, found, "0" * 64, _choices(quantized.config)).to_json()
 
 
 def losses_of(quantized):
@@ -82,7 +82,8 @@ def losses_of(quantized):
             for row in quantized.ledger
             for kind in dict.fromkeys(operand_kinds(row.role, row.source))
             for bits in range(2, 9)
-        ]
+        ],
+        quantized,
     )
 
 
@@ -335,7 +336,7 @@ def test_the_command_that_made_it(subject, content):
 
 def sensitivity_of(tmp_path, quantized, rows):
     path = tmp_path / "sensitivity.json"
-    path.write_text(json.dumps(told_of(rows)))
+    path.write_text(json.dumps(told_of(rows, quantized)))
     return read_sensitivity(path, quantized)
 
 
@@ -426,6 +427,8 @@ def test_the_command_writes_the_page(file, measured, monkeypatch, capsys, whole)
         (["FILE", "--sensitivity", "FILE"], "is not the JSON of `adalog sensitivity`"),
         (["FILE", "FILE", "--bench", "odd.json"], "--bench is of one artifact"),
         (["FILE", "FILE", "--data", "."], "--data is of one artifact"),
+        (["FILE", "FILE", "--images", "3"], "--images is of one artifact"),
+        (["FILE", "--images", "3"], "brings no images, give --data FOLDER with some"),
         (["FILE", "-o", "FILE"], "is an input, or an output of another kind"),
         (["FILE", "--data", "."], ". has no images"),
     ],
@@ -471,7 +474,8 @@ WRONG = {
     "sensitivity": [
         (lambda told: told.update(measure="top1"), "the measure is none of kl, relative squared error"),
         (lambda told: told["rows"].append(told["rows"][0]), "an operand has two losses at one width"),
-        (lambda told: told.update(told_of([(["elsewhere"], "weight", 4, 0.1)])), "is of another model"),
+        (lambda told: told["units"][0][0].update(macs=7), "is of another model, whose sites differ: patch_embed.conv1"),
+        (lambda told: told["choices"].update({"search.rounds": 9}), 'another method, in which "search.rounds" is 9'),
     ],
 }
 

@@ -35,6 +35,14 @@ def test_an_average_precision_without_objects_is_left_empty():
     assert [detectors._percent(row[name]) for name in ("mask_ap", "box_ap")] == ["", "50.0 ± 0.0"]
 
 
+def test_a_table_that_was_stopped_says_so():
+    about = {"adalog": "1", "torch": "2", "processor": "p"}
+    result = {"tables": {"C": {"title": "t", "note": ""}}, "models": {}, "rows": [], "calibration_images": 32}
+    whole = {**result, "machine": about, "finished": 48, "of": 48}
+    assert "Unfinished" not in detectors.markdown(whole)
+    assert "Unfinished: 1 of 48 measurements." in detectors.markdown({**whole, "finished": 1})
+
+
 @pytest.mark.slow
 def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     """The bundled detector on files; finished rows are not measured again; a row that needs more images says so."""

@@ -124,9 +124,6 @@ class Calibration:
         self._assigned: dict[Any, Assignment] = {}  # of whole searches, those of other ranks too
         self._seconds: dict[Any, float] = {}
 
-    # --- the story ---
-
-    @torch.inference_mode(False)
     def quantize(
         self,
         config: Config,

@@ -66,7 +66,8 @@ class Lines:
         cut_in_header = json.dumps(self._header).encode().startswith(content)
         if lines[:1] != [self._header] and not cut_in_header:
             raise DataError(
-                f"{path} holds {kind} of another model, other images or other choices: give those again, or remove it"
+                f"{path} holds {kind} of another model, other images or other choices (memory, seed, and versions of "
+                "adalog and PyTorch among them): give those again, or remove it"
             )
         with self.refusing(path):
             self.found |= {str(line["name"]): line for line in lines[1:]}

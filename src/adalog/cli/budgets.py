@@ -14,6 +14,7 @@ from adalog.calibration.operands import OperandKind
 from adalog.cli.console import note, progress_bar, quiet, site_progress
 from adalog.cli.options import Setup, read_count, read_size
 from adalog.cli.targets import find_judging, load_model
+from adalog.graph.tracing import trace
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
 from adalog.quantize import sample_images
@@ -21,7 +22,7 @@ from adalog.quantizers import FLOAT_BITS
 from adalog.study import sensitivity
 from adalog.study.budget import Budget, Chosen, quantize_within
 from adalog.study.cost import BOPS_PER_FIXOP
-from adalog.study.sensitivity import Sensitivity
+from adalog.study.sensitivity import Measure, Sensitivity
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,17 @@ def quantize(
     """The model of that name within a budget, and its plan as JSON. known: a file of what its operands cost."""
     found = None if known is None else sensitivity.read(known)
     if found is not None and budget.loss is not None:
-        _check_kl(found)
+        _check_kl(found.measure)
     about = subject(spec, data, config, judged if found is None else 0, setup)
+    if found is None and budget.loss is not None:
+        program = about.calibration.program
+        _check_kl(sensitivity.measure_of(program, trace(program, about.calibration.images)))
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         if found is None:
             given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
             found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
-            if budget.loss is not None:
-                _check_kl(found)
         watch = site_progress(progress, progress.add_task("calibrate", total=1), config.bits)
         chosen = quantize_within(
             about.calibration,
@@ -132,8 +134,8 @@ def quantize(
     return chosen.model.cpu(), plan
 
 
-def _check_kl(found: Sensitivity) -> None:
-    if found.measure != "kl":
+def _check_kl(measure: Measure) -> None:
+    if measure != "kl":
         raise DataError("--max-kl is of a classifier, and the model has no logits: give --budget or --target-bops")
 
 

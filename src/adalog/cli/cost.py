@@ -1,8 +1,10 @@
 """`adalog cost`: what one image costs."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from torch import Tensor
 
 import adalog
 from adalog.cli import views
@@ -25,13 +27,13 @@ def command(
         loaded = load_model(target, no_pretrained, checkpoint)
         with waiting(f"capture {target}"):
             program, images = zoo.captured(loaded)
-        inputs = [list(images.shape[1:])]
+        inputs: Sequence[Tensor] = [images]
     else:
         refuse_weights(target, no_pretrained, checkpoint)
         quantized = adalog.load(target)
-        program, inputs = quantized.program, [list(value.shape[1:]) for value in quantized.example]
-    result = cost(program, inputs)
+        program, inputs = quantized.program, quantized.example
+    result, shapes = cost(program, inputs), [list(value.shape[1:]) for value in inputs]
     if json_out != "-":
-        title = f"{target}, inputs {' and '.join(map(str, inputs))}"
+        title = f"{target}, inputs {' and '.join(map(str, shapes))}"
         say(views.cost_table(title, result), views.cost_lines(result))
-    emit_json({"target": target, "inputs": inputs, **result.to_json()}, json_out)
+    emit_json({"target": target, "inputs": shapes, **result.to_json()}, json_out)

@@ -25,6 +25,7 @@ from adalog.cli.console import (
     waiting,
 )
 from adalog.cli.options import Setup
+from adalog.cli.targets import check_count
 from adalog.detection import coco, demo, zoo
 from adalog.detection.demo.scenes import scene
 from adalog.detection.detector import KINDS, Detector
@@ -158,7 +159,9 @@ def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed
     if data is None:
         numbers = demo.drawn(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
-    paths = find_images(data).sample(ends[-1], seed).paths
+    found = find_images(data)
+    check_count(data, len(found), ends[-1], "--images" if len(counts) == 1 else "--images and --judged together")
+    paths = found.sample(ends[-1], seed).paths
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 
 

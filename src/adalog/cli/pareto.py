@@ -51,7 +51,7 @@ from adalog.inputs.images import find_images
 from adalog.study import sensitivity as study
 from adalog.study.drawing import rendered
 from adalog.study.evaluate import Prepared, check_classes, predict, score
-from adalog.study.pareto import BUDGETS, Point, curve, pareto_figure
+from adalog.study.pareto import BUDGETS, Point, check_output, curve, pareto_figure
 
 
 def command(
@@ -92,6 +92,8 @@ def command(
     check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(model, data, config, judged, setup)
+    check_output(about.calibration.program)  # before the long part, and that what it puts out can be judged
+    predict(about.loaded.module, about.judged[:1])
     labelled = _labelled(model, val, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():

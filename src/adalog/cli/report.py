@@ -13,6 +13,8 @@ from adalog.errors import printable
 from adalog.model import QuantizedModel
 from adalog.report import comparison, examine, read_bench, read_evaluation, read_sensitivity, report
 
+_IMAGES = 16
+
 
 def command(
     file: Annotated[Path, typer.Argument(help="The artifact.")],
@@ -24,7 +26,9 @@ def command(
             help="Folder of images for the histograms of activations. The bundled model has its own without it."
         ),
     ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Number of images for the histograms.")] = 16,
+    images: Annotated[
+        int | None, typer.Option(min=1, help=f"Number of images for the histograms; {_IMAGES} unless given.")
+    ] = None,
     sensitivity: Annotated[
         Path | None, typer.Option(help="JSON of `adalog sensitivity`: the loss of each site alone.")
     ] = None,
@@ -40,7 +44,7 @@ def command(
     """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""
     check_outputs(out, json_out, reads=(file, other, sensitivity, evaluation, bench))
     if other is not None:
-        given = (("--data", data), ("--evaluation", evaluation), ("--bench", bench))
+        given = (("--data", data), ("--images", images), ("--evaluation", evaluation), ("--bench", bench))
         odd = [option for option, value in given if value is not None]
         if odd:
             raise ValueError(f"{odd[0]} is of one artifact, and two are compared: leave it out, or name one file")
@@ -48,10 +52,13 @@ def command(
     contents = [artifact.read(path) for path in paths]
     loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
     first = loaded[0]
-    losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
+    told = [] if sensitivity is None else [read_sensitivity(sensitivity, held) for held in loaded]
+    losses = told[0] if told else None
     judged = None if evaluation is None else read_evaluation(evaluation, first)
     timed = None if bench is None else read_bench(bench)
-    sample = None if other else sample_for(file, QuantizedModel(first), data, images, seed, thread_count(0))
+    sample = None if other else sample_for(file, QuantizedModel(first), data, images or _IMAGES, seed, thread_count(0))
+    if images is not None and sample is None:
+        raise ValueError(f"--images {images}: {file} brings no images, give --data FOLDER with some")
     with progress_bar() as progress, quiet():
         bar = progress.add_task("examine", total=1 if sample is None else len(sample))
         subjects = [

@@ -13,6 +13,7 @@ from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS
 from adalog.report.sites import SiteFacts
 from adalog.study import sensitivity
+from adalog.study.cost import cost
 from adalog.study.sensitivity import Measure
 
 MEASURES: dict[Measure, str] = {
@@ -72,10 +73,17 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in found.rows:
         groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
-    if not {name for name, _ in losses} & {row.site for row in quantized.ledger}:
+    counts = {row.name: row.count for row in cost(quantized.program, quantized.example).rows}
+    odd = [site for unit in found.units for site in unit.sites if counts.get(site.site) != site.macs]
+    if odd:
         raise DataError(
-            f"{path} is of another model, whose sites differ: make it with `adalog sensitivity` of this one"
+            f"{path} is of another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, and "
+            f"{counts.get(odd[0].site, 'none')} here; make it with `adalog sensitivity` of this one"
         )
+    try:
+        found.check_choices(quantized.config)
+    except DataError as cause:
+        raise DataError(f"{path}: {cause}") from cause
     return Losses(found.measure, found.images, losses, groups)
 
 

@@ -168,7 +168,7 @@ def examine(
     """
     seen = {} if images is None else _observed(quantized, images, progress)
     try:
-        spent = cost(quantized.program, [list(value.shape[1:]) for value in quantized.example])
+        spent = cost(quantized.program, quantized.example)
         sites = _facts(quantized, spent, seen)
     except (AttributeError, IndexError, KeyError, TypeError) as cause:  # a program that runs may still be a strange one
         raise ArtifactError(

@@ -156,8 +156,7 @@ class _Maker:
 
 def taken(model: QuantizedModel) -> tuple[int, int]:
     """What a model takes of a budget: the bytes of its file, and the BOPs of the products of one image."""
-    shapes = [value.shape[1:] for value in model.example]
-    return len(artifact.serialise(model.quantized)), cost(model.program, shapes).bops
+    return len(artifact.serialise(model.quantized)), cost(model.program, model.example).bops
 
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
@@ -201,8 +200,7 @@ def _within(chosen: Chosen, budget: Budget) -> bool:
 
 def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensitivity:
     """What there is to choose under these choices: units without pins, and operands that are quantized."""
-    shapes = [value.shape[1:] for value in calibration.images]
-    units, known = units_of(calibration, config, shapes), {unit.name: unit for unit in found.units}
+    units, known = units_of(calibration, config, calibration.images), {unit.name: unit for unit in found.units}
     if not units:
         raise DataError("all sites are pinned, so there is nothing to choose: leave out the budget, or some pins")
     odd = [name for name, unit in units.items() if known.get(name) != unit]

@@ -148,17 +148,18 @@ class Cost:
         }
 
 
-def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed: bool = False) -> Cost:
+def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_printed: bool = False) -> Cost:
     """What one image costs a program; operands without a quantizer count as float32.
 
-    input_shapes: the shape of each input without its batch axis, such as [(3, 224, 224)]. Nothing is computed: shapes
-    come from a run without data. as_printed: count logarithmic codes by the mantissas and shifts of Eq. 10, as the
-    paper's Table 3 must have done, even if tables run. Raises ValueError if the program does not run on such inputs.
+    inputs: images of each input, of any number, for their shape and type; or its shape without a batch axis, such as
+    (3, 224, 224), if it is of floats. Nothing is computed: shapes come from a run without data. as_printed: count
+    logarithmic codes by the mantissas and shifts of Eq. 10, as the paper's Table 3 must have done, even if tables run.
+    Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
         program = replace(program, quantizers={name: each.without_table() for name, each in program.quantizers.items()})
     plain, sources = program.unquantized()
-    values = _values(plain, input_shapes)
+    values = _values(plain, inputs)
     sites = {call.node.name: call for site in (*find_sites(plain), *find_refused(plain)) for call in site.calls}
     quantizers = quantizers_of(program)
     weights = {name: sum(_tensor_bytes(program, name).values()) for name in program.tensors}
@@ -176,11 +177,12 @@ def cost(program: Program, input_shapes: Sequence[Sequence[int]], *, as_printed:
     return Cost(tuple(rows), _size_bytes(program), table_bytes, program.float_operations())
 
 
-def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[str, Tensor]:
     """Every tensor of a run on one image, by name: shapes and types without data."""
     program = program.map_tensors(lambda value: value.to("meta"))
     dtype = next((value.dtype for value in program.tensors.values() if value.is_floating_point()), torch.float32)
-    inputs = [torch.empty((1, *shape), dtype=dtype, device="meta") for shape in input_shapes]
+    told = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else (each, dtype) for each in given]
+    inputs = [torch.empty((1, *shape), dtype=kind, device="meta") for shape, kind in told]
     values = {**program.tensors, **dict(zip(program.inputs, inputs, strict=False))}
 
     def watch(node: Node, args: tuple[Any, ...], result: Any) -> None:
@@ -190,7 +192,7 @@ def _values(program: Program, input_shapes: Sequence[Sequence[int]]) -> dict[str
     try:
         program.run(inputs, watch)
     except (ProgramError, TypeError) as cause:
-        sizes = ", ".join(str(tuple(shape)) for shape in input_shapes)
+        sizes = ", ".join(str(tuple(shape)) for shape, _ in told)
         raise ValueError(
             f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape it was made for"
         ) from cause

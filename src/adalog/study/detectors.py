@@ -34,6 +34,7 @@ from adalog.methods import labelled
 from adalog.ranks import ALONE, Ranks
 from adalog.study import paper
 from adalog.study.doctor import machine
+from adalog.study.markdown import unfinished
 from adalog.study.paper import IMAGES, bits_name, find_published, plan, published
 from adalog.study.sensitivity import WIDTHS, Sensitivity, sensitivity
 from adalog.study.tables import Progress, file_name, kept, short_name, statistics
@@ -297,6 +298,7 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
         f"{drawn} of {result['calibration_images']} calibration images. AP [%] as pycocotools computes it; every part "
         f"is quantized. adalog {about['adalog']}, torch {about['torch']}, {about['processor']}."
     )
+    paragraphs += unfinished(result)
     return "\n\n".join(paragraphs) + "\n"
 
 

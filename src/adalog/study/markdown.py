@@ -32,9 +32,14 @@ def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
         f"also where it was shared with another row. Run by {' and '.join(result['executors'])}. adalog "
         f"{machine['adalog']}, torch {machine['torch']}, {machine['processor']}."
     )
-    if result["finished"] < result["of"]:
-        paragraphs.append(f"Unfinished: {result['finished']} of {result['of']} measurements.")
-    return "\n\n".join(paragraphs) + "\n"
+    return "\n\n".join([*paragraphs, *unfinished(result)]) + "\n"
+
+
+def unfinished(result: Mapping[str, Any]) -> list[str]:
+    """What a result says of measurements that are still to be made; nothing of a whole one."""
+    if result["finished"] == result["of"]:
+        return []
+    return [f"Unfinished: {result['finished']} of {result['of']} measurements."]
 
 
 def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

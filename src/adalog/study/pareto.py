@@ -16,6 +16,7 @@ from adalog.calibration.partial import Lines, fingerprint
 from adalog.calibration.schedule import Progress
 from adalog.config import Config
 from adalog.errors import DataError
+from adalog.graph.program import Program, refs_of
 from adalog.model import QuantizedModel, quickest
 from adalog.ranks import ALONE, Coded, Ranks
 from adalog.study.budget import Budget, quantize_within, taken
@@ -89,8 +90,9 @@ def curve(
     A budget that no widths meet has no point. partial: a file from which finished points are read, and to which new
     ones are added. progress(done, total, name): counts models. ranks: those that share out the searches and the images
     of each model, which has more to share than the models have, since models have most searches in common. Raises
-    DataError for the sensitivity of one width alone, and for that of another model or method.
+    DataError for the sensitivity of one width alone, for that of another model or method, and for several outputs.
     """
+    check_output(calibration.program)
     found.check(calibration, config)
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
@@ -139,6 +141,13 @@ def curve(
         if progress is not None:
             progress(done, len(names), name)
     return [point for point in points.values() if point is not None]
+
+
+def check_output(program: Program) -> None:
+    """Raise DataError for a model of several outputs, since a point has one loss."""
+    count = len({*refs_of(program.output)})
+    if count > 1:
+        raise DataError(f"the model has {count} outputs, and a curve judges one: give a model that puts out that alone")
 
 
 def _told(prepared: Prepared, labels: Tensor) -> str:

@@ -41,6 +41,7 @@ WIDTHS = (2, 3, 4, 6, 8)  # bits at which operands are tried unless others are n
 JUDGED = 128  # images that judge unless another number is named
 _BATCH = 32  # images that run together
 _MOST = 2**53  # no count is as large
+_WAY_OUT = "measure this one with `adalog sensitivity`"
 Measure = Literal["kl", "relative squared error"]
 
 
@@ -134,16 +135,20 @@ class Sensitivity:
 
         Bits, pins, stages and the number of images that calibrate may be others.
         """
-        own, mine = _digest(calibration.program), _choices(config)
-        way_out = "measure this one with `adalog sensitivity`"
+        own = _digest(calibration.program)
         if self.tensors != own:
             told = f"whose tensors have the digest {self.tensors[:16]}, this one's have {own[:16]}"
-            raise DataError(f"the sensitivity is of another model, {told}: {way_out}")
-        for name in (*mine, *self.choices):
-            if self.choices.get(name) != mine.get(name):
-                given, wanted = (json.dumps(each.get(name))[:80] for each in (self.choices, mine))
-                told = f"in which {json.dumps(name)[:80]} is {given}, here it is {wanted}"
-                raise DataError(f"the sensitivity is of another method, {told}: {way_out}")
+            raise DataError(f"the sensitivity is of another model, {told}: {_WAY_OUT}")
+        self.check_choices(config)
+
+    def check_choices(self, config: Config) -> None:
+        """Raise DataError unless the rows are of these choices, as `check` says."""
+        mine = _choices(config)
+        odd = next((name for name in (*mine, *self.choices) if self.choices.get(name) != mine.get(name)), None)
+        if odd is not None:
+            name, given, wanted = (json.dumps(each)[:80] for each in (odd, self.choices.get(odd), mine.get(odd)))
+            told = f"in which {name} is {given}, here it is {wanted}"
+            raise DataError(f"the sensitivity is of another method, {told}: {_WAY_OUT}")
 
 
 def _digest(program: Program) -> str:
@@ -220,9 +225,9 @@ def sensitivity(
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
     judge = _Judge(calibration.program, judged, measure, memory)
-    groups, units = _groups(calibration.groups, config), units_of(calibration, config, [x.shape[1:] for x in judged])
-    named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
-    lines = None if partial is None else Lines(partial, named, "rows", ranks.rank)
+    groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
+    made = None if partial is None else (partial, _made_of(calibration, config, judge, judged), "rows", ranks.rank)
+    lines = None if made is None else Lines(*made)
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
@@ -234,8 +239,7 @@ def sensitivity(
             if progress is not None:
                 progress(before + count, total, f"{what} at {width} bits" if what else "")
 
-        missing = {_key(name, kind, width): (name, kind) for name, kind in operands}
-        missing = {key: operand for key, operand in missing.items() if key not in rows}
+        missing = {key: operand for operand in operands if (key := _key(*operand, width)) not in rows}
         if not missing:
             continue
         choices = at_width(config, width)
@@ -292,9 +296,9 @@ def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
     return "kl" if logits else "relative squared error"
 
 
-def units_of(calibration: Calibration, config: Config, shapes: Sequence[Sequence[int]]) -> dict[str, Unit]:
-    """The units of a model by name, without those whose bits are pinned. shapes: of each input without its images."""
-    macs = {row.name: row.count for row in cost(calibration.program, shapes).rows}
+def units_of(calibration: Calibration, config: Config, images: Sequence[Tensor]) -> dict[str, Unit]:
+    """The units of a model by name, without those whose bits are pinned. images: of each input, for their sizes."""
+    macs = {row.name: row.count for row in cost(calibration.program, images).rows}
     groups = _groups(calibration.groups, config)
     return {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
 
@@ -394,14 +398,11 @@ def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
         return row
 
 
-def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
+def _made_of(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
     return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
 
 
-_ROWS: Coded[Row] = Coded(
-    lambda row: json.dumps(asdict(row)).encode(),
-    lambda _, content: _row(json.loads(content)),
-)
+_ROWS: Coded[Row] = Coded(lambda row: json.dumps(asdict(row)).encode(), lambda _, content: _row(json.loads(content)))
 
 
 class _Judge:
