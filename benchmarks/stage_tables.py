@@ -12,40 +12,41 @@ from adalog.study.markdown import markdown
 
 def stages_results() -> dict[str, dict[str, Any]]:
     """What was measured of the stages after the search, by the name of the model in the tables."""
-    named = {"the bundled ViT": "reconstruct-demo.json", "TinyViT": "reconstruct-realbench.json"}
-    found = {name: json.loads((RESULTS / file).read_text()) for name, file in named.items()}
-    later = more_images()
-    before = {row["bits"] for row in found["TinyViT"]["rows"]}
-    found["TinyViT"]["rows"] += [row for row in later["rows"] if row["images"] == 1000 or row["bits"] not in before]
+    named = {"the bundled ViT": "reconstruct-demo", "TinyViT": "reconstruct-realbench"}
+    found = {name: read(file) for name, file in named.items()}
+    new = {row["bits"] for row in found["TinyViT"]["rows"]}
+    found["TinyViT"]["rows"] += [row for row in read(WIDE)["rows"] if row["bits"] not in new]
+    found["TinyViT"]["rows"] += [row for row in read(FEW)["rows"] if row["images"] == 128]
     return found
 
 
-def more_images() -> dict[str, Any]:
-    """What was measured later of TinyViT, with 1,000 images, on other machines; rows of fewer are for comparison.
-
-    A row that names a processor was measured on that one, the others on the file's.
-    """
-    return json.loads((RESULTS / "reconstruct-realbench-1000.json").read_text())
+# What was measured of TinyViT before: at the other widths on two processors, and from 128 images, in 200 steps each.
+WIDE, FEW = "reconstruct-realbench-1000", "reconstruct-realbench-128"
 
 
-def more_images_note() -> str:
-    """How the rows of TinyViT with 1,000 images compare with the others."""
-    later = {(row["bits"], row["stage"], row["images"]): 100 * row["top1"] for row in more_images()["rows"]}
+def read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def earlier_note() -> str:
+    """Which rows of TinyViT are of which commits."""
+    now, before = read("reconstruct-realbench"), read(FEW)
+    searched = {row["bits"]: 100 * row["top1"] for row in before["rows"] if row["stage"] == "search"}
     return (
-        "TinyViT's figures from 1,000 images, and all its figures at W8A8 and W6A6, were added later in four parts, "
-        "measured on two processors; their file names the commit of the first part alone. In these later runs the "
-        f"search has {later['w4a4', 'search', 32]:.1f} % at W4A4 and {later['w3a3', 'search', 32]:.1f} % at W3A3, and "
-        f"a correction from 128 images has {later['w4a4', 'correction', 128]:.1f} % at W4A4."
+        "TinyViT's rows from 1,000 images at W4A4 and W3A3, and their searches, are of commit "
+        f"{now['commit'][:7]}. Its others were measured before, in 200 steps: those from 128 images at commit "
+        f"{before['commit'][:7]}, where the search has {searched['w4a4']:.1f} % at W4A4 and {searched['w3a3']:.1f} % "
+        "at W3A3, those at W8A8 and W6A6 at several commits and on two processors."
     )
 
 
 def steps_note() -> str:
-    """In how many steps blocks were trained; files that do not say so are of a time when there were 200."""
-    steps = {model: result.get("iterations", 200) for model, result in stages_results().items()}
-    told = " and ".join(f"{count} steps on {model}" for model, count in steps.items())
-    if len(set(steps.values())) == 1:
-        told = f"{next(iter(steps.values()))} steps"
-    return f"A reconstruction took {told} here; today's default is {Reconstruction().iterations}."
+    """In how many steps blocks were trained."""
+    steps = {result["iterations"] for result in stages_results().values()}
+    assert len(steps) == 1, steps
+    default = Reconstruction().iterations
+    return f"In all other rows a reconstruction took {steps.pop()} steps; today's default is {default}."
 
 
 STAGES = {"search": "`adalog`, the search alone", "correction": "`adalog+`, a correction after it"}
@@ -75,7 +76,7 @@ def stages_table() -> str:
         found = [cells[stage, images].get(head, "") for head in heads]
         lines.append(f"| {STAGES[stage]} | {images:,} | {' | '.join(found)} |")
     note = (
-        f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {more_images_note()} "
+        f"Top-1, and in brackets the agreement with full precision. {' '.join(notes)} {earlier_note()} "
         f"{steps_note()} "
         "Neither test images nor queries nor labels are fitted. On TinyViT the stages fit support images, unlabelled; "
         "the features and labels of the same images then tell the class of each query. The search always has 32 images."
@@ -98,7 +99,7 @@ def reconstruct_table() -> str:
     note = (
         f"{told[0].upper()}{told[1:]}. Images are drawn from 1,024 unlabelled ones{support}; a correction follows the "
         "search of the same seed, a reconstruction the correction with as many images; the seconds of each come on "
-        f"top. {more_images_note()} {steps_note()}"
+        f"top. {earlier_note()} {steps_note()}"
     )
     return "\n".join([*lines, "", note])
 
