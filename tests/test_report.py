@@ -63,7 +63,7 @@ def subject(content):
 
 def told_of(rows, quantized, measure="kl", images=256):
     """The JSON of `adalog sensitivity` of this model with these rows: (sites, operand, bits, loss)."""
-    kinds, macs = {}, {row.name: row.count for row in cost(quantized.program, quantized.example).rows}
+    kinds, macs = {}, {row.name: row.count for row in cost(quantized.program, quantized.example).products}
     for sites, operand, _, _ in rows:
         kinds.setdefault(tuple(sites), []).append(operand)
     units = tuple(

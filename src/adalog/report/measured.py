@@ -73,7 +73,7 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in found.rows:
         groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
-    counts = {row.name: row.count for row in cost(quantized.program, quantized.example).rows}
+    counts = {row.name: row.count for row in cost(quantized.program, quantized.example).products}
     odd = [site for unit in found.units for site in unit.sites if counts.get(site.site) != site.macs]
     if odd:
         raise DataError(
