@@ -110,3 +110,14 @@ def test_inference_mode_around_it_changes_nothing(tiniest, images, stages):
             model = adalog.quantize(tiniest, images + 0, config)
         found.append(model(images[:2]))
     assert torch.equal(*found)
+
+
+def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monkeypatch):
+    config = Config(images=4, search=Search(rounds=1, steps=0))
+    with pytest.raises(ValueError, match="jobs = 0 is not a whole number of at least 1"):
+        adalog.Calibration(tiniest, images).quantize(config, jobs=0)
+    with pytest.raises(CalibrationError, match="on the meta device, which holds no values"):
+        adalog.Calibration(tiniest, images.to("meta"))
+    monkeypatch.chdir(tmp_path)
+    adalog.Calibration(tiniest, images).quantize(config, partial="searches")
+    assert (tmp_path / "searches").exists()

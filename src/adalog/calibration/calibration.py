@@ -161,7 +161,7 @@ class Calibration:
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
         given = _given(start, self.groups)
-        file = None if partial is None else Partial(partial, self.fingerprint(config, given), ranks.rank)
+        file = None if partial is None else Partial(Path(partial), self.fingerprint(config, given), ranks.rank)
         keys = {group.name: self._key(group, config) for group in self.groups if not given}
         found = run_searches(
             self._splits(),
@@ -363,6 +363,8 @@ def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """The tensors among the inputs; what holds NaN or infinite values is refused."""
     images = tuple(value for value in inputs if isinstance(value, Tensor))
+    if any(value.is_meta for value in images):
+        raise CalibrationError("the calibration images are on the meta device, which holds no values: give images")
     if not all(bool(torch.isfinite(image).all()) for value in images for image in value):
         raise CalibrationError("the calibration images hold NaN or infinite values")
     return images

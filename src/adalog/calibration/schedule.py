@@ -77,8 +77,10 @@ def run_searches(
     splits: groups whose operands are held together; a split begins when the one before it is done. known: assignments
     that need no search. bytes_of: the bytes of `memory` that each search takes, by the group's name. partial: a file
     from which finished searches are read, and to which those of this rank are added. progress: called with (done on all
-    ranks, total, the name of a group that is waited for).
+    ranks, total, the name of a group that is waited for). Raises ValueError for less than one job.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs = {jobs} is not a whole number of at least 1")
     scratch, total = Scratch(memory), sum(map(len, splits))
     found = dict[str, Assignment]()
 
