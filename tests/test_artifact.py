@@ -481,7 +481,11 @@ def test_what_a_reader_would_refuse_is_not_written(quantized, value, why):
         serialise(with_tensor(quantized, value))
 
 
-@pytest.mark.parametrize("note", [math.nan, {1, 2}, object()])
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize("note", [math.nan, {1, 2}, object(), CIRCLE])
 def test_notes_that_are_no_json_are_not_written(quantized, note):
     model = QuantizedModel(quantized.quantized)
     model.note(odd=note)

@@ -1,5 +1,6 @@
 """Methods on models and images that are rare but fair: lists inside, no floats put out, blank images, absent inputs."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -107,7 +108,7 @@ def test_inference_mode_around_it_changes_nothing(tiniest, images, stages):
     found = []
     for mode in (True, False):
         with torch.inference_mode(mode):
-            model = adalog.quantize(tiniest, images + 0, config)
+            model = adalog.quantize(copy.deepcopy(tiniest), images + 0, config)
         found.append(model(images[:2]))
     assert torch.equal(*found)
 
@@ -121,3 +122,27 @@ def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     adalog.Calibration(tiniest, images).quantize(config, partial="searches")
     assert (tmp_path / "searches").exists()
+
+
+def test_what_was_searched_in_inference_mode_serves_stages_outside(tiniest, images):
+    config = Config(images=4, search=Search(rounds=1, steps=0))
+    calibration = adalog.Calibration(tiniest, images)
+    with torch.inference_mode():
+        calibration.search(config)
+        inside = calibration.quantize(config)
+    calibration.quantize(replace(config, stages=(Reconstruction(images=4, iterations=2),)))
+    assert not any(value.is_inference() for value in inside.quantized.program.tensors.values())
+
+
+def test_a_number_may_be_divided_by_whole_numbers():
+    class Divided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.head = nn.Embedding(101, 8), nn.Linear(8, 2)
+
+        def forward(self, numbers):
+            return self.head(self.rows(torch.div(100, numbers, rounding_mode="trunc")))
+
+    numbers = torch.arange(1, 5)
+    program = capture(Divided().eval(), (numbers,))
+    assert program.run([numbers]).shape == (4, 2)

@@ -12,6 +12,7 @@ from adalog import Calibration, Config, DataError, Search
 from adalog.calibration.operands import operand_kinds
 from adalog.graph.rewrite import rewritten
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
+from adalog.report import read_sensitivity
 from adalog.study import sensitivity as module
 from adalog.study.sensitivity import Sensitivity, read, sensitivity
 from toys import Attention, Toy
@@ -306,3 +307,24 @@ def test_a_file_that_is_not_there(tmp_path):
         read(tmp_path / "none")
     with pytest.raises(DataError, match="is not the JSON of `adalog sensitivity`"):
         Sensitivity.from_json([])
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and a weight that two layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        x = self.shared(self.shared(x.flatten(1)).relu()).relu()
+        return self.head(nn.functional.linear(x, self.shared.weight, self.other))
+
+
+def test_a_report_takes_the_file_of_layers_that_are_called_again(tmp_path):
+    images = torch.randn(8, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    calibration, config = Calibration(Twice().eval(), images[:4]), Config.preset("w4a4", "minmax")
+    found = sensitivity(calibration, config, [images[4:]], widths=(4,))
+    path = tmp_path / "losses.json"
+    path.write_text(json.dumps(found.to_json()))
+    assert read_sensitivity(path, calibration.quantize(config).quantized).measure == "kl"

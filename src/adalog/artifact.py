@@ -75,6 +75,16 @@ def serialise(quantized: QuantizedProgram) -> bytes:
 
     Raises ArtifactError or ProgramError for a program that `deserialise` would refuse, and for notes that are no JSON.
     """
+    content = encoded(quantized)
+    try:
+        _decode(read_header(content), parse_safetensors(content))
+    except Exception as cause:
+        raise ArtifactError(f"the model cannot be stored: {one_line(cause)}") from cause
+    return content
+
+
+def encoded(quantized: QuantizedProgram) -> bytes:
+    """The bytes of `serialise`, not yet read back: to tell their number."""
     check(bool(quantized.example), "a model that was made without images has no inputs to tell: give it `example`")
     quantized.check(quantized.one_image())
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
@@ -107,18 +117,14 @@ def serialise(quantized: QuantizedProgram) -> bytes:
     }
     if program.rule is not None:
         header["rule"] = [[_encode_node(node) for node in program.rule.nodes], _encode(program.rule.output)]
-    check_text(header)
     try:
+        check_text(header)
         text = json.dumps(header, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as cause:
+    except (RecursionError, TypeError, ValueError) as cause:
         raise ArtifactError(f"a note or an argument is nothing that JSON holds: {one_line(cause)}") from cause
     # One metadata key only: the order of several is not fixed, and the bytes must be.
     content = to_safetensors(tensors, {KEY: text})
     table_of(content)
-    try:
-        _decode(parse_json(text), parse_safetensors(content))
-    except Exception as cause:
-        raise ArtifactError(f"the model cannot be stored: {one_line(cause)}") from cause
     return content
 
 

@@ -4,11 +4,11 @@ import copy
 import functools
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
 from adalog.version import source_hash
 
+F = TypeVar("F", bound=Callable[..., Any])
 _HALVES = (torch.float16, torch.bfloat16)
 MEMORY = 2 << 30  # bytes: half of them hold the sites' operands, half the temporaries of the searches of all jobs
 
@@ -71,6 +72,14 @@ class Searched:
         left, right = self.product.left, self.product.right
         noise = self.product.output_power(self.assignment.left, self.assignment.right)[1]
         return noise / (left.values[..., 0].numel() * right.values.shape[-2])
+
+
+def _alone(function: F) -> F:
+    """The function without gradients, and out of the caller's inference mode: results serve stages that take gradients.
+
+    Each thread has these settings for itself.
+    """
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class Calibration:
@@ -144,8 +153,7 @@ class Calibration:
         assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start, ranks=ranks)
         return QuantizedModel(self.finished(assigned, config))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_alone
     def assign(
         self,
         config: Config,
@@ -196,6 +204,7 @@ class Calibration:
             progress(len(self.groups), len(self.groups), "")
         return assigned
 
+    @_alone
     def finished(self, assigned: Assigned, config: Config) -> QuantizedProgram:
         """The quantized program that these assignments give. config: the choices under which they were found."""
         reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
@@ -244,7 +253,7 @@ class Calibration:
 
     # --- one group ---
 
-    @torch.no_grad()  # each thread has this setting for itself
+    @_alone
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
         begun, seconds, tried = time.thread_time(), 0.0, []
         config, ordered = choices_of(group, whole), self._shared.ordered(whole)
@@ -343,9 +352,12 @@ def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
 
 
 def _of_float32(model: nn.Module) -> nn.Module:
-    """The model; where weights or buffers are in half precision, a copy in float32, in which all is computed."""
+    """The model; a copy where weights or buffers are of inference mode, or in half precision, then in float32."""
     values = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model).float() if any(value.dtype in _HALVES for value in values) else model
+    halves = any(value.dtype in _HALVES for value in values)
+    if halves or any(value.is_inference() for value in values):
+        model = copy.deepcopy(model)
+    return model.float() if halves else model
 
 
 def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def command(
                 kept.append((artifacts[method, config], quantized.quantized, executor, result))
                 count = quantized.save(artifacts[method, config])
             else:
-                count = len(artifact.serialise(quantized.quantized))
+                count = len(artifact.encoded(quantized.quantized))
             rows.append(
                 {
                     "bits": config.bits,

@@ -52,8 +52,7 @@ def command(
     contents = [artifact.read(path) for path in paths]
     loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
     first = loaded[0]
-    told = [] if sensitivity is None else [read_sensitivity(sensitivity, held) for held in loaded]
-    losses = told[0] if told else None
+    losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
     judged = None if evaluation is None else read_evaluation(evaluation, first)
     timed = None if bench is None else read_bench(bench)
     sample = None if other else sample_for(file, QuantizedModel(first), data, images or _IMAGES, seed, thread_count(0))

@@ -58,7 +58,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     onnx.helper.set_model_props(model, notes)
     try:
         onnx.checker.check_model(model, full_check=True)
-    except onnx.checker.ValidationError as cause:  # as where an output is a stored tensor
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:  # as for stored outputs
         raise ArtifactError(f"the program has no form in ONNX: {one_line(cause)}") from cause
     return bytes(model.SerializeToString(deterministic=True))
 

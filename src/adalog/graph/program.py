@@ -281,7 +281,8 @@ def _check_dtypes(node: Node) -> None:
 def _check_division(one: Any, other: Any) -> None:
     """Refuse the one quotient of whole numbers that has no place in their type: processors stop at it."""
     dtype = torch.result_type(one, other)
-    if dtype in (torch.int8, torch.int16, torch.int32, torch.int64) and not one.is_meta:
+    absent = any(isinstance(value, Tensor) and value.is_meta for value in (one, other))
+    if dtype in (torch.int32, torch.int64) and not absent:
         one, other = (torch.as_tensor(value).to(dtype) for value in (one, other))
         if bool(((one == torch.iinfo(dtype).min) & (other == -1)).any()):
             raise ValueError(f"divides {torch.iinfo(dtype).min} by -1, which {dtype} does not hold")

@@ -96,10 +96,11 @@ class Fold:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The signal-to-noise ratio of these sums of squares [dB]; without noise it has no end."""
+    """The signal-to-noise ratio of these sums of squares [dB]: inf without noise, -inf without a ratio above 0."""
     if noise <= 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -73,12 +74,16 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in found.rows:
         groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
-    counts = {row.name: row.count for row in cost(quantized.program, quantized.example).products}
-    odd = [site for unit in found.units for site in unit.sites if counts.get(site.site) != site.macs]
+    counts = Counter[str]()  # a layer that is called several times has a row for each call
+    for each in cost(quantized.program, quantized.example).products:
+        counts[each.name] += each.count
+    told = [site for unit in found.units for site in unit.sites]
+    here = [site for site in told if site.site in counts]
+    odd = [site for site in here or told if counts[site.site] != site.macs]
     if odd:
         raise DataError(
             f"{path} is of another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, and "
-            f"{counts.get(odd[0].site, 'none')} here; make it with `adalog sensitivity` of this one"
+            f"{counts[odd[0].site]} here; make it with `adalog sensitivity` of this one"
         )
     try:
         found.check_choices(quantized.config)

@@ -156,7 +156,7 @@ class _Maker:
 
 def taken(model: QuantizedModel) -> tuple[int, int]:
     """What a model takes of a budget: the bytes of its file, and the BOPs of the products of one image."""
-    return len(artifact.serialise(model.quantized)), cost(model.program, model.example).bops
+    return len(artifact.encoded(model.quantized)), cost(model.program, model.example).bops
 
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
