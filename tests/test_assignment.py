@@ -257,9 +257,10 @@ def sqnrs(assigned):
 
 
 def assert_no_site_is_worse(after, before):
+    """But for rounding: where scales are refitted, an SQNR comes from other sums than where codes are given."""
     after, before = sqnrs(after), sqnrs(before)
     assert after.keys() == before.keys()
-    assert {name: (before[name], after[name]) for name in before if not after[name] >= before[name]} == {}
+    assert {name: (before[name], after[name]) for name in before if not after[name] >= before[name] - 1e-5} == {}
 
 
 @pytest.mark.slow
