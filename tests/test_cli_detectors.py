@@ -201,7 +201,7 @@ def test_too_few_images_name_the_folder_and_the_option(monkeypatch, capsys, tmp_
     arguments = ("sensitivity", "demo:detector", "--data", tmp_path, "--images", 2, "--judged", 2)
     code, told = call(monkeypatch, capsys, *arguments)
     assert code == 2
-    assert f"{tmp_path} has 3 images, and --images and --judged ask for 4 together" in told
+    assert f"{tmp_path} has 3 images, --images plus --judged 4 are wanted" in told
 
 
 @pytest.fixture

@@ -199,7 +199,6 @@ def _seen(
     origin: tuple[Tensor, Tensor] | None = None
     begun = 0  # the number of a batch's first image
     for one, other in zip(wanted, given, strict=True):
-        read_images = 0
         for read, names, axis in zip(reads, outputs, axes, strict=True):
             dim, each = (0, 1) if axis is None else axis
             first, values = begun * each, [one[name] for name in names]
@@ -217,8 +216,7 @@ def _seen(
                     if bool(chosen.any()):
                         part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
                         sums[index] = part if before is None else before + part
-            read_images = first // each - begun
-        begun += read_images
+        begun = first // each
         if sum(part.count for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out

@@ -160,12 +160,7 @@ def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed
         numbers = demo.drawn(ends[-1], seed)
         return [[batch for _, batch in demo.batches(numbers[span], 4)] for span in spans]
     found = find_images(data)
-    if len(counts) > 1 and len(found) < ends[-1]:
-        raise DataError(
-            f"{data} has {len(found)} images, and --images and --judged ask for {ends[-1]} together: ask for fewer, or "
-            "give more images"
-        )
-    check_count(data, len(found), ends[-1])
+    check_count(data, len(found), ends[-1], "--images" if len(counts) == 1 else "--images plus --judged")
     paths = found.sample(ends[-1], seed).paths
     return [batches_of([read(path) for path in paths[span]], detector.settings.resizing) for span in spans]
 

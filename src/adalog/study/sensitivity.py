@@ -226,8 +226,8 @@ def sensitivity(
         raise ValueError(f"widths = {widths} are not whole numbers from 2 to 8")
     judge = _Judge(calibration.program, judged, measure, memory)
     groups, units = _groups(calibration.groups, config), units_of(calibration, config, judged)
-    made = None if partial is None else (partial, _made_of(calibration, config, judge, judged), "rows", ranks.rank)
-    lines = None if made is None else Lines(*made)
+    named = "" if partial is None else _fingerprint(calibration, config, judge, judged)
+    lines = None if partial is None else Lines(partial, named, "rows", ranks.rank)
     rows = {} if lines is None else {name: _row_of(lines, name, units) for name in lines.found}
     operands = [(name, kind) for name, unit in units.items() for kind in unit.operands]
     rows = ranks.agreed([_key(*operand, width) for operand in operands for width in widths], rows, _ROWS)
@@ -398,7 +398,7 @@ def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
         return row
 
 
-def _made_of(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
+def _fingerprint(calibration: Calibration, config: Config, judge: "_Judge", judged: Sequence[Tensor]) -> str:
     return f"{calibration.fingerprint(replace(config, stages=()))} {judge.measure} {digest(judged)}"
 
 
