@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adalog.search.objective
-from adalog.search.objective import ProductError
+from adalog.search.objective import ProductError, gram_matrix
 from strategies import normal
 from test_objective import BFLOAT16, direct, points_of, rounding_candidates, total
 
@@ -116,6 +116,13 @@ def test_leading_directions_are_drawn_where_the_values_are():
     with torch.device("meta"):
         found = error.leading()
     assert torch.equal(found.factor, expected.factor)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (64, 9), (65, 9), (3, 130, 5), (515, 11), (900, 3)])
+def test_a_gram_matrix_is_made_of_every_pair_of_rows(shape):
+    rows = normal(*shape, seed=3)
+    found = gram_matrix(rows)
+    torch.testing.assert_close(found, torch.einsum("...it,...jt->...ij", rows, rows), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -32,6 +32,7 @@ from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
+from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
 _HELD_OUT = 4
@@ -73,7 +74,7 @@ class Moments:
     def of(x: Tensor, y: Tensor) -> "Moments":
         """x: (G, T, K), y: (G, T, O)."""
         turned = y.transpose(1, 2)
-        found = (x.sum(1), y.sum(1), x.transpose(1, 2) @ x, turned @ x, y.square().sum(1))
+        found = (x.sum(1), y.sum(1), gram_matrix(x.mT), turned @ x, y.square().sum(1))
         return Moments(x.shape[1], *(value.double() for value in found))
 
     def __add__(self, other: "Moments") -> "Moments":

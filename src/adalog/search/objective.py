@@ -30,6 +30,8 @@ _COLUMNS = 16
 # From this many columns on, one direction for every three columns, or 512 of them if that is fewer, stand for a Gram
 # matrix in a sample.
 _WIDE, _COLUMNS_OF_DIRECTION, _DIRECTIONS = 192, 3, 512
+# A Gram matrix of more than so many rows is made in panels of so many, but of 8 panels at most.
+_PANEL, _PANELS = 64, 8
 # A weight's rows are scored in so many parts, of at least so many rows, by how many different candidates they have.
 _PARTS, _ROWS_TOGETHER = 8, 32
 
@@ -81,14 +83,14 @@ class ProductError:
         factor, transposed = right_hat, right_hat.transpose(-1, -2)
         if gram and left.shape[-2] >= left.shape[-1]:  # few columns: products of the right operand come first
             error, wide = right_hat - right, left.double()
-            power = (error @ error.transpose(-1, -2)).double()
+            power = gram_matrix(error).double()
             constant = _total((wide @ power).mul_(wide), own).to(left.dtype)  # large values of `left` may cancel
-            base, factor = left @ (error @ transposed), right_hat @ transposed
+            base, factor = left @ (error @ transposed), gram_matrix(right_hat)
         else:
             base = error_base(left, right, right_hat)
             constant = _total(base.square(), own)
             if gram:
-                base, factor = base @ transposed, right_hat @ transposed
+                base, factor = base @ transposed, gram_matrix(right_hat)
         return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
@@ -118,11 +120,12 @@ class ProductError:
         if failed.any():
             power, turn = torch.linalg.eigh(gram)
             length = torch.maximum(power, rounding[..., None]).sqrt()[..., None, :]
-            root, inverse = turn * length, turn / length
+            root, base = turn * length, self.base @ (turn / length).to(self.base.dtype)
+        elif self.base.shape[-2] < len(ones):
+            base = torch.linalg.solve_triangular(root.mT, self.base.double(), upper=True, left=False)
         else:
-            inverse = torch.linalg.solve_triangular(root.mT, ones, upper=True)
-        base = self.base @ inverse.to(self.base.dtype)
-        return replace(self, factor=root.to(self.factor.dtype), base=base, gram=False)
+            base = self.base @ torch.linalg.solve_triangular(root.mT, ones, upper=True).to(self.base.dtype)
+        return replace(self, factor=root.to(self.factor.dtype), base=base.to(self.base.dtype), gram=False)
 
     def sample(self, rows: int, times: int = 1) -> "ProductError":
         """The error on a sample of about `times` * `rows` tokens per loss, at even distances.
@@ -285,6 +288,21 @@ def gains_from_bfloat16(factor: Tensor) -> bool:
     """Whether a product with this right factor (..., I, O) takes less time in bfloat16."""
     able = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
     return able and factor.shape[-1] >= _NARROW
+
+
+def gram_matrix(rows: Tensor) -> Tensor:
+    """The products of all rows with each other, (..., R, R) of rows (..., R, T); what mirrors is not multiplied."""
+    count = rows.shape[-2]
+    size = max(_PANEL, -(-count // _PANELS))
+    if count <= size:
+        return rows @ rows.mT
+    found = rows.new_empty((*rows.shape[:-1], count))
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        panel = rows[..., start:end, :] @ rows[..., :end, :].mT
+        found[..., start:end, :end] = panel
+        found[..., :start, start:end] = panel[..., :start].mT
+    return found
 
 
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
