@@ -1,6 +1,7 @@
 """The products of the compiled kernels, at every level that runs here: the accumulators of the reference."""
 
 import ctypes
+import math
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from adalog.quantizers import LogQuantizer, UniformQuantizer
 from adalog.run import abi
 from adalog.runtime import reference
 from adalog.runtime.native import products
+from adalog.runtime.native.arena import Layout
+from adalog.runtime.native.tables import Lookup
 from strategies import bits, seeds
 from test_native_kernels import every_level, few, tables
 from whole_numbers import codes_of, left_quantizer, model_of, uniform
@@ -201,3 +204,49 @@ def test_patches(level, counts, kernel, stride, padding, dilation, more, seed):
     abi.Context(2, level).run("patches", arguments)
     assert torch.equal(out[: wanted.numel()].view(wanted.shape).float(), wanted)
     assert (out[wanted.numel() :] == 211).all()
+
+
+@every_level
+@few
+@given(st.integers(1, 20), st.integers(1, 150), st.booleans(), st.sampled_from([0.7, 15.0, 255.0, 1e5]), seeds)
+def test_uniform_codes_of_a_softmax(level, rows, keys, biased, code_scale, seed):
+    """What attention sums, by float64: codes are rounded, and none is beyond the last one."""
+    generator, terms, columns = torch.Generator().manual_seed(seed), 8, 5
+
+    def codes(*shape):
+        return torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+
+    q, k, v = codes(rows, terms), codes(keys, terms), codes(keys, columns)
+    bias = torch.randn(rows, keys, generator=generator)
+    zeros = torch.tensor([3, 7, 5], dtype=torch.int32)
+    sides = [
+        abi.Side(data=each.data_ptr(), bytes=each.nbytes, row=each.shape[1], zero=zeros[i:].data_ptr(), bits=4, top=15)
+        for i, each in enumerate((q, k, v))
+    ]
+    sides[1].transposed = 1
+    sizes = {"batches": 1, "heads": 1, "rows": rows, "terms": terms, "columns": keys}
+    layout, factor, sums = Layout(abi.Context(1)), torch.tensor([0.02]), torch.empty(rows, columns, dtype=torch.int32)
+    given, number = (
+        abi.Attention(
+            scores=abi.Matrices(**sizes, left=sides[0], right=sides[1]),
+            factor=factor.data_ptr(),
+            steps=layout.lookup(Lookup(torch.tensor([-1.0]), torch.tensor([0, 200], dtype=torch.int32), 1)),
+            zero=3,
+            code_scale=code_scale,
+            columns=columns,
+            values=sides[2],
+            out=abi.Output(kind=abi.SUMS, **products.place(sums)),
+        ),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    if biased:
+        given.bias, given.bias_bytes, given.bias_tables, given.bias_heads = bias.data_ptr(), bias.nbytes, 1, 1
+        given.bias_of, given.bias_batches = number.data_ptr(), 1
+    abi.Context(1, level).run("attention", given)
+    scores = ((q.double() - 3) @ (k.double() - 7).t() * factor.double() + (bias.double() if biased else 0)) * math.log(
+        2
+    )
+    places = scores.softmax(1) * code_scale + 3
+    near = (places - places.floor() - 0.5).abs().amin(1) > 1e-5 * code_scale  # rows without a tie
+    wanted = (places.round().clamp(0, 200) - 3) @ (v.double() - 5)
+    assert torch.equal(sums[near].double(), wanted[near])

@@ -10,8 +10,8 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 9  # the version of its interface
-LAYOUT = "9da247f8"  # the digest of where the fields of its structures lie, which are those of `adalog.run.abi`
+ABI = 10  # the version of its interface
+LAYOUT = "a06b6a11"  # the digest of where the fields of its structures lie, which are those of `adalog.run.abi`
 Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes, of "Structure" and of "Structure.field"
 LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of their bits in `adalog_features`
 

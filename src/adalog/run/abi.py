@@ -86,6 +86,7 @@ class Attention(ctypes.Structure):
         *((name, c_int64) for name in ("bias_bytes", "bias_tables", "bias_heads", "bias_batches")),
         ("steps", Steps),
         ("zero", c_int32),
+        ("code_scale", c_float),
         ("columns", c_int64),
         ("values", Side),
         ("out", Output),

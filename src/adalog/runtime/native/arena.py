@@ -110,6 +110,11 @@ class Arena:
                 del self._live[address]
                 self._give(address)
 
+    def holds_alone(self, value: Tensor) -> bool:
+        """Whether a value has memory of the arena for itself, from its start on."""
+        address = value.data_ptr()
+        return address in self._taken and self._live.get(address) == 1
+
     def give_scratch(self, scratch: Sequence[Tensor]) -> None:
         """Give memory back unless a value lies in it."""
         for value in scratch:

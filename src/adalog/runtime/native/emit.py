@@ -151,7 +151,7 @@ class _Emitter:
         }
         nodes, arena = {node.name: node for node in program.nodes}, self.layout.arena
         for step, dead in zip(found.steps, _last_reads(found), strict=True):
-            self.layout.scratch, self.layout.step = [], step.name
+            self.layout.scratch, self.layout.step, self._last_read = [], step.name, frozenset(dead)
             with failing(nodes[step.name]):
                 value = emitted[type(step)](step)
             self._values[step.name] = value
@@ -192,9 +192,10 @@ class _Emitter:
         if step.factor is not None:
             scale = scale * step.factor.double()
             bias = None if bias is None else bias * step.factor.double()
-        out = layout.results(step.finish, step.shape, step.rows)
+        added = self._added(step)
+        out = self._in_place(step, added) or layout.results(step.finish, step.shape, step.rows)
         output = layout.output(step.finish, [plane.view(-1, columns) for plane in out], scale, bias, step.activation)
-        layout.move_rows(output, step.rows, self._added(step))
+        layout.move_rows(output, step.rows, added)
         if isinstance(product, Depthwise):
             image = layout.dense(source[0].permute(0, 2, 3, 1))
             layout.alive += [product.zero, product.factors]
@@ -208,6 +209,14 @@ class _Emitter:
         if step.image is not None:  # (B, L, O) as (B, O, H, W)
             out = [plane.transpose(1, 2).unflatten(2, step.image) for plane in out]
         return _value(step.finish, out)
+
+    def _in_place(self, step: Linear, added: Tensor | None) -> list[Tensor] | None:
+        """The memory of what a linear adds to, if its own sums may lie there: each replaces the value that it reads."""
+        rows, arena = step.rows, self.layout.arena
+        if added is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
+            return None
+        alone = rows.added in self._last_read and added.is_contiguous() and arena.holds_alone(added)
+        return [added.view(step.shape)] if alone else None
 
     def _rows_of(self, site: IntegerSite, left: Bytes) -> Planes:
         """The left operand of a stored weight as (T, I)."""
@@ -265,6 +274,7 @@ class _Emitter:
             factor=layout.keep(factor.float().contiguous()),
             steps=layout.lookup(step.probabilities),
             zero=zero_point(site.left),
+            code_scale=1 / float(site.left.scale) if isinstance(site.left, UniformQuantizer) else 0.0,
             columns=step.shape[-1],
             values=values,
             out=layout.output(step.finish, out, _by_column(site.scales[0], step.shape), None),

@@ -176,6 +176,7 @@ struct Attention {
     int64_t bias_bytes, bias_tables, bias_heads, bias_batches;  // bias_batches: entries of bias_of
     Steps steps;           // from log2 of a probability to its bytes
     int32_t zero;          // zero point of the probabilities' codes
+    float code_scale;      // of a uniform quantizer: codes are a probability times this, plus zero, and need no steps; or 0
     int64_t columns;       // of the values
     Side values;
     Output out;
@@ -734,7 +735,7 @@ API unsigned adalog_features(void) {
 }
 
 // The version of this interface: library.py refuses a library of another version.
-API int adalog_abi(void) { return 9; }
+API int adalog_abi(void) { return 10; }
 
 // Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
 struct Field {
@@ -768,8 +769,8 @@ static const Field LAYOUT[] = {
     WHOLE(Attention),
     FIELD(Attention, scores), FIELD(Attention, factor), FIELD(Attention, bias), FIELD(Attention, bias_of),
     FIELD(Attention, bias_bytes), FIELD(Attention, bias_tables), FIELD(Attention, bias_heads),
-    FIELD(Attention, bias_batches), FIELD(Attention, steps), FIELD(Attention, zero), FIELD(Attention, columns),
-    FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch), FIELD(Attention, out_head),
+    FIELD(Attention, bias_batches), FIELD(Attention, steps), FIELD(Attention, zero), FIELD(Attention, code_scale),
+    FIELD(Attention, columns), FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch), FIELD(Attention, out_head),
     WHOLE(Norm),
     FIELD(Norm, data), FIELD(Norm, bytes), FIELD(Norm, row), FIELD(Norm, rows), FIELD(Norm, columns),
     FIELD(Norm, epsilon), FIELD(Norm, out),
@@ -890,7 +891,7 @@ API int adalog_product(Context* context, const Matrices* of) {
 
 API int adalog_attention(Context* context, const Attention* of) {
     const Matrices& scores = of->scores;
-    if (!context || !of->factor || !good(of->steps)) return 1;
+    if (!context || !of->factor || !good(of->steps) || !(of->code_scale >= 0)) return 1;
     if (!is_length(scores.columns) || !is_length(scores.terms) || !is_length(of->columns)) return 1;
     if (!fits(scores.left, scores.batches, scores.heads, scores.rows, scores.terms) || scores.left.more) return 1;
     if (!fits(scores.right, scores.batches, scores.heads, scores.columns, scores.terms) || scores.right.more) return 1;
@@ -1539,6 +1540,18 @@ struct Finisher {
             }
         });
     }
+    // Fetch what some rows are added to, and where they are stored, which lies far apart: no processor foresees that.
+    INLINE void fetch(int64_t start, int64_t number, int64_t rows, int64_t columns) const {
+        if (moved) return;
+        const int64_t size = KIND == FLOATS || KIND == SUMS || (KIND == ACTIVE && out.kind == FLOATS) ? 4 : 1;
+        for (int64_t r = number; r < number + rows; r++) {
+            const int64_t at = start + r * out.row;
+            const char* stored = static_cast<const char*>(out.data) + at * size;
+            for (int64_t i = 0; i < columns * size; i += LINE) __builtin_prefetch(stored + i, 1, 3);
+            if (!out.residual) continue;
+            for (int64_t i = 0; i < columns; i += LINE / 4) __builtin_prefetch(out.residual + at + i, 0, 3);
+        }
+    }
     // Some rows of accumulators, the first the row `number` of an output that starts at `start`; `width` from one to the
     // next.
     INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
@@ -1994,6 +2007,7 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
                 left.more = readable(of.more + start, of.row, rows, weights.terms, width, rest, memory.more, &left.row);
             const int64_t tile = (row - begin) / AT_ONCE;
             for (int64_t i = ahead * tile / tiles; i < ahead * (tile + 1) / tiles; i += LINE) __builtin_prefetch(next + i, 0, 2);
+            finisher.fetch(first, row, rows, columns);
             multiply(left, rows, weights.terms, right, 0, panels, sums, QUAD * PANEL, memory.row_sums + row - begin, finish_part);
             std::swap(sums, done), done_row = row, done_rows = rows;
         }
@@ -2138,11 +2152,13 @@ INLINE float log2_of(float x) {
 }
 
 // Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
-// is a function of u: no division. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
+// is a function of u: no division. Codes of a uniform quantizer are rounded as they are, which takes less than finding
+// steps. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
 template <int MOST>
-INLINE void softmax(const Search<MOST>& search, int32_t* sums, int64_t width, int64_t rows, int64_t columns, float factor,
-                    const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
+INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* sums, int64_t width, int64_t rows,
+                    int64_t columns, float factor, const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
     float* scores = reinterpret_cast<float*>(sums);
+    const bool rounds = of.code_scale != 0;
     float tops[PANEL] = {}, totals[PANEL], shifts[PANEL];
     std::fill(totals, totals + PANEL, 1.0f);
     for (int64_t r = 0; r < rows; r++) {
@@ -2160,6 +2176,7 @@ INLINE void softmax(const Search<MOST>& search, int32_t* sums, int64_t width, in
         over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
             // What is less than 2^-126 counts nothing beside the largest, which is 1, and is slow to add.
             F power = power_of_two(most(sub(load(row + i, which), set(tops[r])), set(-126.0f)));
+            if (rounds) store(row + i, power, which);
             if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
             powers = add(powers, power);
         });
@@ -2168,11 +2185,21 @@ INLINE void softmax(const Search<MOST>& search, int32_t* sums, int64_t width, in
     for (int r = 0; r < PANEL; r++) shifts[r] = tops[r] + log2_of(totals[r]);
     for (int64_t r = 0; r < rows; r++) {
         const float* row = scores + r * width;
-        const F shift = set(shifts[r]);
+        const F shift = set(shifts[r]), scale = set(of.code_scale / totals[r]), zero = set(float(of.zero));
         uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
+        // 16 bits with a sign hold what is packed into bytes; none is larger than the last code then.
+        auto code = [&](int64_t i, auto which) INLINE_LAMBDA {
+            return to_nearest(least(fma(load(row + i, which), scale, zero), set(32767.0f)));
+        };
 #if ADALOG_LEVEL
         // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is left is 0.
         int64_t start = 0;
+        const I last = set(int32_t(of.steps.top * 0x01010101u));
+        for (; rounds && start < columns; start += 4 * W) {
+            const I codes = small_bytes_of(code(start, All{}), code(start + W, All{}), code(start + 2 * W, All{}),
+                                           code(start + 3 * W, All{}));
+            store(bytes + start, least_bytes(codes, last));
+        }
         for (; start < columns; start += 4 * W) {
             F x[4];
             I low = set(0), high = set(0);
@@ -2186,7 +2213,7 @@ INLINE void softmax(const Search<MOST>& search, int32_t* sums, int64_t width, in
         if (more) std::memset(more_bytes + columns, 0, start - columns);
 #else
         for (int64_t i = 0; i < columns; i++) {
-            const int32_t value = value_at(search.steps, row[i] - shift);
+            const int32_t value = rounds ? std::min(code(i, All{}), of.steps.top) : value_at(search.steps, row[i] - shift);
             bytes[i] = uint8_t(value);
             if (more) more_bytes[i] = uint8_t(value >> 8);
         }
@@ -2213,8 +2240,8 @@ void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScr
             int32_t* sums = memory.scores.sums;
             multiply_all(scores.left, batch, head, row, rows, scores.terms, right, keys, panels, memory.scores.left,
                          memory.scores.more, sums, memory.scores.row_sums);
-            softmax(search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, memory.left,
-                    two ? memory.more : nullptr, width);
+            softmax(of, search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr,
+                    memory.left, two ? memory.more : nullptr, width);
             const Left left{memory.left, two ? memory.more : nullptr, width};
             if (values.moved) sum_rows(left, rows, keys, memory.row_sums);
             for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
