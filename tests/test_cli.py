@@ -127,7 +127,7 @@ def damaged(folder):
         (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
         (["bench", damaged], "damaged.safetensors is not an adalog artifact"),
         (["bench", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
-        (["inspect", "."], "cannot be read: Is a directory"),
+        (["inspect", "."], "is a folder: name the file in it"),
         (["quantize", "demo", "-o", "."], "--out '.' names no file: give a name for it"),
         (["vectors", "x.st", "--site", "a", "-o", "new", "--json", "new/a.json"], "new/a.json lies in the folder new"),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),

@@ -333,7 +333,7 @@ def test_a_loaded_model_gives_the_same(quantized, images):
 def test_refusals(quantized):
     for choices, match in (
         ({"level": "neon"}, "level = 'neon' is none of scalar"),
-        ({"threads": 0}, "threads = 0 is outside 1 to 1024"),
+        ({"threads": 0}, "threads = 0 is no whole number from 1 to 1024"),
         ({"batch": 0}, "batch = 0: only 'native' prepares"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -88,7 +88,12 @@ def losses_of(quantized):
 
 
 @pytest.fixture(scope="module")
-def measured(quantized, tmp_path_factory):
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def measured(quantized, digest, tmp_path_factory):
     """What other commands measured of the same file, by option."""
     folder = tmp_path_factory.mktemp("measured")
     answers = torch.eye(8)[torch.arange(40) % 8]
@@ -99,6 +104,7 @@ def measured(quantized, tmp_path_factory):
         | {"full_precision": asdict(judged), "sites": sites},
         "bench": {
             "file": "where/it/lies.safetensors",
+            "sha256": digest,
             "threads": 1,
             "rows": [
                 {"executor": "native", "batch": 4, "cpu_ms": 8.0, "wall_ms": 9.0, "images_per_second": 444.4}
@@ -113,16 +119,19 @@ def measured(quantized, tmp_path_factory):
     return {name: folder / f"{name}.json" for name in told}
 
 
-@pytest.fixture(scope="module")
-def whole(subject, measured):
+def report_of(subject, measured, digest):
     """The page with all that there can be on it."""
-    quantized = subject.quantized
     return report(
         subject,
-        sensitivity=read_sensitivity(measured["sensitivity"], quantized),
-        evaluation=read_evaluation(measured["evaluation"], quantized),
-        bench=read_bench(measured["bench"]),
+        sensitivity=read_sensitivity(measured["sensitivity"], subject.quantized),
+        evaluation=read_evaluation(measured["evaluation"], subject.quantized),
+        bench=read_bench(measured["bench"], digest),
     )
+
+
+@pytest.fixture(scope="module")
+def whole(subject, measured, digest):
+    return report_of(subject, measured, digest)
 
 
 # --- the file that it is ---------------------------------------------------------------------------------------------
@@ -152,15 +161,8 @@ def test_a_page_asks_nothing_of_a_network(whole, subject, twin_content):
     check_alone(comparison(subject, subject_of(twin_content)))
 
 
-def test_the_same_input_gives_the_same_bytes(whole, content, measured):
-    again = subject_of(content, images=4)
-    quantized = again.quantized
-    made = report(
-        again,
-        sensitivity=read_sensitivity(measured["sensitivity"], quantized),
-        evaluation=read_evaluation(measured["evaluation"], quantized),
-        bench=read_bench(measured["bench"]),
-    )
+def test_the_same_input_gives_the_same_bytes(whole, content, measured, digest):
+    made = report_of(subject_of(content, images=4), measured, digest)
     assert made == whole
 
 
@@ -196,13 +198,13 @@ def test_the_page_of_deit_s_is_small(tmp_path):
 # --- hostile text ----------------------------------------------------------------------------------------------------
 
 
-def test_hostile_text_is_shown_and_does_nothing(content, tmp_path, measured):
+def test_hostile_text_is_shown_and_does_nothing(content, tmp_path, measured, digest):
     told = json.loads(measured["bench"].read_text())
     told |= {"file": HOSTILE[2], "absent": {HOSTILE[0]: HOSTILE[1]}}
     told["rows"][0]["executor"] = HOSTILE[1]
     (tmp_path / "bench.json").write_text(json.dumps(told))
     subject = hostile(content)
-    for made in (report(subject, bench=read_bench(tmp_path / "bench.json")), comparison(subject, subject)):
+    for made in (report(subject, bench=read_bench(tmp_path / "bench.json", digest)), comparison(subject, subject)):
         check_alone(made)
         page = Page(made)
         assert [line[1] for line in page.lines[: len(HOSTILE)]] == list(HOSTILE)
@@ -470,6 +472,7 @@ WRONG = {
         (lambda told: told["rows"][0].update(batch=0), "a batch has no images"),
         (lambda told: told["rows"][0].update(wall_ms=float("nan")), "NaN is no number of JSON"),
         (lambda told: told.pop("absent"), '"absent" is missing'),
+        (lambda told: told.update(sha256="d2"), "it is of another artifact"),
     ],
     "sensitivity": [
         (lambda told: told.update(measure="top1"), "the measure is none of kl, relative squared error"),
@@ -481,14 +484,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("kind", "change", "why"), [(kind, *each) for kind, cases in WRONG.items() for each in cases])
-def test_what_others_measured_is_checked(kind, change, why, measured, tmp_path, quantized):
+def test_what_others_measured_is_checked(kind, change, why, measured, tmp_path, quantized, digest):
     told = json.loads(measured[kind].read_text())
     change(told)
     path = tmp_path / "told.json"
     path.write_text(json.dumps(told))
     readers = {
         "evaluation": lambda: read_evaluation(path, quantized.quantized),
-        "bench": lambda: read_bench(path),
+        "bench": lambda: read_bench(path, digest),
         "sensitivity": lambda: read_sensitivity(path, quantized.quantized),
     }
     with pytest.raises(DataError, match=re.escape(why)) as error:

@@ -90,7 +90,7 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("tables", "C", "1"), "table C is of detectors: measure it without C, 1"),
+        (("tables", "C", "1"), "table C is of detectors: measure it without 1"),
         (("tables", "C", "--device", "cuda"), "table C is measured on the CPU: leave out --device cuda"),
         (("tables", "C", "--data", "."), "the bundled detector brings its own images and weights: leave out --data"),
         (("tables", "C", "--models", "timm:vit"), "table C is of detectors, and timm:vit is none of mmdet:NAME"),

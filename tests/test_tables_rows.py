@@ -36,7 +36,7 @@ def test_rows_are_chosen_by_bits_and_first_names():
         ("w3a3", "easyquant"),
     }
     assert len(plan(["1"], bits=["w3a3"])) < len(plan(["1"]))
-    with pytest.raises(ValueError, match="no row of table 1 has bits of w5a5 and a first name of any"):
+    with pytest.raises(ValueError, match="no row of table 1 has the bits 'w5a5': there are w4a4"):
         plan(["1"], bits=["w5a5"])
 
 

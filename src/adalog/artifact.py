@@ -174,6 +174,9 @@ def read(path: str | Path) -> bytes:
         # A pipe or a device may have no end.
         odd = path.exists() and not (path.is_file() or path.is_dir())
         check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
+        check(
+            not path.is_dir(), f"{path} is a folder: name the file in it, such as {path / 'model.adalog.safetensors'}"
+        )
         return path.read_bytes()
     except (OSError, ValueError, MemoryError) as cause:  # ValueError comes from a path that no file can have
         raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
@@ -199,15 +202,17 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     """The JSON of an artifact of this format. Raises ArtifactError for bytes that are none."""
     try:
         metadata = table_of(content)["__metadata__"]
-        if DETECTOR in metadata:
-            raise ValueError("it holds a detector, for `adalog evaluate --coco` and `adalog detect`")
-        text = metadata[KEY]
-        check(set(metadata) == {KEY}, "the metadata has other keys too")
+        text = None if DETECTOR in metadata else metadata[KEY]
+        check(text is None or set(metadata) == {KEY}, "the metadata has other keys too")
     except Exception as cause:  # bytes that are no artifact make the parsing raise anything
         raise ArtifactError(
             f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
             "`adalog quantize`"
         ) from cause
+    if text is None:
+        raise ArtifactError(
+            f"{name} is of no use here: it holds a detector, for `adalog evaluate --coco` and `adalog detect`"
+        )
     try:
         header: dict[str, Any] = parse_json(text)
         found = header["format"]

@@ -51,7 +51,7 @@ def save(
                 f"the artifact says wrongly how its images are prepared ({one_line(cause)}): quantize the model again"
             ) from cause
     content = artifact.serialise(quantized)
-    files["README.md"] = card(quantized, len(content), figures or {})
+    files["README.md"] = card(quantized, len(content), figures or {}, prepared=PREPROCESSING in files)
     contents = {FILE: content, **{name: text.encode() for name, text in files.items()}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,24 @@ def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[st
     return names
 
 
-def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str]) -> str:
-    """The model card: what is quantized and how, what was measured, and how to run it. size: bytes of the artifact."""
+_PIPELINE = [
+    "With transformers:",
+    "",
+    "```python",
+    "import adalog.pipeline                     # lets transformers know the model's class",
+    "from transformers import pipeline",
+    "",
+    'answers = pipeline("image-classification", model="OWNER/NAME")("image.jpg")',
+    "```",
+    "",
+]
+
+
+def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool = True) -> str:
+    """The model card: what is quantized and how, what was measured, and how to run it.
+
+    size: bytes of the artifact. prepared: whether a file says how images are prepared, which transformers need.
+    """
     floats = len(quantized.float_sites())
     told = [
         f"- {len(quantized.ledger)} multiplications, {floats} of which stay float",
@@ -120,20 +136,14 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str]) -> 
             "```python",
             "import adalog",
             "",
-            "# Images are prepared as preprocessor_config.json says.",
+            f"# Images are prepared as {PREPROCESSING} says."
+            if prepared
+            else "# The artifact has no record of how images are prepared.",
             'model = adalog.load("hf:OWNER/NAME")      # or a folder; it computes by fake quantization, in float',
             'logits = model.compile("native")(images)  # in integers',
             "```",
             "",
-            "With transformers:",
-            "",
-            "```python",
-            "import adalog.pipeline                     # lets transformers know the model's class",
-            "from transformers import pipeline",
-            "",
-            'answers = pipeline("image-classification", model="OWNER/NAME")("image.jpg")',
-            "```",
-            "",
+            *(_PIPELINE if prepared else []),
             "## What is quantized",
             "",
             "```text",

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from adalog import artifact, hub, library
@@ -65,16 +66,24 @@ class QuantizedModel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The outputs of the original model, in their structure, for its positional inputs, (B, ...) each.
 
-        A model that replaces a module (`call`) takes the arguments of that module, and returns its classes.
+        A model that replaces a module (`call`) takes the arguments of that module, and returns its classes; in a model
+        of half precision it takes and returns such values, and computes in float32.
         Raises ValueError for inputs of another number, shape or dtype, and ProgramError where the program cannot run.
         """
         if self.call is not None:
-            return self.call.output_of(self.program.run(self.call.tensors(inputs, named)))
+            return self.call.output_of(self._in_own_type(self.call.tensors(inputs, named)))
         if named:
             raise TypeError(f"the model takes its inputs by position, got {', '.join(named)} by name")
         if self.example:
             self.quantized.check(inputs)
         return self.program.run(inputs)
+
+    def _in_own_type(self, given: Sequence[Tensor]) -> Any:
+        """The program's output for inputs that may be in half precision, in which it then is too."""
+        types = {value.dtype for value in given} & {torch.float16, torch.bfloat16}
+        if not types or any(value.dtype in types for value in self.program.tensors.values()):
+            return self.program.run(given)
+        return _halved(self.program.run([x.float() if x.dtype in types else x for x in given]), types.pop())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""
@@ -149,3 +158,12 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
         with contextlib.suppress(ArtifactError):
             return model.compile("native", threads=threads), "native", 1
     return model, None, threads
+
+
+def _halved(value: Any, dtype: torch.dtype) -> Any:
+    """An output with its floating tensors in half precision."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, _halved(each, dtype)) for key, each in value.items())
+    return type(value)(_halved(each, dtype) for each in value) if isinstance(value, (tuple, list)) else value

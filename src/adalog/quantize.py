@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from adalog.calibration.calibration import MEMORY, Calibration, digest
 from adalog.calibration.schedule import Progress
+from adalog.choices import check_whole
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, take
@@ -48,6 +49,9 @@ def quantize(
     `pinned` matches no site, or where memory is too little.
     """
     config = config or Config.preset("w4a4")
+    if not isinstance(config, Config):
+        raise ValueError(f"config = {config!r} is no Config: give one like Config.preset('w4a4')")
+    check_whole("jobs", jobs, 1)
     whole = batched(sample_images(images, config.images_wanted, seed))
     sample = take(whole, range(config.images))
     if within is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from adalog.calibration.batches import Chunk
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe
+from adalog.calibration.gradients import BATCH, distance_gradient, hessian_probe, with_mean_one
 from adalog.choices import BlockLoss
 from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
@@ -99,7 +99,7 @@ class FisherWeights:
             exact = chunk[output.name]
             gradient = output.gradient(chunk, exact, lambda found: probe(list(found.values()), slice(None)))
             put(output.blocks, squares, output.name, numbers, gradient.square())
-        self._squares = squares / squares.mean().clamp(min=torch.finfo(squares.dtype).tiny)
+        self._squares = with_mean_one(squares)
         axis = output.blocks.axis(output.name)
         self._dim, self._mean = 0, None
         if averaged and axis is not None:

@@ -111,7 +111,7 @@ class Calibration:
         """
         inputs = _in_float32(batched(images))
         self.images = _finite(inputs)
-        self.unlabelled = self.images if unlabelled is None else _finite(_in_float32(batched(unlabelled)))
+        self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
         self.program = capture(_of_float32(model), inputs, sizes)
         self.sites = with_heads(find_sites(self.program), self.program, self.images)
         self.pairs = find_pairs(self.program, self.sites, take(self.images, [0, 1]))
@@ -380,6 +380,22 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     if not all(bool(torch.isfinite(image).all()) for value in images for image in value):
         raise CalibrationError("the calibration images hold NaN or infinite values")
     return images
+
+
+def _more_like(images: Sequence[Tensor], given: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:
+    """Other images as tensors; those that have other channels, dimensions or types are refused."""
+    more = _finite(_in_float32(batched(given)))
+    told, wanted = ([(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images))
+    if told != wanted:
+        raise CalibrationError(
+            f"the unlabelled images are {_told(more)}, and those that calibrate {_told(images)}: only their number "
+            "and height and width may differ"
+        )
+    return more
+
+
+def _told(images: Sequence[Tensor]) -> str:
+    return " and ".join(f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in images)
 
 
 def _fits(start: Assignment, config: Config) -> bool:

@@ -27,6 +27,7 @@ from adalog.calibration.blocks import Blocks
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Correction
+from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
@@ -144,7 +145,13 @@ def corrected(
                 if found is None:
                     stream = _stream(program, group) if choices.target == "stream" else None
                     seen = _seen(floats, quantized, number, group, rewritten(program, current), stream)
-                    found = _refitted(program, group, assignment, seen, choices)
+                    try:
+                        found = _refitted(program, group, assignment, seen, choices)
+                    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+                        raise CalibrationError(
+                            f"{group.name} cannot be corrected: its inputs or outputs are too large or too small for "
+                            f"their products ({one_line(cause)})"
+                        ) from cause
                     if partial is not None:
                         partial.add(key, found)
                 current[index] = (group, found)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import CalibrationError
+from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, leaves_of
 from adalog.graph.tracing import image_axes, keeps_images_apart, trace
 
@@ -15,15 +16,16 @@ from adalog.graph.tracing import image_axes, keeps_images_apart, trace
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
 
 BATCH = 4  # images per backward pass
+_NORMALISED = aten("batch_norm.default instance_norm.default")  # by statistics, which have no gradient
 
 
 def hessian_probe(generator: torch.Generator) -> Probe:
     """Random gradients whose mean square is the diagonal of the loss's Hessian.
 
-    Where the model's only output is y, (B, classes), the loss is KL(p || softmax(y)). Its Hessian by y is
-    diag(p) - p p^T = E[g g^T] with g = (diag(s) - p s^T) e, s = sqrt(p), and e random signs. So E[(J^T g)^2] is the
-    diagonal of J^T (diag(p) - p p^T) J by any value inside. For other outputs the loss is half the squared distance,
-    and g = e.
+    Where the model's only output is y, (B, classes), with two classes or more, the loss is KL(p || softmax(y)). Its
+    Hessian by y is diag(p) - p p^T = E[g g^T] with g = (diag(s) - p s^T) e, s = sqrt(p), and e random signs. So
+    E[(J^T g)^2] is the diagonal of J^T (diag(p) - p p^T) J by any value inside. For other outputs the loss is half the
+    squared distance, and g = e.
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
@@ -75,7 +77,7 @@ def _like(value: Tensor, other: Tensor) -> Tensor:
 
 
 def _is_scores(outputs: Sequence[Tensor]) -> bool:
-    return len(outputs) == 1 and outputs[0].ndim == 2
+    return len(outputs) == 1 and outputs[0].ndim == 2 and outputs[0].shape[1] > 1
 
 
 def squared_gradients(
@@ -83,17 +85,16 @@ def squared_gradients(
 ) -> dict[str, Tensor]:
     """The mean over probes of the squared gradient by each named value, scaled so that its mean is 1.
 
-    Values that no gradient reaches have zeros. Takes one forward per BATCH images and one backward per probe and batch;
-    where some value does not keep the images one after the other, all images are one batch.
+    Values that no gradient reaches have ones, so that all errors count alike. Takes one forward per BATCH images and
+    one backward per probe and batch; where some value does not keep the images one after the other, all images are one
+    batch.
     """
     traced = trace(program, images, names=names)
     names = [name for name, value in traced.items() if isinstance(value, Tensor) and value.is_floating_point()]
     dimensions = _image_dimensions(program, images, names)
     batch = len(images[0]) if dimensions is None else BATCH
-    leaves = {
-        name: value.detach().requires_grad_() if value.is_floating_point() else value
-        for name, value in program.tensors.items()
-    }
+    statistics = {ref.name for node in program.nodes if node.op in _NORMALISED for ref in node.args[3:5] if ref}
+    leaves = {name: value.detach() if name in statistics else _leaf(value) for name, value in program.tensors.items()}
     free = replace(program, tensors=leaves)
     batches: dict[str, list[Tensor]] = {name: [] for name in names}
     count = len(images[0])
@@ -111,15 +112,16 @@ def squared_gradients(
         if not outputs:
             raise CalibrationError("the model puts out nothing that has a gradient, which this method's errors need")
         squares = {name: torch.zeros_like(value) for name, value in kept.items()}
-        for index, probe in enumerate(probes):
+        reached = {name: value for name, value in kept.items() if value.requires_grad}
+        for index, probe in enumerate(probes if reached else ()):
             found = torch.autograd.grad(
                 outputs,
-                list(kept.values()),
+                list(reached.values()),
                 probe(outputs, which),
                 retain_graph=index + 1 < len(probes),
                 allow_unused=True,
             )
-            for name, gradient in zip(kept, found, strict=True):
+            for name, gradient in zip(reached, found, strict=True):
                 if gradient is not None:
                     squares[name] += gradient.square() / len(probes)
         for name, value in squares.items():
@@ -128,7 +130,13 @@ def squared_gradients(
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
         for name, values in batches.items()
     }
-    return {name: value / value.mean().clamp(min=torch.finfo(value.dtype).tiny) for name, value in together.items()}
+    return {name: with_mean_one(value) for name, value in together.items()}
+
+
+def with_mean_one(squares: Tensor) -> Tensor:
+    """Squared gradients over their mean; ones where there is nothing but zeros."""
+    mean = squares.mean()
+    return squares / mean if mean > 0 else torch.ones_like(squares)
 
 
 def _leaf(value: Tensor) -> Tensor:

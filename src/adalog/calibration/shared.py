@@ -42,6 +42,7 @@ class Shared:
         self._program, self._images, self._groups, self._blocks = program, images, groups, blocks
         self._observed, self._seed, self._unfolded = observed, seed, unfolded
         self._found: dict[Any, Any] = {}
+        self._in_order: tuple[Config, dict[str, Tensor]] | None = None
         self._probe: Tensor | None = None
 
     def probe(self, gradient: Tensor) -> None:
@@ -88,11 +89,10 @@ class Shared:
         """The operands by name if sites are calibrated in sequence under these choices, else None."""
         if self.order(config) is None:
             return None
-        key = ("ordered", config)
-        if key not in self._found:
-            self._found[key] = observe_in_order(self._program, self._images, self._groups, config, self._unfolded)
-        found: dict[str, Tensor] = self._found[key]
-        return found
+        if self._in_order is None or self._in_order[0] != config:  # those of one configuration are held at a time
+            made = observe_in_order(self._program, self._images, self._groups, config, self._unfolded)
+            self._in_order = config, made
+        return self._in_order[1]
 
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
         """The squared gradients of the loss with respect to the output of every site and block, by output."""

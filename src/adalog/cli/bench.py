@@ -1,5 +1,6 @@
 """`adalog bench`: how long an artifact takes."""
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import torch
 import typer
 
 import adalog
+from adalog import hub
 from adalog.cli import views
 from adalog.cli.console import check_outputs, emit_json, say, waiting
 from adalog.cli.options import CheckpointOption, JsonOption, NoPretrainedOption, thread_count
@@ -62,11 +64,12 @@ def command(
             roofs = roof.measure()
             traces = [trace(quantized, each, roofs, seconds) for each in sorted(set(batch or [1]))]
         emit_json({"file": str(file), "roofs": roofs.json(), "traces": traces}, str(trace_out))
-    with waiting(f"time {file}"), naming_file(file):
+    with waiting(f"time {file}"), naming_file(file, "cannot be timed"):
         rows = bench(
             lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
         )
-    told = {"file": str(file), "threads": count, "rows": rows, "absent": {} if executor else missing}
+    digest = hashlib.sha256(hub.locate(str(file)).read_bytes()).hexdigest()
+    told = {"file": str(file), "sha256": digest, "threads": count, "rows": rows, "absent": {} if executor else missing}
     if json_out != "-":
         say(*views.times(told))
     emit_json(told, json_out)

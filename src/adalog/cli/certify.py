@@ -31,7 +31,7 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Compare an export with its artifact, site by site and answer by answer; the exit code is 1 if it fails."""
-    check_outputs(out, json_out, reads=(file, exported))
+    check_outputs(out, json_out, reads=(file, exported, data))
     if engine not in export.ENGINES or executor not in EXECUTORS:
         raise ValueError(f"engine = {engine!r} or executor = {executor!r} is none of those that `--help` lists")
     content, other = artifact.read(file), artifact.read(exported)

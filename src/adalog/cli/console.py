@@ -168,12 +168,19 @@ def say(*results: str | Table) -> None:
     try:
         for result in results:
             if isinstance(result, str):
-                sys.stdout.write(f"{result}\n")
-            else:
-                Console().print(result)
+                sys.stdout.write(f"{_printable(result)}\n")
+                continue
+            if isinstance(result.title, str):
+                result.title = _printable(result.title)
+            Console().print(result)
         sys.stdout.flush()
     except OSError as cause:
         raise OutputError(f"standard output cannot be written: {cause.strerror}") from cause
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal obeys, which names of files may hold, but for tabs and ends of lines."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def emit_json(result: Any, target: str | None) -> None:
@@ -196,14 +203,19 @@ def write_file(path: Path, content: bytes) -> None:
 def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
     """Raise DataError if an output cannot be written, or is also an input (`reads`) or another output.
 
-    Commands call this before any long work. None and '-' stand for no file.
+    A folder that is an input keeps all files that it has. Commands call this before any long work. None and '-' stand
+    for no file.
     """
     used = {os.path.realpath(path) for path in reads if path is not None}
+    folders = [Path(path) for path in used if Path(path).is_dir()]
     for path in paths:
         if path is not None and path != "-":
             files.check_writable(Path(path))
             if os.path.realpath(path) in used:
                 raise DataError(f"{path} is an input, or an output of another kind: choose another file")
+            real = Path(os.path.realpath(path))
+            if real.is_file() and (within := next((each for each in folders if each in real.parents), None)):
+                raise DataError(f"{path} is a file of the input {within}: choose another file, or remove it first")
             used.add(os.path.realpath(path))
 
 

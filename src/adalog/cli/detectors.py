@@ -63,8 +63,10 @@ def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
 
 def check_setup(setup: Setup) -> None:
     """Raise ValueError for a setup that no detector has."""
-    if setup.free_sizes or setup.device.type != "cpu":
-        raise ValueError("a detector takes images of any size, and is quantized on the CPU: leave out the option")
+    if setup.free_sizes:
+        raise ValueError("a detector takes images of any size: leave out --free-sizes")
+    if setup.device.type != "cpu":
+        raise ValueError(f"a detector is quantized on the CPU: leave out --device {setup.device}")
 
 
 def load_float(spec: str, no_pretrained: bool, checkpoint: Path | None) -> Detector:

@@ -64,7 +64,7 @@ def command(
 
     A detector is judged by COCO's average precision instead; it may be the name of one that is not quantized.
     """
-    check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances))
+    check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = find_device(device), thread_count(threads)
     others = {"--model": model is not None, "--support": support is not None, "--device": place.type != "cpu"}
     if detectors.judged(

@@ -37,6 +37,8 @@ def command(
     check_outputs(out, weights, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
+    if not quantized.ledger or len(quantized.float_sites()) == len(quantized.ledger):
+        raise DataError(f"{file} has no multiplication in integers: there is nothing to export")
     chosen: export.Form = "mixed" if form == "mixed" else "integer"
     engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]
     with waiting(f"export {file}"), naming_file(file, "cannot be exported"):

@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Draw histograms with levels, the landscape of a search, and the SQNR of each site, as PNG and SVG."""
     possible = [out / f"{name}.{form}" for name in figures.CAPTIONS for form in figures.FORMS]
-    check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint))
+    check_outputs(*possible, out / "index.md", json_out, reads=(source_of(target), checkpoint, data))
     jobs = thread_count(threads)
     if zoo.is_model(target):
         names, width = (methods or ",".join(METHODS)).split(","), bits or "w4a4"

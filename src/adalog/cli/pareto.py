@@ -88,7 +88,7 @@ def command(
         raise DataError(f"{out} is none of .png, .svg: name such a file")
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data, val))
     check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(model, data, config, judged, setup)

@@ -118,7 +118,7 @@ def command(
     if judged != JUDGED and (limits is None or sensitivity is not None):
         raise ValueError("--judged counts the images that a budget measures its own losses on: leave it out here")
     partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity))
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data))
     check_unfinished(partial, resume)
     place = find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, thread_count(threads), size, place, free_sizes, job())

@@ -1,5 +1,6 @@
 """`adalog report`: one HTML page about a file, or about two side by side."""
 
+import hashlib
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +43,15 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""
-    check_outputs(out, json_out, reads=(file, other, sensitivity, evaluation, bench))
+    check_outputs(out, json_out, reads=(file, other, data, sensitivity, evaluation, bench))
     if other is not None:
-        given = (("--data", data), ("--images", images), ("--evaluation", evaluation), ("--bench", bench))
+        given = (
+            ("--data", data),
+            ("--images", images),
+            ("--evaluation", evaluation),
+            ("--bench", bench),
+            ("--seed", seed or None),
+        )
         odd = [option for option, value in given if value is not None]
         if odd:
             raise ValueError(f"{odd[0]} is of one artifact, and two are compared: leave it out, or name one file")
@@ -54,7 +61,7 @@ def command(
     first = loaded[0]
     losses = None if sensitivity is None else read_sensitivity(sensitivity, first)
     judged = None if evaluation is None else read_evaluation(evaluation, first)
-    timed = None if bench is None else read_bench(bench)
+    timed = None if bench is None else read_bench(bench, hashlib.sha256(contents[0]).hexdigest())
     sample = None if other else sample_for(file, QuantizedModel(first), data, images or _IMAGES, seed, thread_count(0))
     if images is not None and sample is None:
         raise ValueError(f"--images {images}: {file} brings no images, give --data FOLDER with some")

@@ -75,7 +75,7 @@ def command(
     tried = read_widths(widths)
     config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
     partial = partial_of(out)
-    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint))
+    check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, data))
     check_unfinished(partial, resume)
     out.parent.mkdir(parents=True, exist_ok=True)
     given = detectors.parts_asked(model, parts)

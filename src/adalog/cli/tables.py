@@ -1,5 +1,6 @@
 """`adalog tables`: the paper's tables, listed or measured."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +60,10 @@ def command(
             say(views.tables_list(paper.TABLES))
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
-    chosen = [[name for name in given.split(",") if name] for given in (bits, rows_of)]
+    chosen = [[name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of)]  # names may hold ", "
     if detectors.TABLE in names:
-        if len(names) > 1:
-            raise ValueError(f"table {detectors.TABLE} is of detectors: measure it without {', '.join(names[:3])}")
+        if others := [name for name in names if name != detectors.TABLE]:
+            raise ValueError(f"table {detectors.TABLE} is of detectors: measure it without {', '.join(others[:3])}")
         if device != "cpu":
             raise ValueError(f"table {detectors.TABLE} is measured on the CPU: leave out --device {device}")
         _detected(model_names, checkpoint, data, seeds, images, chosen, out, work, jobs, json_out)
@@ -73,7 +74,7 @@ def command(
     specs = list(dict.fromkeys(model_names.split(",")))
     if data is not None and specs == ["demo"]:
         raise ValueError(f"the bundled model brings its own images: leave out --data {data}, or name another model")
-    places = _Places.of(out, work, json_out, [source_of(name) for name in specs])
+    places = _Places.of(out, work, json_out, [data, *map(source_of, specs)])
     for name in specs:
         if not zoo.is_model(name):
             raise DataError(f"model {name!r} is none of {zoo.KINDS}")
@@ -112,6 +113,8 @@ class _Places:
     @staticmethod
     def of(out: Path, work: Path | None, json_out: str | None, reads: Sequence[Path | str | None]) -> "_Places":
         """Raises DataError if one of them cannot be written, or is read too."""
+        if not out.name:
+            raise DataError(f"--out {str(out)!r} names no file: give a name for it")
         base = out.with_suffix("") if out.suffix in (".md", ".json") else out
         as_text, as_json, rows = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json", ".rows"))
         check_outputs(as_text, as_json, json_out, reads=reads)

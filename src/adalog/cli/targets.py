@@ -8,15 +8,18 @@ from torch import Tensor
 
 from adalog import AdalogError, DataError, QuantizedModel
 from adalog.cli.console import waiting
+from adalog.detection.zoo import names_detector
 from adalog.inputs import demo, zoo
 from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.runtime import Compiled
 
 
 def source_of(target: str | None) -> str | None:
-    """The file that a command reads for a model's or an artifact's name, or None."""
+    """The file or folder that a command reads for a model's or an artifact's name, or None."""
     if target is None or not zoo.is_model(target):
         return target
+    if target.startswith("hf:") and Path(target[3:]).is_dir():
+        return target[3:]
     file, _, _ = target.rpartition(":")
     return file if file.endswith(".py") else None
 
@@ -33,11 +36,13 @@ def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) ->
         raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {zoo.KINDS}")
 
 
-def find_calibration(target: str, data: Path | None, count: int, option: str = "--images") -> Tensor | ImageSet:
+def find_calibration(target: str, data: Path | None, count: int, option: str | None = "--images") -> Tensor | ImageSet:
     """The images from which `count` are drawn: those of the folder `data`, or the bundled ones for the bundled model.
 
     option: the one that asked for so many. Raises DataError if there are fewer, or none.
     """
+    if names_detector(target):
+        raise ValueError(f"{target} is a detector, which this command does not take")
     if data is None and target != "demo":
         raise DataError(f"{target} brings no images: give --data FOLDER, with {count} or more of what it was made for")
     given: Tensor | ImageSet
@@ -50,8 +55,16 @@ def find_calibration(target: str, data: Path | None, count: int, option: str = "
     return given
 
 
-def check_count(source: Path | str, there: int, count: int, option: str = "--images") -> None:
-    """Raise DataError if more images are wanted than there are. option: the one that asked for so many."""
+def check_count(source: Path | str, there: int, count: int, option: str | None = "--images") -> None:
+    """Raise DataError if more images are wanted than there are.
+
+    option: the one that asked for so many; None where several did, and perhaps the method.
+    """
+    if count > there and option is None:
+        raise DataError(
+            f"{source} has {there} images, and {count} are wanted: --judged, and --images or as many as the method "
+            "fits; ask for fewer, choose a method that fits fewer, or give more images"
+        )
     if count > there:
         raise DataError(
             f"{source} has {there} images, {option} {count} are wanted: give {option} {there}, or more images"
@@ -65,7 +78,7 @@ def find_judging(
 
     The first ones are those that `quantize` draws without any that judge.
     """
-    given = find_calibration(target, data, wanted)
+    given = find_calibration(target, data, wanted, None)
     if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(given) :]
         if judged > len(more):
@@ -74,7 +87,7 @@ def find_judging(
                 f"--judged {len(more)}, or fewer"
             )
         return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
-    given = find_calibration(target, data, wanted + judged, "--images plus --judged")
+    given = find_calibration(target, data, wanted + judged, None)
     drawn = draw_indices(len(given), wanted + judged, seed)
     if isinstance(given, Tensor):
         return given[drawn[:wanted]], given[drawn[wanted:]]

@@ -26,7 +26,7 @@ def command(
     json_out: JsonOption = None,
 ) -> None:
     """Write what one site computes, from codes to outputs, as .npy files with a description in site.json."""
-    check_outputs(json_out, reads=(file,))
+    check_outputs(json_out, reads=(file, data))
     files.check_folder(out)
     if json_out not in (None, "-") and Path(json_out).absolute().is_relative_to(out.absolute()):
         raise DataError(f"{json_out} lies in the folder {out}, which has files of its own: choose another place")

@@ -293,7 +293,7 @@ def fold_batch_norms(program: Program) -> Program:
     """y = (conv(x) - mean) g + b, g = weight / sqrt(variance + eps), as one convolution with other weights."""
     makers = {node.name: node for node in program.nodes}
     readers = program.consumers()
-    uses = [name for node in program.nodes for name in node.refs()]
+    uses = [*refs_of(program.output), *(name for node in program.nodes for name in node.refs())]
     outputs = set(refs_of(program.output))
     tensors, names, replaced = dict(program.tensors), dict[str, str](), dict[str, Node]()
     for norm in program.nodes:

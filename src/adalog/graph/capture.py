@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental import _config as export_config
 from torch.utils import _pytree as pytree
 
-from adalog.errors import CaptureError, ProgramError
+from adalog.errors import CaptureError, ProgramError, one_line
 from adalog.graph.canonical import UNFOLDED, Call, canonical
 from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
 from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves
@@ -25,6 +25,7 @@ from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fraction of the largest output
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
+_MANY = 1 << 20  # a limit of so many images or more is no path of its own
 Sizes = Literal["fixed", "free"]
 # Height and width, as multiples of those of the images, at which a program with free sizes is compared with the model.
 # The last two keep the ratio, which a model may ask for.
@@ -119,6 +120,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
     """The exported model as a program, before it is canonical."""
     exported = _export(model, example, any_size)
+    _check_any_batch(model, exported)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {spec.target for spec in exported.graph_signature.input_specs}
     for spec in exported.graph_signature.input_specs:
@@ -157,10 +159,11 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
         return dict.fromkeys((0, 2, 3) if any_size and value.ndim == 4 else (0,), torch.export.Dim.DYNAMIC)
 
     shapes: Any = tuple(open_dims(value) if isinstance(value, Tensor) else None for value in example)
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-        shapes = (shapes,)  # one entry per parameter of forward
     try:
+        kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL in kinds[: len(shapes)]:
+            more = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+            shapes = (*shapes[:more], shapes[more:])  # one entry per parameter of forward
         with _without_layouts() if any_size else nullcontext():
             return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
@@ -172,6 +175,18 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
             else f"Capture {part}"
         )
         raise CaptureError(f"{type(model).__name__} could not be exported: {first_line} {way_out}") from cause
+
+
+def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
+    """Raise CaptureError where the model takes another path from some number of images on."""
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and isinstance(value := node.meta["val"], Tensor) and value.ndim:
+            size = getattr(getattr(value.shape[0], "node", None), "expr", None)  # None of a tensor that the model holds
+            if size in exported.range_constraints and exported.range_constraints[size].upper < _MANY:
+                raise CaptureError(
+                    f"{type(model).__name__} takes another path for more than {exported.range_constraints[size].upper} "
+                    "images at once, as by splitting the batch: capture a part of it that treats all batches alike"
+                )
 
 
 def _without_layouts() -> AbstractContextManager[Any]:
@@ -376,7 +391,12 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     given = f"inputs of {' and '.join(str(tuple(value.shape)) for value in tensors)}"
     if program.rule is not None and not all(program.rule.run(tensors)):
         raise CaptureError(f"{type(model).__name__} takes another path for {given}: capture it for one size")
-    wanted = [value for value in pytree.tree_leaves(model(*inputs)) if value is not None]
+    try:
+        # The model may write to what it is given.
+        made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
+    except Exception as cause:  # the model's own code may raise anything
+        raise CaptureError(f"{type(model).__name__} fails on {given}: {one_line(cause)}") from cause
+    wanted = [value for value in pytree.tree_leaves(made) if value is not None]
     got = given_leaves(program.run(tensors))
     for expected, actual in zip(wanted, got, strict=True):
         if not isinstance(expected, Tensor):
@@ -389,7 +409,9 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
             )
         if not expected.is_floating_point() or not expected.numel():
             continue
-        error = (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+        same = expected == actual  # as of two infinities, which a mask may put out
+        largest = expected.masked_fill(same & expected.isinf(), 0).abs().max().item()
+        error = (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
         if not error <= TOLERANCE:
             raise CaptureError(
                 f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "

@@ -1,5 +1,6 @@
 """A program and its assignments -> the quantized program."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from adalog.graph.convolution import conv_geometry
 from adalog.graph.operations import FAKE_QUANTIZE
-from adalog.graph.program import Node, Program, Ref
+from adalog.graph.program import Node, Program, Ref, refs_of
 from adalog.graph.sites import Pair, Site
 from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 
@@ -95,10 +96,13 @@ class _Build:
         self._before: dict[str, list[Node]] = {}
         self._nodes: dict[str, Node] = {node.name: node for node in program.nodes}
         self._folded: set[str] = set()
-        self._uses: dict[str, int] = {}
+        self._names = {*program.inputs, *program.tensors, *self._nodes}
+        self._uses = Counter(refs_of(program.output))
+        self._of_images = set(program.inputs)  # the values that depend on them
         for node in program.nodes:
-            for name in node.refs():
-                self._uses[name] = self._uses.get(name, 0) + 1
+            self._uses.update(node.refs())
+            if not self._of_images.isdisjoint(node.refs()):
+                self._of_images.add(node.name)
 
     def place(self, group: SiteGroup, assignment: Assignment) -> None:
         """Quantize the operands of a group's sites."""
@@ -108,9 +112,11 @@ class _Build:
         if first.role in ("qk", "av"):
             right = assignment.right
             assert right is None or isinstance(right, Quantizer)
-            left, right = f"{first.name}.left", right and right.map(_untransposed)
+            left, right = assignment.left, right and right.map(_untransposed)
+            if left is not None and first.left not in self._of_images:
+                left = left.map(_without_lead)
             refs = (
-                self._fake(first, first.left, left, assignment.left),
+                self._fake(first, first.left, f"{first.name}.left", left),
                 self._fake(first, first.right, f"{first.name}.right", right),
             )
             self._nodes[first.node.name] = replace(first.node, args=(*refs, *first.node.args[2:]))
@@ -150,7 +156,7 @@ class _Build:
 
     def _shifted(self, site: Site, fold: Fold) -> str:
         """The input of a linear less the fold's beta, which the zeros around the norm's output must lose as well."""
-        name = f"{site.name}.shifted"
+        name = self._new(f"{site.name}.shifted")
         self._tensors[f"{name}#beta"] = -fold.beta
         self._before.setdefault(site.node.name, []).append(
             Node(name, "aten.add.Tensor", (Ref(site.left), Ref(f"{name}#beta")), scope=site.node.scope)
@@ -190,7 +196,7 @@ class _Build:
             new_bias = absorb_offset(self._tensors[name].flatten(1), new_bias, offset)
         bias_ref = site.node.args[2] if len(site.node.args) > 2 else None
         if new_bias is not None and new_bias is not bias:
-            bias_name = f"{site.name}.bias" if site.bias is None else self._own(site.bias, calls)
+            bias_name = self._new(f"{site.name}.bias") if site.bias is None else self._own(site.bias, calls)
             self._tensors[bias_name] = new_bias
             bias_ref = Ref(bias_name)
         for node, x in zip(calls, inputs, strict=True):
@@ -200,12 +206,20 @@ class _Build:
         """The value fake-quantized before a call; the calls of one site share the quantizer."""
         if quantizer is None:
             return Ref(value)
-        name = quantizer_name if quantizer_name not in self._quantizers else f"{quantizer_name}#{call.node.name}"
+        again = quantizer_name in self._quantizers
+        name = self._new(f"{quantizer_name}#{call.node.name}" if again else quantizer_name)
         self._quantizers[quantizer_name] = quantizer
         self._before.setdefault(call.node.name, []).append(
             Node(name, FAKE_QUANTIZE, (Ref(value), quantizer_name), scope=call.node.scope)
         )
         return Ref(name)
+
+    def _new(self, name: str) -> str:
+        """The name, or one that begins with it where the model has a value of this name."""
+        while name in self._names:
+            name += "#"
+        self._names.add(name)
+        return name
 
     def _own(self, name: str, nodes: Sequence[Node]) -> str:
         """The tensor's name, or one of its own for these nodes where others read the tensor too."""
@@ -236,11 +250,12 @@ def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Qu
 
 
 def _untransposed(value: Tensor) -> Tensor:
-    """For an operand that was searched transposed: one value per head, or one in all, is the same either way.
+    """For an operand that was searched transposed: one value per head, or one in all, is the same either way."""
+    return _without_lead(value.transpose(-1, -2))
 
-    Without the leading axes of one, which a table that all images share does not have.
-    """
-    value = value.transpose(-1, -2)
+
+def _without_lead(value: Tensor) -> Tensor:
+    """Without the leading axes of one, which a table that all images share does not have."""
     while value.ndim and value.shape[0] == 1:
         value = value[0]
     return value

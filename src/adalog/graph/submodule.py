@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,17 +137,20 @@ def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
 
     For one call it takes that call's tensors alone, and puts out what the module does. It shares the module's own.
     """
-    function, count = copy.copy(model), len(call.inputs)
+    function, count, is_method = copy.copy(model), len(call.inputs), "forward" not in vars(model)
 
-    def forward(*tensors: Tensor) -> Any:
+    def forward(module: nn.Module, *tensors: Tensor) -> Any:
         each = [call.bound(tensors[start : start + count]) for start in range(0, calls * count, count)]
-        outputs = tuple(model.forward(*bound.args, **bound.kwargs) for bound in each)
+        outputs = tuple(own(module, *bound.args, **bound.kwargs) for bound in each)
         return outputs if calls > 1 else outputs[0]
+
+    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(model).forward(module, *args, **kwargs) if is_method else model.forward(*args, **kwargs)
 
     names = [name if index == 0 else f"{name}_{index}" for index in range(calls) for name in _identifiers(call)]
     kind = inspect.Parameter.POSITIONAL_ONLY
-    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
-    function.forward = forward
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("module", *names)])  # type: ignore[attr-defined]
+    function.forward = types.MethodType(forward, function)  # a copy of the function has the copy's weights
     return function
 
 

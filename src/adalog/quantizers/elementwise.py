@@ -50,15 +50,19 @@ def compiled(name: str, *values: Tensor) -> Callable[..., None] | None:
 
     It takes tensors with values in memory: not those that stand for others while PyTorch traces or maps a function.
     """
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    if tracing or torch.compiler.is_compiling():
-        return None
-    return _functions().get(name) if all(_in_memory(value) for value in values) else None
+    return _functions().get(name) if all(_in_memory(value) for value in values) and are_values(*values) else None
+
+
+def are_values(*tensors: Tensor) -> bool:
+    """Whether tensors have values, and do not stand for others while PyTorch traces, compiles or maps a function."""
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return all(type(value) in (Tensor, nn.Parameter) and not wrapped(value) for value in tensors)
 
 
 def _in_memory(value: Tensor) -> bool:
-    plain = type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and value.dtype == torch.float32
-    return plain and not value.is_neg() and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    return value.device.type == "cpu" and value.dtype == torch.float32 and not value.is_neg()
 
 
 def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from adalog.errors import ArtifactError
-from adalog.quantizers.elementwise import nearest_log
+from adalog.quantizers.elementwise import are_values, nearest_log
 from adalog.quantizers.quantizer import FLOAT_BITS, Quantizer, at_least_float32, by_slices, check_bits
 from adalog.stored import is_whole
 
@@ -179,7 +179,7 @@ def _places(values: Tensor, bins: Bins) -> Tensor:
 
 def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
     """How many of the thresholds are not below each x: int32, the shape of x."""
-    if bins.fit:
+    if bins.fit and are_values(x):
         return bins.counts.reshape(-1).index_select(0, _places(x.reshape(-1), bins)).view(x.shape)
     values = x.clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
     return len(bins.ascending) - torch.searchsorted(bins.ascending, values, out_int32=True)
@@ -327,7 +327,7 @@ class LogQuantizer(Quantizer):
         if self.rounding == "nearest":
             dtype = torch.result_type(self._lifted(flat[:1]), self.scale)
             bins = _bins_on(x.device, dtype, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
-            if bins.fit:  # a value's place leads to its level at once
+            if bins.fit and are_values(x):  # a value's place leads to its level at once
                 levels = self.dequantize(bins.counts.reshape(-1)).to(x.dtype).reshape(-1)
                 span, places = (bins.lowest, bins.highest), (bins.drop, bins.first)
                 found = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)

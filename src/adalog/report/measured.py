@@ -116,11 +116,15 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
     return absent | told | {"file": PurePath(told.get("file") or "").name, "full_precision": full}
 
 
-def read_bench(path: Path) -> dict[str, Any]:
-    """The JSON of `adalog bench`. Raises DataError for a file that is not of that form."""
+def read_bench(path: Path, digest: str) -> dict[str, Any]:
+    """The JSON of `adalog bench` of the artifact with this SHA-256.
+
+    Raises DataError for a file that is not of that form, or tells of another artifact.
+    """
     told = _read(path, "bench")
     try:
-        _fields(told, {"file": str, "threads": int, "rows": list, "absent": dict})
+        _fields(told, {"file": str, "sha256": str, "threads": int, "rows": list, "absent": dict})
+        _check(told["sha256"] == digest, "it is of another artifact")
         for row in told["rows"]:
             _fields(row, _ROW)
             _check(row["batch"] > 0, "a batch has no images")

@@ -94,6 +94,8 @@ class Model:
             wanted = " and ".join(f"(B{''.join(f', {size}' for size in shape[1:])})" for shape in self.inputs.values())
             got = " and ".join(f"{value.shape} of {value.dtype}" for value in given)
             raise ValueError(f"the model takes {wanted} of float32; got {got or 'nothing'}")
+        if any(np.isnan(value).any() for value in given):
+            raise ValueError("the inputs hold NaN, which has no code")
         (count,) = counts
         result = _map(lambda view: np.empty((count, *view.shape[1:]), view.dtype), self._output)
         with self._lock, np.errstate(all="ignore"):

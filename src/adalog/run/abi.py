@@ -225,8 +225,8 @@ class Context:
         level = found[-1] if level is None else level
         if level not in found:
             raise ValueError(f"level = {level!r} is none of {', '.join(found)}")
-        if not 1 <= threads <= 1024:
-            raise ValueError(f"threads = {threads} is outside 1 to 1024")
+        if not isinstance(threads, int) or not 1 <= threads <= 1024:
+            raise ValueError(f"threads = {threads!r} is no whole number from 1 to 1024")
         self.level, self.threads = level, threads
         self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
         if not self._pointer:

@@ -152,7 +152,7 @@ class Compiled(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
         """The model's outputs for its positional inputs, without gradients. Raises what the model raises."""
-        self.quantized.check(inputs)
+        self._check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
             return self.prepare(batches.pop(), *(value.shape[1:] for value in inputs))(inputs)
@@ -165,10 +165,17 @@ class Compiled(nn.Module):
         program, steps = self._fused
         return program.run(inputs, None, steps)
 
+    def _check(self, inputs: Sequence[Any]) -> None:
+        """Raise ValueError for inputs that the model does not take, or that hold NaN, which has no code."""
+        self.quantized.check(inputs)
+        for number, value in enumerate(inputs, 1):
+            if isinstance(value, Tensor) and bool(value.isnan().any()):
+                raise ValueError(f"input {number} holds NaN, which has no code")
+
     @torch.no_grad()
     def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
         """The codes of every operand that is multiplied in integers, by its quantizer's name: uint8."""
-        self.quantized.check(inputs)
+        self._check(inputs)
         program, steps = self._apart
         found: dict[str, Tensor] = {}
 
@@ -184,7 +191,7 @@ class Compiled(nn.Module):
         """The trace of the site of this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
             raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
-        self.quantized.check(inputs)
+        self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart
         made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
         codes: dict[str, Tensor] = {}

@@ -5,6 +5,7 @@ logarithmic one for T[code] unit. A site multiplies the integers of each pair of
 scale per output channel turns these accumulators into floats: output = sum of accumulator * scale, plus bias.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -213,7 +214,7 @@ class Encoder:
         return "codes"
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.lift(self.quantizer.quantize(x))
+        return self.lift(self.quantizer.quantize(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)))
 
     def lift(self, code: Tensor) -> Tensor:
         return code.to(torch.int64)

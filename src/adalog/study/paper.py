@@ -229,6 +229,16 @@ def plan(
     for name in names:
         if name not in TABLES:
             raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
+    rows = [row for name in names for row in TABLES[name].rows]
+    for what, given, there in (
+        ("bits", bits, dict.fromkeys(row.config.bits for row in rows)),
+        ("first name", firsts, dict.fromkeys(row.names[0] for row in rows)),
+    ):
+        if rows and (odd := [name for name in given if name not in there]):
+            raise ValueError(
+                f"no row of table {', '.join(names)} has the {what} {odd[0]!r}: there are {', '.join(there)}"
+            )
+    for name in names:
         for row in TABLES[name].rows:
             if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
                 found.setdefault(replace(row.config, images=images), row)

@@ -298,7 +298,7 @@ def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
 
 def units_of(calibration: Calibration, config: Config, images: Sequence[Tensor]) -> dict[str, Unit]:
     """The units of a model by name, without those whose bits are pinned. images: of each input, for their sizes."""
-    macs = {row.name: row.count for row in cost(calibration.program, images).rows}
+    macs = {row.name: row.count for row in cost(calibration.program, images).products}
     groups = _groups(calibration.groups, config)
     return {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
 
