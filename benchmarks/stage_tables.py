@@ -105,19 +105,25 @@ def reconstruct_table() -> str:
 
 
 def table_four() -> str:
-    """The paper's Table 4 with reconstruction, from tables-demo-4.json; empty if there is no such file.
+    """The paper's Table 4 with reconstruction, without the rows of the released search."""
+    return _measured("4", "beside other work, without the rows of the released search, which is slow")
 
-    That file is the JSON of `adalog tables 4 --models demo --seeds 3`, without the rows of the released search and with
-    the commit that made it.
+
+def table_d() -> str:
+    """What stages after the search give at two bits, all on as many images."""
+    return _measured("D", "beside other work, at W2A2 alone")
+
+
+def _measured(name: str, how: str) -> str:
+    """A table of `adalog tables NAME --models demo --seeds 3`, whose JSON, with the commit that made it, is kept.
+
+    Empty if it is not there.
     """
-    file = RESULTS / "tables-demo-4.json"
+    file = RESULTS / f"tables-demo-{name}.json"
     if not file.exists():
         return ""
     result = json.loads(file.read_text())
-    note = (
-        f"Measured at commit {result['commit'][:7]}, beside other work, without the rows of the released search, which "
-        "is slow. Figures: `benchmarks/results/tables-demo-4.json`."
-    )
+    note = f"Measured at commit {result['commit'][:7]}, {how}. Figures: `benchmarks/results/{file.name}`."
     return f"{markdown(result, '### ').strip()}\n\n{note}"
 
 

@@ -192,3 +192,52 @@ def test_part_of_a_model_in_half_precision():
     found, wanted = (each(IMAGES.bfloat16()) for each in (quantized, whole.body))
     assert found.dtype == torch.bfloat16
     assert decibels(found.float(), wanted.float()) > 25
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.fc(x @ x.mT @ x),
+        lambda m, x: m.fc(x @ x.adjoint() @ x),
+        lambda m, x: x @ m.fc.weight.T,
+        lambda m, x: m.fc(x.swapaxes(1, 2).swapdims(1, 2)),
+        lambda m, x: m.fc(x).clip(min=-1).clip(-3, 0.5),
+        lambda m, x: m.fc(x) * ((x[..., :3] > 0) & (x[..., :3] < 1) | (x[..., :3] > 2)),
+        lambda m, x: m.fc(x / (x.var(-1, unbiased=False, keepdim=True) + 1).sqrt()),
+        lambda m, x: m.fc(x / x.std(-1, keepdim=True) + x.var(1)[:, None]),
+    ],
+)
+def test_other_spellings_of_operations(function):
+    torch.manual_seed(0)
+    model = Toy(function, fc=nn.Linear(8, 3)).eval()
+    quantized = adalog.quantize(model, IMAGES, choices())
+    assert decibels(quantized(IMAGES), model(IMAGES)) > 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.transpose(1, 2),
+        lambda y: y.permute(0, 2, 1),
+        lambda y: y.permute(2, 0, -2),
+        lambda y: y.flatten(1),
+    ],
+)
+@pytest.mark.parametrize("read_again", [False, True])
+def test_writes_through_views_that_turn(view, read_again):
+    """Both the view and what it is a view of have what was written."""
+
+    def function(m, x):
+        y = m.fc(x)
+        turned = view(y)
+        turned += 1.5
+        turned.mul_(m.scale)
+        return (turned.sum(0), y) if read_again else turned.sum(0)
+
+    model = Toy(function, fc=nn.Linear(8, 3)).eval()
+    model.register_buffer("scale", torch.tensor(0.5))
+    found, wanted = (each(IMAGES) for each in (lambda x: capture(model, x).run([x]), model))
+    for one, other in zip(*((each if read_again else (each,)) for each in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)

@@ -188,8 +188,38 @@ def unfold_named_padding(call: Call) -> Ref:
     return of(*call.args)
 
 
+def _spelled(op: str, *last: Arg) -> Callable[[Call], Ref]:
+    """The same operation under another name, with these arguments after its own."""
+    return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
+
+
+def _reversed(call: Call) -> Ref:
+    """`x.T`."""
+    return call.emit("aten.permute.default", call.args[0], tuple(reversed(range(call.metas[0].ndim))))
+
+
+def _corrected(op: str) -> Callable[[Call], Ref]:
+    """A variance or deviation over dimensions, without bias or as it is, by its number of degrees of freedom."""
+
+    def spelled(call: Call) -> Ref:
+        given = dict(zip(("self", "dim", "unbiased", "keepdim"), call.args, strict=False)) | dict(call.kwargs)
+        correction = int(given.get("unbiased", True))
+        return call.emit(op, given["self"], given["dim"], correction=correction, keepdim=given.get("keepdim", False))
+
+    return spelled
+
+
 # Each returns what replaces the operation; None where the operation is canonical as it is.
 UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
+    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # of real values
+    "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
+    "aten.numpy_T.default": _reversed,
+    **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _spelled("aten.transpose.int")),
+    "aten.clip.default": _spelled("aten.clamp.default"),
+    "aten.__and__.Tensor": _spelled("aten.bitwise_and.Tensor"),
+    "aten.__or__.Tensor": _spelled("aten.bitwise_or.Tensor"),
+    "aten.var.dim": _corrected("aten.var.correction"),
+    "aten.std.dim": _corrected("aten.std.correction"),
     "aten.scaled_dot_product_attention.default": unfold_attention,
     "aten.einsum.default": unfold_einsum,
     "aten.matmul.default": unfold_vector_product,

@@ -55,6 +55,7 @@ _NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros",
 _CHECKS = ("aten._assert", "aten.sym_constrain")
 # Views that can be written through, and the operations that put the written slice back into the whole.
 _SCATTERS = {"aten.slice.Tensor": "aten.slice_scatter.default", "aten.select.int": "aten.select_scatter.default"}
+_TRANSPOSES = aten("transpose.int t.default")  # which undo themselves
 _RESHAPES = aten("reshape.default reshape_as.default flatten.using_ints unflatten.int squeeze.dim unsqueeze.default")
 # Regions that export keeps as graphs of their own, and the position of that graph among the arguments.
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
@@ -317,6 +318,12 @@ class _Importer:
             return new
         if op in _SCATTERS:
             return self._emit(view, _SCATTERS[op], whole, new, *self._convert(view.args[1:]))
+        if op in _TRANSPOSES:
+            return self._emit(view, op, new, *self._convert(view.args[1:]))
+        if op == "aten.permute.default":
+            dims: Any = view.args[1]
+            order = [dim % len(dims) for dim in dims]
+            return self._emit(view, op, new, tuple(order.index(dim) for dim in range(len(order))))
         if op not in _RESHAPES:
             self.unknown.add(f"a write through {op}")
         return self._emit(view, "aten.reshape_as.default", new, whole)
