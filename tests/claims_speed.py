@@ -33,8 +33,8 @@ def speed_of_engines() -> str:
 
     theirs_off = [f"{vnni[theirs, batch]['logit_error']:.2f}" for batch in (1, 8)]
     return (
-        "On DeiT-S our kernels at W4A4 take less time than every peer with AVX-512-VNNI and AVX2, and earlier kernels "
-        "did with AMX. The time has its price: on this network, whose weights are "
+        "On DeiT-S our kernels at W4A4 take less time than every peer with AVX-512-VNNI, and earlier kernels did with "
+        "AVX2 and AMX. The time has its price: on this network, whose weights are "
         f"random, the logits at W4A4 are off by {four:.2f}, those of the int8 peers by {min(int8):.2f} to "
         f"{max(int8):.2f}. (Two images and eight candidates calibrate ours there, eight images the peers.) Ours "
         f"are off by {six:.2f} at W6A6 and by {eight:.2f} at W8A8. For one image, and in brackets for eight "
@@ -42,7 +42,8 @@ def speed_of_engines() -> str:
         f"{times('w8a8', 'native/w4a4', vnni)} times. The fastest peer there is OpenVINO's int8 with bfloat16 around "
         f"it, off by {theirs_off[0]} ({theirs_off[1]}): W6A6 takes {times('w6a6', theirs, vnni)} of its time, and W8A8 "
         f"{times('w8a8', theirs, vnni)}, or {times('w8a8:uniform', theirs, vnni)} with uniform quantizers alone, which "
-        f"are off by {errors['native/w8a8:uniform']:.2f}. With AVX2 W6A6 takes {times('w6a6', 'native/w4a4', old)} "
+        f"are off by {errors['native/w8a8:uniform']:.2f}. With AVX2 and earlier kernels W6A6 takes "
+        f"{times('w6a6', 'native/w4a4', old)} "
         f"times as long as W4A4, and W8A8 {times('w8a8', 'native/w4a4', old)} times. ONNX Runtime's dynamic int8, off "
         f"by {errors[dynamic]:.2f}, is the fastest peer there, by later instructions than AVX2: W6A6 takes "
         f"{times('w6a6', dynamic, old)} of its time, and W8A8 {times('w8a8', dynamic, old)}."
