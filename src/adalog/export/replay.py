@@ -65,7 +65,11 @@ class Replay(nn.Module):
             if node.op in _SIZES:
                 self._called[node.name] = _SIZES[node.op]
             elif node.op == FAKE_QUANTIZE:
-                raise ArtifactError(f"{node.args[1]} is read by a float operation: it has no form in ONNX")
+                site = str(node.args[1]).rpartition(".")[0]
+                raise ArtifactError(
+                    f"{node.args[1]} is read by a float operation: it has no form in ONNX; keep the site in float, "
+                    f"as by --pin '{site}=32'"
+                )
         self._stored = {name: f"tensors.{_path(name)}" for name in self.program.tensors}
         self.tensors = nn.Module()
         for name, value in self.program.tensors.items():
