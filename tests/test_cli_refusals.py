@@ -11,6 +11,7 @@ from PIL import Image
 
 import adalog
 from adalog import Config, hub, run
+from adalog.cli.console import check_outputs
 from adalog.inputs import zoo
 from adalog.inputs.images import find_images
 from adalog.study import paper
@@ -55,6 +56,8 @@ def test_no_output_takes_the_place_of_what_a_folder_holds(place, monkeypatch, ca
         assert (code, "is a file of the input" in error) == (2, True), error
     assert before == [path.read_bytes() for path in (labels, image, held)]
     say(monkeypatch, capsys, "evaluate", made, "--data", data, "--json", data / "new.json")  # nothing is there yet
+    (data / "out.partial").write_bytes(b"")
+    check_outputs(data / "out", data / "out.partial", reads=[data])  # what an unfinished run has left
 
 
 def test_a_folder_of_an_artifact_names_its_file(place, monkeypatch, capsys):
@@ -62,6 +65,32 @@ def test_a_folder_of_an_artifact_names_its_file(place, monkeypatch, capsys):
     assert code in (0, 2)
     code, error = call(monkeypatch, capsys, "export", place / "card", "-o", place / "x.onnx")
     assert (code, f"{place / 'card' / hub.FILE}" in error.replace("\n", "")) == (2, True), error
+
+
+def test_only_what_runs_in_integers_is_exported(place, monkeypatch, capsys):
+    """Float products besides do no harm."""
+    (place / "mixed.py").write_text(
+        "from torch import nn\n"
+        "from adalog.inputs.images import Preprocessing\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3)), Preprocessing((8, 8), (9, 9))\n"
+    )
+    quantize = (
+        "quantize",
+        f"{place / 'mixed.py'}:model",
+        "--data",
+        place / "images",
+        "--images",
+        8,
+        "--method",
+        "minmax",
+    )
+    say(monkeypatch, capsys, *quantize, "-o", place / "mixed.safetensors")
+    code, error = call(monkeypatch, capsys, "export", place / "mixed.safetensors", "-o", place / "mixed.onnx")
+    assert "nothing to export" not in error
+    say(monkeypatch, capsys, *quantize, "--pin", "*=32", "-o", place / "float.safetensors")
+    code, error = call(monkeypatch, capsys, "export", place / "float.safetensors", "-o", place / "float.onnx")
+    assert (code, "nothing to export" in error) == (2, True), error
 
 
 def test_a_card_tells_only_of_files_that_are_there(place):

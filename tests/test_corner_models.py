@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction
+from adalog.calibration.gradients import with_mean_one
 from adalog.graph.capture import capture
+from adalog.quantizers import UniformQuantizer
 from adalog.study.sensitivity import units_of
 from toys import Toy
 
@@ -103,6 +105,10 @@ def test_what_no_gradient_reaches_is_reconstructed_as_it_was(loss):
     adalog.quantize(model, IMAGES, choices(stages=(stage,)))
 
 
+def test_gradients_that_are_no_numbers_stay_so():
+    assert bool(with_mean_one(torch.tensor([1.0, torch.nan])).isnan().any())
+
+
 def test_gradients_pass_a_batch_norm():
     torch.manual_seed(0)
     model = Toy(
@@ -176,6 +182,13 @@ def test_unlabelled_images_are_those_that_the_model_takes(more):
 
 
 @torch.no_grad()
+def test_a_quantizer_is_compiled_whole():
+    quantizer = UniformQuantizer(torch.tensor(0.1), torch.tensor(3.0), 4)
+    compiled = torch.compile(quantizer.fake_quantize, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IMAGES), quantizer.fake_quantize(IMAGES))
+
+
+@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's, of what it maps value by value
 def test_a_quantized_model_is_mapped_and_traced():
     model = Toy(lambda m, x: m.fc(F.gelu(m.up(x))), up=nn.Linear(8, 8), fc=nn.Linear(8, 3)).eval()
@@ -202,7 +215,7 @@ def test_part_of_a_model_in_half_precision():
         lambda m, x: m.fc(x @ x.adjoint() @ x),
         lambda m, x: x @ m.fc.weight.T,
         lambda m, x: m.fc(x.swapaxes(1, 2).swapdims(1, 2)),
-        lambda m, x: m.fc(x).clip(min=-1).clip(-3, 0.5),
+        lambda m, x: m.fc(x).clip(min=-1).clip(-3, 0.5).clip(m.low),
         lambda m, x: m.fc(x) * ((x[..., :3] > 0) & (x[..., :3] < 1) | (x[..., :3] > 2)),
         lambda m, x: m.fc(x / (x.var(-1, unbiased=False, keepdim=True) + 1).sqrt()),
         lambda m, x: m.fc(x / x.std(-1, keepdim=True) + x.var(1)[:, None]),
@@ -211,6 +224,7 @@ def test_part_of_a_model_in_half_precision():
 def test_other_spellings_of_operations(function):
     torch.manual_seed(0)
     model = Toy(function, fc=nn.Linear(8, 3)).eval()
+    model.register_buffer("low", torch.tensor(-0.4))
     quantized = adalog.quantize(model, IMAGES, choices())
     assert decibels(quantized(IMAGES), model(IMAGES)) > 20
 

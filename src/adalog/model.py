@@ -80,10 +80,10 @@ class QuantizedModel(nn.Module):
 
     def _in_own_type(self, given: Sequence[Tensor]) -> Any:
         """The program's output for inputs that may be in half precision, in which it then is too."""
-        types = {value.dtype for value in given} & {torch.float16, torch.bfloat16}
-        if not types or any(value.dtype in types for value in self.program.tensors.values()):
+        halves = [value.dtype for value in given if value.dtype in (torch.float16, torch.bfloat16)]
+        if not halves or any(value.dtype in halves for value in self.program.tensors.values()):
             return self.program.run(given)
-        return _halved(self.program.run([x.float() if x.dtype in types else x for x in given]), types.pop())
+        return _halved(self.program.run([x.float() if x.dtype in halves else x for x in given]), halves[0])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedModel":
         """Apply `.to`, `.double` and the like to every tensor of the program; codes stay uint8."""

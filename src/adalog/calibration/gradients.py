@@ -136,7 +136,7 @@ def squared_gradients(
 def with_mean_one(squares: Tensor) -> Tensor:
     """Squared gradients over their mean; ones where there is nothing but zeros."""
     mean = squares.mean()
-    return squares / mean if mean > 0 else torch.ones_like(squares)
+    return torch.ones_like(squares) if mean == 0 else squares / mean
 
 
 def _leaf(value: Tensor) -> Tensor:

@@ -203,8 +203,8 @@ def write_file(path: Path, content: bytes) -> None:
 def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
     """Raise DataError if an output cannot be written, or is also an input (`reads`) or another output.
 
-    A folder that is an input keeps all files that it has. Commands call this before any long work. None and '-' stand
-    for no file.
+    A folder that is an input keeps all files that it has, but for those of unfinished runs. Commands call this before
+    any long work. None and '-' stand for no file.
     """
     used = {os.path.realpath(path) for path in reads if path is not None}
     folders = [Path(path) for path in used if Path(path).is_dir()]
@@ -214,7 +214,11 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
             if os.path.realpath(path) in used:
                 raise DataError(f"{path} is an input, or an output of another kind: choose another file")
             real = Path(os.path.realpath(path))
-            if real.is_file() and (within := next((each for each in folders if each in real.parents), None)):
+            if (
+                real.is_file()
+                and real.suffix != ".partial"
+                and (within := next((each for each in folders if each in real.parents), None))
+            ):
                 raise DataError(f"{path} is a file of the input {within}: choose another file, or remove it first")
             used.add(os.path.realpath(path))
 

@@ -10,6 +10,7 @@ from adalog import DataError, artifact, export, files
 from adalog.cli.console import FAILED, check_outputs, emit_json, note, say, waiting
 from adalog.cli.options import JsonOption
 from adalog.cli.targets import naming_file
+from adalog.runtime import Compiled
 
 TARGETS = ("onnx", "openvino")
 
@@ -37,7 +38,7 @@ def command(
     check_outputs(out, weights, json_out, reads=(file,))
     content = artifact.read(file)
     quantized = artifact.deserialise(content, str(file))
-    if not quantized.ledger or len(quantized.float_sites()) == len(quantized.ledger):
+    if not Compiled(quantized, "reference").sites:
         raise DataError(f"{file} has no multiplication in integers: there is nothing to export")
     chosen: export.Form = "mixed" if form == "mixed" else "integer"
     engines = ["onnxruntime", *(["openvino"] if to == "openvino" else [])]

@@ -62,8 +62,8 @@ def check_count(source: Path | str, there: int, count: int, option: str | None =
     """
     if count > there and option is None:
         raise DataError(
-            f"{source} has {there} images, and {count} are wanted: --judged, and --images or as many as the method "
-            "fits; ask for fewer, choose a method that fits fewer, or give more images"
+            f"{source} has {there} images, and --images, --judged and the method want {count}: ask for fewer, choose a "
+            "method that fits fewer, or give more images"
         )
     if count > there:
         raise DataError(

@@ -199,7 +199,7 @@ def _reversed(call: Call) -> Ref:
 
 
 def _corrected(op: str) -> Callable[[Call], Ref]:
-    """A variance or deviation over dimensions, without bias or as it is, by its number of degrees of freedom."""
+    """A variance or deviation over dimensions, with `unbiased` as a correction of 1 or 0."""
 
     def spelled(call: Call) -> Ref:
         given = dict(zip(("self", "dim", "unbiased", "keepdim"), call.args, strict=False)) | dict(call.kwargs)
@@ -216,6 +216,7 @@ UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
     "aten.numpy_T.default": _reversed,
     **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _spelled("aten.transpose.int")),
     "aten.clip.default": _spelled("aten.clamp.default"),
+    "aten.clip.Tensor": _spelled("aten.clamp.Tensor"),
     "aten.__and__.Tensor": _spelled("aten.bitwise_and.Tensor"),
     "aten.__or__.Tensor": _spelled("aten.bitwise_or.Tensor"),
     "aten.var.dim": _corrected("aten.var.correction"),

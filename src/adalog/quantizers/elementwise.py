@@ -50,7 +50,7 @@ def compiled(name: str, *values: Tensor) -> Callable[..., None] | None:
 
     It takes tensors with values in memory: not those that stand for others while PyTorch traces or maps a function.
     """
-    return _functions().get(name) if all(_in_memory(value) for value in values) and are_values(*values) else None
+    return _functions().get(name) if are_values(*values) and all(map(_in_memory, values)) else None
 
 
 def are_values(*tensors: Tensor) -> bool:

@@ -770,7 +770,8 @@ static const Field LAYOUT[] = {
     FIELD(Attention, scores), FIELD(Attention, factor), FIELD(Attention, bias), FIELD(Attention, bias_of),
     FIELD(Attention, bias_bytes), FIELD(Attention, bias_tables), FIELD(Attention, bias_heads),
     FIELD(Attention, bias_batches), FIELD(Attention, steps), FIELD(Attention, zero), FIELD(Attention, code_scale),
-    FIELD(Attention, columns), FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch), FIELD(Attention, out_head),
+    FIELD(Attention, columns), FIELD(Attention, values), FIELD(Attention, out), FIELD(Attention, out_batch),
+    FIELD(Attention, out_head),
     WHOLE(Norm),
     FIELD(Norm, data), FIELD(Norm, bytes), FIELD(Norm, row), FIELD(Norm, rows), FIELD(Norm, columns),
     FIELD(Norm, epsilon), FIELD(Norm, out),
@@ -1540,7 +1541,7 @@ struct Finisher {
             }
         });
     }
-    // Fetch what some rows are added to, and where they are stored, which lies far apart: no processor foresees that.
+    // Fetch what some rows are added to, and where they are stored. Rows lie too far apart for a processor to foresee.
     INLINE void fetch(int64_t start, int64_t number, int64_t rows, int64_t columns) const {
         if (moved) return;
         const int64_t size = KIND == FLOATS || KIND == SUMS || (KIND == ACTIVE && out.kind == FLOATS) ? 4 : 1;
