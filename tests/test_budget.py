@@ -356,7 +356,10 @@ def test_commands_from_rows_to_curves(place):
             ("sensitivity", "demo", "--judged", 1000),
             "has 960 images beside those that calibrate, --judged 1000",
         ),
-        (("sensitivity", *GIVEN[:5], "--judged", 30), "images has 32 images, --images plus --judged 38 are wanted"),
+        (
+            ("sensitivity", *GIVEN[:5], "--judged", 30),
+            "images has 32 images, and --images, --judged and the method want 38",
+        ),
         (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
         (("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"), "--widths says what is measured"),
         (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),

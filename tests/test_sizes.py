@@ -266,9 +266,11 @@ def test_a_rule_knows_the_batch():
 
 
 def test_a_model_without_maps_has_no_rule():
-    model = Toy(lambda m, x: m.head(x) if x.shape[0] < 100 else x, head=nn.Linear(5, 5)).eval()
-    program = capture(model, torch.randn(2, 5), sizes="free")
+    program = capture(Toy(lambda m, x: m.head(x), head=nn.Linear(5, 5)).eval(), torch.randn(2, 5), sizes="free")
     assert (program.free, program.rule) == ({}, None)
+    model = Toy(lambda m, x: m.head(x) if x.shape[0] < 100 else x, head=nn.Linear(5, 5)).eval()
+    with pytest.raises(CaptureError, match="another path for more than 99 images"):
+        capture(model, torch.randn(2, 5), sizes="free")
 
 
 def test_another_path_for_a_batch_that_is_compared_is_refused():

@@ -121,7 +121,6 @@ def inference(model: nn.Module) -> Iterator[None]:
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
     """The exported model as a program, before it is canonical."""
     exported = _export(model, example, any_size)
-    _check_any_batch(model, exported)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {spec.target for spec in exported.graph_signature.input_specs}
     for spec in exported.graph_signature.input_specs:
@@ -147,10 +146,12 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     output = _structure(result, exported.call_spec.out_spec)
     program = Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
     if not any_size:
+        _check_any_batch(model, exported)
         return program
     given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
     free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
     if not free:  # no maps: the batch is free in every program, and needs no rule
+        _check_any_batch(model, exported)
         return program
     return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
 
@@ -179,7 +180,7 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
 
 
 def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
-    """Raise CaptureError where the model takes another path from some number of images on."""
+    """Raise CaptureError where the model takes another path from some number of images on, which a rule would know."""
     for node in exported.graph.nodes:
         if node.op == "placeholder" and isinstance(value := node.meta["val"], Tensor) and value.ndim:
             size = getattr(getattr(value.shape[0], "node", None), "expr", None)  # None of a tensor that the model holds
