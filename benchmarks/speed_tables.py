@@ -132,7 +132,7 @@ def accuracy_table() -> str:
         f"{each['accuracy']['fp32']['images']:,} images"
         for each in results
     )
-    machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}" for each in results)
+    machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}{age(each)}" for each in results)
     text = (
         f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with "
         f"other work). All that need calibration have the same 32 images; {'; '.join(tops)}."
@@ -156,8 +156,8 @@ def limits_table() -> str:
     roofs, machine = result["roofs"], result["machine"]
     reads = ", ".join(f"{speed:.0f} GB/s from {name}" for name, speed in roofs["reads"].items())
     text = (
-        f"CPU milliseconds of a batch on one thread ({machine['processor']}, {LEVELS[roofs['level']]}; shared with "
-        "other work), the least of many; the last three columns are times over limits. The roofs: "
+        f"CPU milliseconds of a batch on one thread ({machine['processor']}, {LEVELS[roofs['level']]}{age(result)}; "
+        "shared with other work), the least of many; the last three columns are times over limits. The roofs: "
         f"{roofs['dots']:.0f} billion products of bytes, {roofs['exps']:.1f} billion values of 2^x and "
         f"{roofs['erfs']:.1f} billion of erf in a second, and {reads}. Figures: `benchmarks/results/limits.json`."
     )
@@ -183,7 +183,8 @@ def load_table() -> str:
             lines.append(f"| {' | '.join((row['model'].rpartition(':')[2], names[way], *cells))} |")
     text = (
         "Processes that start, load and answer one image, on one thread, in turn; medians "
-        f"({result['machine']['processor']}; shared with other work). Figures: `benchmarks/results/load.json`."
+        f"({result['machine']['processor']}{age(result)}; shared with other work). "
+        "Figures: `benchmarks/results/load.json`."
     )
     return "\n".join([*lines, "", text])
 

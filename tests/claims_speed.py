@@ -63,7 +63,8 @@ def speed_on_the_bundled_model() -> str:
     slower = [time[f"native/{bits}", 8] / time[name, 8] for bits in ("w6a6", "w8a8") for name in int8]
     uniform = [time["native/w8a8:uniform", batch] / time[best, batch] for batch in (1, 8)]
     return (
-        "On the bundled model W4A4 is the quickest, for one image and for eight, and agrees with full precision on "
+        "On the bundled model, run by earlier kernels, W4A4 is the quickest, for one image and for eight, and agrees "
+        "with full precision on "
         f"{same['native/w4a4']:.2f} % of the images. OpenVINO's int8 with bfloat16 around it, the next of the engines "
         f"for eight, agrees on {same[best]:.2f} %; W8A8 with uniform quantizers alone agrees on "
         f"{same['native/w8a8:uniform']:.2f} %, in {uniform[0]:.2f} of its time for one image and {uniform[1]:.2f} for "
@@ -96,7 +97,8 @@ def speed_on_tinyvit() -> str:
         each = [time[name, batch] for name in ("openvino-int8", "openvino-bf16", "native/w8a8", "openvino")]
         order(each == sorted(each), each)
     return (
-        f"On TinyViT, which has real weights, W8A8 keeps {top['native/w8a8']:.1f} of {top['fp32']:.1f} % and takes "
+        "On TinyViT, which has real weights and was run by earlier kernels, W8A8 keeps "
+        f"{top['native/w8a8']:.1f} of {top['fp32']:.1f} % and takes "
         f"{times_as_long('native/w8a8', 'openvino')} of the time of OpenVINO's float32. OpenVINO in bfloat16 needs no "
         f"calibration, has {top['openvino-bf16']:.1f} %, and is quicker: W8A8 takes "
         f"{times_as_long('native/w8a8', 'openvino-bf16')} times as long. OpenVINO's int8 from the same 32 images has "

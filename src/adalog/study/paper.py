@@ -238,10 +238,9 @@ def plan(
             raise ValueError(
                 f"no row of table {', '.join(names)} has the {what} {odd[0]!r}: there are {', '.join(there)}"
             )
-    for name in names:
-        for row in TABLES[name].rows:
-            if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
-                found.setdefault(replace(row.config, images=images), row)
+    for row in rows:
+        if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
+            found.setdefault(replace(row.config, images=images), row)
     if not found and (bits or firsts):
         raise ValueError(
             f"no row of table {', '.join(names)} has bits of {', '.join(bits) or 'any'} "
