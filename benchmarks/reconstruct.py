@@ -1,13 +1,15 @@
 """What the stages after the search give back, on the bundled model or on a real pretrained one.
 
     python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
-        [--stages search correction reconstruction] [--images 32 128 1024] [--seeds 3] [--work DIR] [--json FILE]
+        [--stages search correction reconstruction end-to-end] [--images 32 128 1024] [--seeds 3] [--work DIR]
+        [--json FILE]
 
-The search is that of `adalog` on 32 images. The correction fits the images asked for, the first 32 of which are those
-of the search; the reconstruction goes on from the correction with the most images, on the same ones. On the bundled
-model these are drawn from 1,024 training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the
-1,000 support images, and the 1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of
-one thread, of the search, the correction or the reconstruction alone.
+The search is that of `adalog` on 32 images, and the stages are those of `adalog++`. The correction fits the images
+asked for, the first 32 of which are those of the search; the reconstruction of blocks goes on from the correction with
+the most images, on the same ones, and the one end to end from that. On the bundled model these are drawn from 1,024
+training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the 1,000 support images, and the
+1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of one thread, of the named stage
+alone.
 Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows, and
 what is finished of a row, as long as the sources of the package are the same; a killed run goes on from there, and the
 seconds of its parts add up.
@@ -36,6 +38,7 @@ from adalog.calibration.calibration import MEMORY
 from adalog.calibration.compensate import corrected
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstructed
+from adalog.choices import Fitting
 from adalog.files import write_whole
 from adalog.graph.rewrite import Assigned
 from adalog.inputs import demo
@@ -48,7 +51,7 @@ from adalog.version import source_hash
 
 IMAGES = 32  # of the search
 _MEMORY = MEMORY // 2  # bytes: what a calibration gives a stage by default
-STAGES = ("search", "correction", "reconstruction")
+STAGES = ("search", "correction", "reconstruction", "end-to-end")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ def load_case(name: str, folder: Path | None) -> Case:
     assert folder is not None
     bench = RealBench.of(folder)
     return Case(bench.model, lambda count, seed: bench.calibration_images(seed, count), bench.classes, bench.truth)
+
+
+def choices_of(stage: str, images: int) -> Fitting:
+    """What the method `adalog++` chooses for one of the stages after the search, on so many images."""
+    return dict(zip(STAGES[1:], Config.preset("w4a4", "adalog++").fitting(images).stages, strict=True))[stage]
 
 
 def main() -> None:
@@ -145,25 +153,30 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def fitted(bits: str, seed: int, images: int) -> tuple[Assigned, float]:
         calibration, assigned, _ = searched(bits, seed)
         stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = Correction(images=images), stage.partial(drawn[0])
+        choices, done = choices_of("correction", images), stage.partial(drawn[0])
+        assert isinstance(choices, Correction)
         found = corrected(calibration.program, drawn, assigned, choices, _MEMORY, done, stage.progress)
         return found, stage.seconds()
 
-    def trained(bits: str, seed: int, images: int, start: Assigned) -> tuple[Assigned, float]:
+    @cache
+    def trained(bits: str, seed: int, images: int, stage: str) -> tuple[Assigned, float]:
         program = searched(bits, seed)[0].program
-        stage, drawn = staged(f"{bits}-reconstruction-{images}-{seed}"), [case.drawn(images, seed)]
-        choices, done = Reconstruction(images=images), stage.partial(drawn[0])
+        first = stage == "reconstruction"
+        start, _ = fitted(bits, seed, images) if first else trained(bits, seed, images, "reconstruction")
+        running, drawn = staged(f"{bits}-{stage}-{images}-{seed}"), [case.drawn(images, seed)]
+        choices, done = choices_of(stage, images), running.partial(drawn[0])
+        assert isinstance(choices, Reconstruction)
         found = reconstructed(
-            program, drawn, start, choices, seed=seed, memory=_MEMORY, partial=done, progress=stage.progress
+            program, drawn, start, choices, seed=seed, memory=_MEMORY, partial=done, progress=running.progress
         )
-        return found, stage.seconds()
+        return found, running.seconds()
 
     def measured(bits: str, seed: int, stage: str, images: int) -> dict[str, Any]:
         calibration, assigned, seconds = searched(bits, seed)
-        if stage != "search":
+        if stage == "correction":
             assigned, seconds = fitted(bits, seed, images)
-        if stage == "reconstruction":
-            assigned, seconds = trained(bits, seed, images, assigned)
+        elif stage != "search":
+            assigned, seconds = trained(bits, seed, images, stage)
         model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
         answers = case.classes(runs, at_once)
@@ -186,13 +199,13 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     for seed, bits in product(range(given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
         kinds += [("correction", images) for images in given.images if "correction" in given.stages]
-        kinds += [("reconstruction", max(given.images))] if "reconstruction" in given.stages else []
+        kinds += [(stage, max(given.images)) for stage in STAGES[2:] if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)
             rows.append(finished(f"{bits}-{stage}-{images}-{seed}", key, make))
-        searched.cache_clear()
-        fitted.cache_clear()
+        for each in (searched, fitted, trained):
+            each.cache_clear()
     fp32 = float((reference == case.labels).double().mean())
     result = {"fp32": fp32, "judged": len(reference), "iterations": Reconstruction().iterations, "rows": rows}
     result["machine"] = machine()

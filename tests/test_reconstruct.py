@@ -475,7 +475,7 @@ def test_choices_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=next(iter(changes))):
             replace(STAGE, **changes)
     for stages in ((STAGE, Correction()), (STAGE, STAGE), (STAGE, adalog.Evolution()), (Correction(), Correction())):
-        with pytest.raises(ValueError, match="one of a kind and a Correction before a Reconstruction"):
+        with pytest.raises(ValueError, match="at most one Correction, then one Reconstruction of blocks"):
             Config(stages=stages)
 
 

@@ -19,6 +19,7 @@ Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 WeightRounding = Literal["latent", "adaround"]
 BlockLoss = Literal["squared", "fisher", "averaged", "low-rank"]
+Scope = Literal["block", "model"]
 CorrectionTarget = Literal["output", "stream"]
 FoldRanges = Literal["own", "deviations", "by-bits"]
 
@@ -242,16 +243,17 @@ class Correction:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Codes, biases and scales are trained, block by block, by the block's output: see `calibration.reconstruct`.
+    """Codes, biases and scales are trained by the float network's outputs: see `calibration.reconstruct`.
 
-    images: how many unlabelled images are fitted, every eighth of which judges. iterations: the steps of each block,
-    with `batch` images each. weights: codes are the float weight's rounded up or down ("adaround"), or "latent" values
-    rounded straight through, whose scales are trained as well. scales: whether activations' scales and zero points are
-    trained. biases: whether biases are. loss: the squared error of the block's output, all of it the same ("squared"),
-    weighted by the squared gradients of the model's loss, image by image ("fisher") or their average ("averaged"), or
-    by a diagonal and a low-rank part of the Fisher information ("low-rank"). drop: the share of a block's inputs and
-    quantized activations that stay exact in a step. rate: of codes, in units of codes. scale_rate: of the logarithms of
-    scales, and of biases. Both fall to zero by a cosine.
+    scope: whether one "block" after another is trained by its output, or the "model" as one block; the method
+    `adalog++` has rates for the latter. images: how many unlabelled images are fitted, every eighth of which judges.
+    iterations: the steps of each block, with `batch` images each. weights: codes are the float weight's rounded up or
+    down ("adaround"), or "latent" values rounded straight through, whose scales are trained as well. scales: whether
+    activations' scales and zero points are trained. biases: whether biases are. loss: the squared error of the block's
+    output, all of it the same ("squared"), weighted by the squared gradients of the model's loss, image by image
+    ("fisher") or their average ("averaged"), or by a diagonal and a low-rank part of the Fisher information
+    ("low-rank"). drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of
+    codes, in units of codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
     """
 
     images: int = 1024
@@ -264,8 +266,10 @@ class Reconstruction:
     drop: float = 0.1
     rate: float = 0.03
     scale_rate: float = 0.005
+    scope: Scope = "block"
 
     def __post_init__(self) -> None:
+        check_choice("scope", self.scope, Scope)
         for name in ("images", "iterations", "batch"):
             check_whole(name, getattr(self, name), 1)
         check_choice("weights", self.weights, WeightRounding)
@@ -300,25 +304,27 @@ STAGE_KINDS: dict[str, Any] = {
 def check_stages(stages: object) -> None:
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
-    fitting = [type(stage) for stage in stages if isinstance(stage, Fitting)]
-    in_order = fitting in ([], [Correction], [Reconstruction], [Correction, Reconstruction])
-    if not in_order or fitting != [type(stage) for stage in stages[len(stages) - len(fitting) :]]:
+    fitting = [stage for stage in stages if isinstance(stage, Fitting)]
+    order = ["correction" if isinstance(stage, Correction) else stage.scope for stage in fitting]
+    in_order = order == [kind for kind in ("correction", "block", "model") if kind in order]
+    if not in_order or fitting != list(stages[len(stages) - len(fitting) :]):
         raise ValueError(
-            "stages that fit images come last, one of a kind and a Correction before a Reconstruction: others judge "
-            "what they change beside exact inputs"
+            "stages that fit images come last, since others judge what they change beside exact inputs: at most one "
+            "Correction, then one Reconstruction of blocks, then one of the model"
         )
 
 
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
     """The fields of a search or stage with the name of its kind.
 
-    Files of format 3 call `parents` "keep". They name `fold_ranges` only where it is not the default, since the first
-    of them were written before there was a choice.
+    Files of format 3 call `parents` "keep". They name `fold_ranges` and `scope` only where these are not the default,
+    since the first of them were written before there was a choice.
     """
     kind = next(name for name, kind in kinds.items() if type(choices) is kind)
     fields = renamed(dataclasses.asdict(choices), {"parents": "keep"})
-    if fields.get("fold_ranges") == "by-bits":
-        del fields["fold_ranges"]
+    for field, default in (("fold_ranges", "by-bits"), ("scope", "block")):
+        if fields.get(field) == default:
+            del fields[field]
     return {"kind": kind, **fields}
 
 

@@ -2,7 +2,8 @@
 
 A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
 gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
-share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022).
+share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022). The whole model
+may be the block: its parts then make up for each other's errors.
 
 What is trained of an assignment is in `training`. Processes of one job share out the images of each step.
 """
@@ -26,7 +27,7 @@ from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
-from adalog.graph.sites import find_blocks
+from adalog.graph.sites import as_one_block, find_blocks
 from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
 
@@ -35,8 +36,9 @@ _HELD_OUT = 8
 # The images of a step are taken so many at a time, and gradients of these shares are summed: another rank may have the
 # next share. Smaller ones take longer in one process.
 _SHARE = 4
-# How often a block's state is judged on the images held out.
+# How often a block's state is judged on the images held out, and how often its steps are told.
 _CHECKS = 8
+_REPORTS = 32
 # The exponent of AdaRound's regulariser falls from the first to the second number after the first fifth of the steps.
 _ANNEALING = (20.0, 2.0)
 _WARM_UP = 0.2
@@ -86,19 +88,26 @@ def reconstructed(
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
-    blocks = find_blocks(program)
+    blocks = find_blocks(program) if choices.scope == "block" else as_one_block(program)
+    stage = "reconstruction" if choices.scope == "block" else "tuning"
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
     for number, block in enumerate(blocks):
+
+        def report(step: int, number: int = number) -> None:
+            if progress is not None:
+                name = f"block {number + 1} of {len(blocks)}, step {step} of {choices.iterations}"
+                progress(number * choices.iterations + step, len(blocks) * choices.iterations, name)
+
         names = {node.name for node in floats.nodes(number).nodes}
         members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
-        keys = [f"reconstruction of {current[index][0].name}" for index in members]
+        keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
         done = ranks.agreed(keys, done, coded(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
             block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks)
-            best = [assignment for _, assignment in block_in_training.trained()]
+            best = [assignment for _, assignment in block_in_training.trained(report)]
 
             def made(best: list[Assignment] = best) -> list[Assignment]:
                 return best
@@ -111,8 +120,7 @@ def reconstructed(
         for index, key in zip(members, keys, strict=True):
             current[index] = (current[index][0], done.get(key, current[index][1]))
         quantized.change(number, rewritten(program, current))
-        if progress is not None:
-            progress(number + 1, len(blocks), f"block {number + 1} of {len(blocks)} reconstructed")
+        report(choices.iterations)
     return current
 
 
@@ -164,13 +172,18 @@ class BlockInTraining:
         self._error = block_error(choices.loss, behind, self._fitted, seed)
         self._renew(self._assigned)
 
-    def trained(self) -> list[tuple[SiteGroup, Assignment]]:
-        """The best assignments on the images held out, those at the start among them."""
+    def trained(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
+        """The best assignments on the images held out, those at the start among them.
+
+        report: is called with the number of finished steps, several times before the last.
+        """
         best, least = list(self._assigned), self._judged(self._assigned)
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
         check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
         for step in self.steps(unit) if 0 < least < math.inf else ():  # at zero nothing is to be gained
+            if report is not None and step % max(1, last // _REPORTS) == 0 and step < last:
+                report(step)
             if step % check and step % renewal and step < last:
                 continue
             tried = [(each.group, each.hard()) for each in self._groups]

@@ -367,6 +367,13 @@ def find_blocks(program: Program) -> list[Block]:
     return _cut(program, [narrow[cut] for cut in cuts | set(islice(additions, 1))])
 
 
+def as_one_block(program: Program) -> list[Block]:
+    """The program as one block, and its heads, if it puts out several values, as another."""
+    if isinstance(program.output, Ref):
+        return _cut(program, [])
+    return _cut(program, _bottlenecks(program)[-1:])
+
+
 def find_pieces(program: Program) -> list[Block]:
     """The program cut finely: before each site, at the last value that all later ones depend on.
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from adalog.choices import AnySearch, Correction, Reconstruction, ReleasedSearch, Search, Stage
+from adalog.choices import AnySearch, Reconstruction, ReleasedSearch, Search, Stage
 from adalog.config import Config
 from adalog.methods import METHODS
 
@@ -129,7 +129,10 @@ def _fitted(bits: str) -> Iterator[Row]:
 
 
 def _stages_name(stages: Sequence[Stage]) -> str:
-    return " and ".join("correction" if isinstance(stage, Correction) else "reconstruction" for stage in stages)
+    """The stages of a row, which fit images, in words, such as "correction and reconstruction"."""
+    kinds = {"block": "reconstruction", "model": "reconstruction end to end"}
+    names = [kinds[stage.scope] if isinstance(stage, Reconstruction) else "correction" for stage in stages]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
 
 
 def _after_softmax() -> Iterator[Row]:
