@@ -106,9 +106,8 @@ METHODS: dict[str, Method] = {
             "stages": (
                 Correction(images=Reconstruction().images),
                 Reconstruction(),
-                # Blocks that fit together already are disturbed by larger steps; and no block is behind the last one,
-                # so all activations are quantized as they will be.
-                Reconstruction(scope="model", drop=0.0, rate=0.003, scale_rate=0.001),
+                # Scales and biases, which are few, do most of this; larger steps of codes fit the images alone.
+                Reconstruction(scope="model", drop=0.0, rate=0.003, scale_rate=0.003),
             ),
         },
     ),
