@@ -11,7 +11,7 @@ import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
 from adalog.calibration.reconstruct import reconstructed
 from adalog.graph.capture import capture
-from adalog.graph.sites import as_one_block
+from adalog.graph.sites import find_spans
 from adalog.quantizers import QuantizedTensor
 from adalog.study.evaluate import predict
 from stored import deserialise, serialise
@@ -78,7 +78,7 @@ def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     torch.manual_seed(0)
     images = pool[:8, :, :2, :2].contiguous()
     net = Outputs().eval()
-    trunk, heads = as_one_block(capture(net, (images,)))
+    trunk, heads = find_spans(capture(net, (images,)))
     assert (trunk.value_in, heads.value_in) == ("x", trunk.value_out)
     assert len([name for name in trunk.nodes if "linear" in name]) == 2
     calibration = Calibration(net, images)
@@ -88,9 +88,35 @@ def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     assert (same["first"], same["second"]) == (False, False)
 
 
+class Scales(nn.Module):
+    """A stream that is put out in between as well, as a backbone does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
+
+    def forward(self, x):
+        x, found = x.flatten(1), []
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(x).relu()
+            found.append(norm(x))
+        return tuple(found)
+
+
+def test_a_block_ends_where_an_output_leaves_the_stream(pool):
+    """So no output is made worse for the sake of a later one without being judged."""
+    images = pool[:8, :, :2, :2].contiguous()
+    program = capture(Scales().eval(), (images,))
+    made = {node.name: node.op for node in program.nodes}
+    blocks = find_spans(program)
+    assert [made[block.value_out] for block in blocks[:3]] == ["aten.add.Tensor"] * 3
+    assert [sum("linear" in name for name in block.nodes) for block in blocks] == [1, 1, 1, 0]
+
+
 def test_a_model_with_one_output_is_one_block(tiniest, pool):
     program = capture(tiniest, (pool[:2],))
-    (block,) = as_one_block(program)
+    (block,) = find_spans(program)
     assert block.nodes == tuple(node.name for node in program.nodes)
     assert block.value_out == program.output.name
 

@@ -27,7 +27,7 @@ from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
-from adalog.graph.sites import as_one_block, find_blocks
+from adalog.graph.sites import find_blocks, find_spans
 from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
 
@@ -88,7 +88,7 @@ def reconstructed(
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
-    blocks = find_blocks(program) if choices.scope == "block" else as_one_block(program)
+    blocks = find_blocks(program) if choices.scope == "block" else find_spans(program)
     stage = "reconstruction" if choices.scope == "block" else "tuning"
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)

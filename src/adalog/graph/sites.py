@@ -1,7 +1,7 @@
 """The sites, LayerNorm pairs and blocks of a program, found from the flow of data and never from names."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -367,11 +367,18 @@ def find_blocks(program: Program) -> list[Block]:
     return _cut(program, [narrow[cut] for cut in cuts | set(islice(additions, 1))])
 
 
-def as_one_block(program: Program) -> list[Block]:
-    """The program as one block, and its heads, if it puts out several values, as another."""
-    if isinstance(program.output, Ref):
+def find_spans(program: Program) -> list[Block]:
+    """The program as one block. Several outputs cut it, each at the last value that it and all later ones depend on.
+
+    So each block ends where an output, such as a scale of a detector's backbone, leaves the program.
+    """
+    outputs = set(refs_of(program.output))
+    if len(outputs) < 2:
         return _cut(program, [])
-    return _cut(program, _bottlenecks(program)[-1:])
+    narrow = _bottlenecks(program)
+    made = (index for index, node in enumerate(program.nodes) if node.name in outputs)
+    places = [bisect_right(narrow, index) - 1 for index in made]
+    return _cut(program, [narrow[place] for place in places if place >= 0])
 
 
 def find_pieces(program: Program) -> list[Block]:
