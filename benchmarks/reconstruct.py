@@ -81,8 +81,10 @@ class Stage:
         return self._before + time.process_time() - self._start
 
     def progress(self, done: int, total: int, name: str) -> None:
+        """Tell it; and keep the seconds where what was done is kept, which steps within a block are not."""
         print(f"{name}: {done} of {total}, {self.seconds():.0f} CPU s", file=sys.stderr)
-        write_whole(self._clock, str(self.seconds()).encode())
+        if ", step " not in name:
+            write_whole(self._clock, str(self.seconds()).encode())
 
 
 def load_case(name: str, folder: Path | None) -> Case:

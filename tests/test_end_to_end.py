@@ -11,6 +11,7 @@ import adalog
 from adalog import METHODS, Calibration, Config, Correction, QuantizedModel, Reconstruction, Search
 from adalog.calibration.reconstruct import reconstructed
 from adalog.graph.capture import capture
+from adalog.graph.program import Ref
 from adalog.graph.sites import find_spans
 from adalog.quantizers import QuantizedTensor
 from adalog.study.evaluate import predict
@@ -85,7 +86,7 @@ def test_heads_of_a_model_with_several_outputs_are_a_block_of_their_own(pool):
     before = calibration.assign(replace(LOW, fold_rows=1))
     after = reconstructed(calibration.program, [images], before, replace(STAGE, images=8))
     same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
-    assert (same["first"], same["second"]) == (False, False)
+    assert same == {"first": False, "second": False, "one": True}  # one head's output alone would judge both
 
 
 class Scales(nn.Module):
@@ -114,11 +115,43 @@ def test_a_block_ends_where_an_output_leaves_the_stream(pool):
     assert [sum("linear" in name for name in block.nodes) for block in blocks] == [1, 1, 1, 0]
 
 
-def test_a_model_with_one_output_is_one_block(tiniest, pool):
-    program = capture(tiniest, (pool[:2],))
+class Ending(nn.Module):
+    """A trunk, and what a function makes of the input and of what follows the trunk."""
+
+    def __init__(self, ending):
+        super().__init__()
+        self.first, self.second, self.ending = nn.Linear(12, 8), nn.Linear(8, 6), ending
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.ending(x, self.second(self.first(x).relu()))
+
+
+@pytest.mark.parametrize(
+    "ending", [lambda x, y: y, lambda x, y: {"logits": y}, lambda x, y: (y,), lambda x, y: [y.softmax(1)]]
+)
+def test_a_model_with_one_output_is_one_block(pool, ending):
+    """However it is wrapped, as in the output of a classifier of transformers."""
+    program = capture(Ending(ending).eval(), (pool[:4, :, :2, :2].contiguous(),))
     (block,) = find_spans(program)
     assert block.nodes == tuple(node.name for node in program.nodes)
-    assert block.value_out == program.output.name
+
+
+def test_an_input_that_is_put_out_cuts_nothing(pool):
+    model = Ending(lambda x, y: {"logits": y}).eval()
+    program = capture(model, (pool[:4, :, :2, :2].contiguous(),))
+    both = replace(program, output={"image": Ref(program.inputs[0]), "logits": program.output["logits"]})
+    assert len(find_spans(both)) == 1
+
+
+@pytest.mark.parametrize("ending", [lambda x, y: y.chunk(2, 1), lambda x, y: y.unbind(1)])
+def test_no_block_ends_in_a_list(pool, ending):
+    torch.manual_seed(0)
+    images = pool[:8, :, :2, :2].contiguous()
+    calibration = Calibration(Ending(ending).eval(), images)
+    before = calibration.assign(replace(LOW, fold_rows=1))
+    after = reconstructed(calibration.program, [images], before, replace(STAGE, images=8))
+    assert not any(one is other for (_, one), (_, other) in zip(before, after, strict=True))
 
 
 def test_progress_is_told_many_times(pool, searched):
@@ -127,7 +160,7 @@ def test_progress_is_told_many_times(pool, searched):
     reconstructed(calibration.program, [pool[:24]], before, STAGE, progress=lambda *each: told.append(each))
     assert [done for done, _, _ in told] == list(range(1, 17))
     assert {total for _, total, _ in told} == {16}
-    assert told[-1][2] == "block 1 of 1, step 16 of 16"
+    assert [name for _, _, name in told[-2:]] == ["end to end, block 1 of 1, step 15 of 16", "end to end, block 1 of 1"]
 
 
 @pytest.mark.slow

@@ -40,11 +40,11 @@ def quantize(
     serves: its first `config.images` calibrate, and stages that fit weights may see all of it; or a tuple of inputs,
     (N, ...) each. within: a model that holds this one and takes the images: this one is calibrated on what it is given
     there, in all its calls, and the quantized model takes its place, in which nothing else changes.
-    jobs: sites searched at once. progress(done, total, site): called as sites are done. partial: a file to which
-    finished searches are added, from which an interrupted call goes on; remove it once the result is saved. memory:
-    bytes on each rank, and sizes: as of `Calibration`. ranks: the processes that share out the searches, each of which
-    makes this call (`Ranks.of_environment`); all get the same model. The model is not changed;
-    one in half precision is quantized in float32.
+    jobs: sites searched at once. progress(done, total, name): called as sites and steps are done. partial: a file to
+    which finished searches are added, from which an interrupted call goes on; remove it once the result is saved.
+    memory: bytes on each rank, and sizes: as of `Calibration`. ranks: the processes that share out the searches, each
+    of which makes this call (`Ranks.of_environment`); all get the same model. The model is not changed; one in half
+    precision is quantized in float32.
     Raises CaptureError and CalibrationError, and ValueError where `within` does not hold the model, where a pattern of
     `pinned` matches no site, or where memory is too little.
     """

@@ -1,4 +1,4 @@
-"""Reconstruction by gradients: the codes, biases and scales of one block after another are trained.
+"""Reconstruction by gradients: the codes, biases and scales of one block after another, or of all, are trained.
 
 A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
 gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
@@ -27,7 +27,7 @@ from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
-from adalog.graph.sites import find_blocks, find_spans
+from adalog.graph.sites import Block, find_blocks, find_spans
 from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
 
@@ -78,28 +78,31 @@ def reconstructed(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with codes, biases and scales that were trained, block by block.
+    """The assignments with codes, biases and scales that were trained.
 
-    memory: bytes for the values of both networks that are held at a time, as for `Blocks`; a block's inputs and outputs
-    on all images, and the weights of its errors, are held whatever it says. partial: finished blocks are read from it,
-    and written to it by the first rank. ranks: all of them make the values of both networks, and share out the images
-    of each step and those that judge. Groups that the block's output does not depend on, such as those of a second
-    head, stay as they are, and so does all of a block whose output is no tensor of floats.
+    memory: bytes for the values of both networks that are held at a time, as for `Blocks`. Held whatever it says are a
+    block's inputs and outputs on all images, the weights of its errors, some 50 bytes for each of its weights, and what
+    gradients need of its values on four images; with the scope "model" all this is the model's. partial: finished
+    blocks are read from it, and written to it by the first rank. ranks: all of them make the values of both networks,
+    and share out the images of each step and those that judge. Groups stay as they are that the block's output does not
+    depend on, or that another output of the model depends on too within the block, such as those of one head of two,
+    since nothing would judge it; and so does all of a block whose output is no tensor of floats.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
     blocks = find_blocks(program) if choices.scope == "block" else find_spans(program)
-    stage = "reconstruction" if choices.scope == "block" else "tuning"
+    stage, where = ("reconstruction", "block") if choices.scope == "block" else ("tuning", "end to end, block")
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
     for number, block in enumerate(blocks):
 
         def report(step: int, number: int = number) -> None:
             if progress is not None:
-                name = f"block {number + 1} of {len(blocks)}, step {step} of {choices.iterations}"
+                told = f", step {step} of {choices.iterations}" if step < choices.iterations else ""
+                name = f"{where} {number + 1} of {len(blocks)}{told}"
                 progress(number * choices.iterations + step, len(blocks) * choices.iterations, name)
 
-        names = {node.name for node in floats.nodes(number).nodes}
+        names = {node.name for node in floats.nodes(number).nodes} - _leading_elsewhere(program, block)
         members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
@@ -127,6 +130,16 @@ def reconstructed(
 def _read_by(group: SiteGroup) -> set[str]:
     """The operations that a group's assignment changes."""
     return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
+
+
+def _leading_elsewhere(program: Program, block: Block) -> set[str]:
+    """The operations of a block that lead to an output of the program which is made in the block and is not its own."""
+    found = {*refs_of(program.output)} - {block.value_out}
+    inside = {*block.nodes}
+    for node in reversed(program.nodes):
+        if node.name in found & inside:
+            found |= set(node.refs())
+    return found & inside
 
 
 class BlockInTraining:

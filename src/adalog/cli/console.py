@@ -305,7 +305,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def site_progress(progress: Progress, task: TaskID, name: str) -> Callable[[int, int, str], None]:
-    """A callback for `quantize` that shows on a bar how many sites are searched, and the name of the last one."""
+    """A callback for `quantize` that shows on a bar how many sites or steps are done, and the name of the last one."""
 
     def update(done: int, total: int, site: str) -> None:
         progress.update(task, completed=done, total=total, description=f"{name} {site}")

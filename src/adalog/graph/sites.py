@@ -359,8 +359,7 @@ def find_blocks(program: Program) -> list[Block]:
     addition. Values that do not depend on the inputs (position tables, masks) may be read across blocks, like tensors.
     What is no tensor but a list of some is no border of blocks.
     """
-    lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
-    narrow = [index for index in _bottlenecks(program) if program.nodes[index].name not in lists]
+    narrow = _borders(program)
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
     cuts = {bisect_left(narrow, index) - 1 for index in attentions} - {-1}
     additions = (index for index in reversed(range(len(narrow))) if _adds_to_stream(program, narrow[: index + 1]))
@@ -370,13 +369,11 @@ def find_blocks(program: Program) -> list[Block]:
 def find_spans(program: Program) -> list[Block]:
     """The program as one block. Several outputs cut it, each at the last value that it and all later ones depend on.
 
-    So each block ends where an output, such as a scale of a detector's backbone, leaves the program.
+    Such outputs are the scales of a detector's backbone.
     """
     outputs = set(refs_of(program.output))
-    if len(outputs) < 2:
-        return _cut(program, [])
-    narrow = _bottlenecks(program)
-    made = (index for index, node in enumerate(program.nodes) if node.name in outputs)
+    made = [index for index, node in enumerate(program.nodes) if node.name in outputs]
+    narrow = _borders(program) if len(made) > 1 else []
     places = [bisect_right(narrow, index) - 1 for index in made]
     return _cut(program, [narrow[place] for place in places if place >= 0])
 
@@ -402,6 +399,12 @@ def _cut(program: Program, places: Iterable[int]) -> list[Block]:
         blocks.append(Block(value, names[-1], names))
         value, start = names[-1], end
     return blocks
+
+
+def _borders(program: Program) -> list[int]:
+    """The indices of nodes where a program may be cut into blocks: its bottlenecks that are no lists."""
+    lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
+    return [index for index in _bottlenecks(program) if program.nodes[index].name not in lists]
 
 
 def _bottlenecks(program: Program) -> list[int]:
