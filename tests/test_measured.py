@@ -109,7 +109,8 @@ SETTINGS: dict[str, str] = {
         - each of 1,000 photographs, the queries, takes the label of the nearest of 1,000 others, the support
           images, one per ImageNet class.
         - The method `adalog+` corrects weights in closed form after the search, from 128 images by default, and
-          `Reconstruction` trains blocks by gradients ([what is measured of both](docs/measured.md)).
+          `adalog++` trains blocks and the model by gradients after that, from 1,024 ([what is measured of
+          both](docs/measured.md)).
         - a ViT of our own on CIFAR-10 (192 wide, 6 deep), which is bundled, and TinyViT-5M, pretrained on
           ImageNet-22k.
         - `.compile("native")` runs the products on integers, on x86 CPUs under Linux (AMX, AVX-512-VNNI, AVX2,
