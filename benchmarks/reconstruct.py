@@ -70,6 +70,7 @@ class Stage:
     def __init__(self, work: Path, name: str):
         self.path = work / f"{name}-{source_hash()[:12]}.partial"
         self._clock = self.path.with_suffix(".seconds")
+        self._size = self._size_now()
         self._before = float(self._clock.read_text()) if self._clock.exists() else 0.0
         self._start = time.process_time()
 
@@ -81,10 +82,14 @@ class Stage:
         return self._before + time.process_time() - self._start
 
     def progress(self, done: int, total: int, name: str) -> None:
-        """Tell it; and keep the seconds where what was done is kept, which steps within a block are not."""
+        """Tell it; and keep the seconds whenever the file of finished parts has grown, since the rest is done again."""
         print(f"{name}: {done} of {total}, {self.seconds():.0f} CPU s", file=sys.stderr)
-        if ", step " not in name:
+        if (size := self._size_now()) > self._size:
+            self._size = size
             write_whole(self._clock, str(self.seconds()).encode())
+
+    def _size_now(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
 
 def load_case(name: str, folder: Path | None) -> Case:

@@ -29,6 +29,12 @@ def images():
 
 
 @pytest.fixture(scope="session")
+def pool():
+    """More images, for stages that fit some and are judged by others."""
+    return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """The bundled architecture with two blocks and random weights."""
     torch.manual_seed(0)

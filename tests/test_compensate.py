@@ -215,11 +215,6 @@ def test_grouped_rows_are_chosen_apart():
 # --- a whole model ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pool():
-    return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
-
-
 SHORT = Search(rounds=1, steps=0, rough_rows=0)
 STAGE = Correction(images=24)
 LOW = Config(weight_bits=2, activation_bits=4, softmax_bits=4, images=8, search=SHORT)

@@ -23,11 +23,6 @@ STAGE = Reconstruction(images=24, iterations=16, rate=0.05, scale_rate=0.01, dro
 
 
 @pytest.fixture(scope="module")
-def pool():
-    return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture(scope="module")
 def searched(tiniest, pool):
     calibration = Calibration(tiniest, pool[:8], unlabelled=pool[:24])
     return calibration, calibration.assign(LOW)

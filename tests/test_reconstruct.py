@@ -119,11 +119,6 @@ def test_latent_codes_stay_among_the_codes():
 
 
 @pytest.fixture(scope="module")
-def pool():
-    return torch.randn(48, 3, 32, 32, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture(scope="module")
 def searched(tiny, pool):
     calibration = Calibration(tiny, pool[:8], unlabelled=pool[:24])
     return calibration, calibration.assign(LOW)

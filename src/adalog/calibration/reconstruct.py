@@ -90,8 +90,10 @@ def reconstructed(
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
-    blocks = find_blocks(program) if choices.scope == "block" else find_spans(program)
-    stage, where = ("reconstruction", "block") if choices.scope == "block" else ("tuning", "end to end, block")
+    if choices.scope == "block":
+        blocks, stage, where = find_blocks(program), "reconstruction", "block"
+    else:
+        blocks, stage, where = find_spans(program), "tuning", "end to end, block"
     floats = Blocks(program, images, blocks, share)
     quantized = Blocks(rewritten(program, current), images, blocks, share, like=floats)
     for number, block in enumerate(blocks):

@@ -131,8 +131,8 @@ def _fitted(bits: str) -> Iterator[Row]:
 def _stages_name(stages: Sequence[Stage]) -> str:
     """The stages of a row, which fit images, in words, such as "correction and reconstruction"."""
     kinds = {"block": "reconstruction", "model": "reconstruction end to end"}
-    names = [kinds[stage.scope] if isinstance(stage, Reconstruction) else "correction" for stage in stages]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    *first, last = (kinds[stage.scope] if isinstance(stage, Reconstruction) else "correction" for stage in stages)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _after_softmax() -> Iterator[Row]:
