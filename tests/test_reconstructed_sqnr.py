@@ -6,9 +6,9 @@ import pytest
 
 from adalog.calibration.block_errors import picked
 from adalog.graph.rewrite import rewritten
-from test_reconstruct import block_of, pool, searched
+from test_reconstruct import block_of, searched
 
-__all__ = ["pool", "searched"]
+__all__ = ["searched"]
 
 
 def test_the_sqnr_of_a_weight_is_about_the_mean_of_each_channel(pool, searched):
