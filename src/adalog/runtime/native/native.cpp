@@ -264,7 +264,7 @@ struct Context {
     int level;
     const Kernels* kernels;
 
-    Context(int threads, int which) : level(which), scratch(threads) {
+    Context(int threads, int which) : level(which), ranges(threads), scratch(threads) {
         try {
             for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
         } catch (...) {  // this machine starts no more of them
@@ -282,8 +282,10 @@ struct Context {
         try {
             std::lock_guard<std::mutex> one_at_a_time(one);
             for (auto& each : scratch) each.resize(bytes);
-            todo = {task, arguments, count};
-            next = 0;
+            todo = {task, arguments};
+            const int64_t threads = int64_t(ranges.size()), each = count / threads, more = count % threads;
+            for (int64_t i = 0, end = 0; i < threads; i++)
+                ranges[i].next = end, ranges[i].end = end = end + each + (i < more);
             if (workers.empty() || count < 2 || deserted()) {
                 share(0);
                 return 0;
@@ -310,9 +312,14 @@ private:
     struct {
         Task task;
         const void* arguments;
-        int64_t count;
     } todo{};
-    std::atomic<int64_t> next{0};
+    // The tasks of a thread, which others take only when they have none left: they are of neighbouring rows, and those of
+    // the next operation mostly of the same, so that the thread's own cache has them.
+    struct alignas(64) Range {
+        std::atomic<int64_t> next{0};
+        int64_t end = 0;
+    };
+    std::vector<Range> ranges;
     static constexpr int OPEN = 1 << 30;
     std::atomic<int> gate{0}, asleep{0};  // gate: how many workers share the operation, and whether more may come
     std::atomic<unsigned> round{0};
@@ -358,8 +365,11 @@ private:
     void share(int who) {
         if (scratch[who].data) *reinterpret_cast<int64_t*>(scratch[who].data) = -1;  // no task has left anything there yet
         kernels->begin();
-        for (int64_t number; (number = next.fetch_add(1)) < todo.count;)
-            todo.task(todo.arguments, number, scratch[who].data);
+        for (size_t i = 0; i < ranges.size(); i++) {
+            Range& range = ranges[(who + i) % ranges.size()];
+            for (int64_t number; (number = range.next.fetch_add(1)) < range.end;)
+                todo.task(todo.arguments, number, scratch[who].data);
+        }
         kernels->end();
     }
     void work(int who) {
@@ -485,9 +495,12 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
 
 // --- what tasks need besides their operands ------------------------------------------------------------------------------
 
-// Rows that a task of a linear takes: a left operand of about half a megabyte, which stays in the second cache.
+// Rows that a task of a linear takes: a left operand of at most about half a megabyte, which stays in the second cache,
+// and about as many in each task.
 int64_t rows_of(const Linear& of) {
-    return std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
+    const int64_t most = std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
+    const int64_t rows = std::max<int64_t>(of.rows, 1), parts = (rows + most - 1) / most;
+    return rounded_up((rows + parts - 1) / parts, ROWS);
 }
 struct LinearScratch {
     int64_t* summed;        // the number of the rows whose sums are here; it comes first, as `share` expects
