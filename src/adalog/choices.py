@@ -263,7 +263,7 @@ class Reconstruction:
     scales: bool = True
     biases: bool = True
     loss: BlockLoss = "squared"
-    drop: float = 0.5
+    drop: float = 0.1
     rate: float = 0.03
     scale_rate: float = 0.005
     scope: Scope = "block"
