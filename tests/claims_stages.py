@@ -56,7 +56,7 @@ def stages_real() -> str:
         f"On TinyViT, which has {100 * result['fp32']:.1f} %, W4A4 goes from {four[0]:.1f} % to {four[1]:.1f} % by a "
         f"correction from 1,000 images, to {four[2]:.1f} % by training its blocks after that, and to {four[3]:.1f} % "
         f"end to end; W3A3 goes from {three[0]:.1f} % to {three[1]:.1f}, {three[2]:.1f} and {three[3]:.1f} %, which is "
-        f"still of no use; with half of the activations exact in training, in place of a tenth, it ends at "
+        "still of no use; with half of the activations exact in training, in place of a tenth, it ends at "
         f"{half:.1f} %. At W6A6 "
         f"({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} %) and at W8A8 ({100 * eight[0]['top1']:.1f} %, then "
         f"{100 * eight[1]['top1']:.1f} % twice) neither of the first two can be told from the search by top-1: p is "

@@ -499,8 +499,8 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
 // and about as many in each task.
 int64_t rows_of(const Linear& of) {
     const int64_t most = std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
-    const int64_t rows = std::max<int64_t>(of.rows, 1), parts = (rows + most - 1) / most;
-    return rounded_up((rows + parts - 1) / parts, ROWS);
+    const int64_t rows = std::max<int64_t>(of.rows, 1), parts = rounded_up(rows, most) / most;
+    return rounded_up(rounded_up(rows, parts) / parts, ROWS);
 }
 struct LinearScratch {
     int64_t* summed;        // the number of the rows whose sums are here; it comes first, as `share` expects
