@@ -151,8 +151,8 @@ def half_exact() -> str:
         "In a step of these reconstructions a tenth of a block's inputs and activations stay exact. With half of them, "
         f"as QDrop has it (`Reconstruction(drop=0.5)`), TinyViT has {three[0][0]} % at W3A3 after its blocks and "
         f"{three[0][1]} % end to end, from one draw ({three[1][0]} and {three[1][1]} % with a tenth, McNemar's p below "
-        f"1e-04). At W4A4 the two cannot be told apart ({four[0][0]} and {four[0][1]} %, p above 0.3). The share "
-        "falls from half to none by default since, which these files do not have "
+        f"1e-04). At W4A4 the two cannot be told apart ({four[0][0]} and {four[0][1]} %, p above 0.3). Half is "
+        "the default since "
         "(`benchmarks/results/reconstruct-realbench-half.json`; its searches and corrections are those of the table, "
         "and its blocks at W3A3 were trained at commit e0758ee with the same choices)."
     )

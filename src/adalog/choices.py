@@ -252,9 +252,8 @@ class Reconstruction:
     activations' scales and zero points are trained. biases: whether biases are. loss: the squared error of the block's
     output, all of it the same ("squared"), weighted by the squared gradients of the model's loss, image by image
     ("fisher") or their average ("averaged"), or by a diagonal and a low-rank part of the Fisher information
-    ("low-rank"). drop: the share of a block's inputs and quantized activations that stay exact in a step; of two
-    shares, the first one goes over into the last one by a cosine. rate: of codes, in units of codes. scale_rate: of the
-    logarithms of scales, and of biases. Both rates fall to zero by a cosine.
+    ("low-rank"). drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of
+    codes, in units of codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
     """
 
     images: int = 1024
@@ -264,7 +263,7 @@ class Reconstruction:
     scales: bool = True
     biases: bool = True
     loss: BlockLoss = "squared"
-    drop: float | tuple[float, float] = (0.5, 0.0)
+    drop: float = 0.5
     rate: float = 0.03
     scale_rate: float = 0.005
     scope: Scope = "block"
@@ -279,21 +278,8 @@ class Reconstruction:
             check_flag(name, getattr(self, name))
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)
-        shares = self.drop if isinstance(self.drop, tuple) else (self.drop, self.drop)
-        if len(shares) != 2 or not all(isinstance(share, (int, float)) and 0 <= share < 1 for share in shares):
-            raise ValueError(f"drop = {self.drop!r} is not at least 0 and below 1, nor two such shares")
-
-    def drop_after(self, done: float) -> float:
-        """The share that stays exact. done: the share of the steps."""
-        if not isinstance(self.drop, tuple):
-            return self.drop
-        first, last = self.drop
-        return last + (first - last) * fallen(done)
-
-
-def fallen(done: float) -> float:
-    """What is left of a difference of one that falls to zero by a cosine. done: the share of the way."""
-    return 0.5 * (1 + math.cos(math.pi * done))
+        if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
+            raise ValueError(f"drop = {self.drop!r} is not at least 0 and below 1")
 
 
 AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch

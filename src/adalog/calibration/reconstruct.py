@@ -2,8 +2,8 @@
 
 A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
 gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
-share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022), and fewer
-from step to step. The whole model may be the block, so that its parts make up for each other's errors.
+share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022). The whole model
+may be the block: its parts then make up for each other's errors.
 
 What is trained of an assignment is in `training`. Processes of one job share out the images of each step.
 """
@@ -22,7 +22,7 @@ from adalog.calibration.blocks import Blocks
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress, coded, coded_list
 from adalog.calibration.training import GroupInTraining
-from adalog.choices import Reconstruction, fallen
+from adalog.choices import Reconstruction
 from adalog.device import multiplies_bfloat16
 from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Program, refs_of
@@ -256,11 +256,12 @@ class BlockInTraining:
             program, tensors=tensors, quantizers={name: each.map(leaf) for name, each in program.quantizers.items()}
         )
         shares = self._shares(numbers)
-        drop = self._choices.drop_after(done)
 
         def gradient(share: int) -> Tensor:
             images = shares[share]
-            loss = self._loss(free, images, drop, self._generators[share]) * (len(images) / len(numbers) / unit)
+            loss = self._loss(free, images, self._choices.drop, self._generators[share]) * (
+                len(images) / len(numbers) / unit
+            )
             if not loss.requires_grad:  # as of a block that ends in a comparison
                 return torch.zeros_like(like)
             found = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -334,7 +335,7 @@ class BlockInTraining:
         if self._choices.weights != "adaround" or done < _WARM_UP:
             return 0.0
         first, last = _ANNEALING
-        exponent = last + (first - last) * fallen((done - _WARM_UP) / (1 - _WARM_UP))
+        exponent = last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
         return sum((each.regulariser(exponent) for each in self._groups), 0.0)
 
     @torch.no_grad()
