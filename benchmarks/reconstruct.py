@@ -1,8 +1,8 @@
 """What the stages after the search give back, on the bundled model or on a real pretrained one.
 
     python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
-        [--stages search correction reconstruction end-to-end] [--images 32 128 1024] [--seeds 3] [--work DIR]
-        [--json FILE]
+        [--stages search correction reconstruction end-to-end] [--images 32 128 1024] [--seeds 3] [--first 0]
+        [--work DIR] [--json FILE]
 
 The search is that of `adalog` on 32 images, and the stages are those of `adalog++`. The correction fits the images
 asked for, the first 32 of which are those of the search; the reconstruction of blocks goes on from the correction with
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted")
     parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
     resumably(parser.parse_args(), measure)
@@ -203,7 +204,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         }
 
     rows = []
-    for seed, bits in product(range(given.seeds), given.bits):
+    for seed, bits in product(range(given.first, given.first + given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
         kinds += [("correction", images) for images in given.images if "correction" in given.stages]
         kinds += [(stage, max(given.images)) for stage in STAGES[2:] if stage in given.stages]
