@@ -56,9 +56,13 @@ STAGES = ("search", "correction", "reconstruction", "end-to-end")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the images that may be fitted, drawn with a seed, and what judges: the class of each image."""
+    """A model, the images that may be fitted, drawn with a seed, and what judges: the class of each image.
+
+    pool: how many images there are to draw from.
+    """
 
     model: nn.Module
+    pool: int
     drawn: Callable[[int, int], Tensor]
     classes: Callable[[Callable[[Tensor], Any], int], Tensor]
     labels: Tensor
@@ -98,13 +102,20 @@ def load_case(name: str, folder: Path | None) -> Case:
         pool = demo.unlabelled_images()
         return Case(
             demo.load_model(),
+            len(pool),
             lambda count, seed: pool[draw_indices(len(pool), count, seed)],
             lambda network, jobs: predict(network, images, jobs=jobs).argmax(dim=1),
             labels,
         )
     assert folder is not None
     bench = RealBench.of(folder)
-    return Case(bench.model, lambda count, seed: bench.calibration_images(seed, count), bench.classes, bench.truth)
+    return Case(
+        bench.model,
+        int(bench.support.sum()),
+        lambda count, seed: bench.calibration_images(seed, count),
+        bench.classes,
+        bench.truth,
+    )
 
 
 def choices_of(stage: str, images: int) -> Fitting:
@@ -118,7 +129,7 @@ def main() -> None:
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted")
+    parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted, at most")
     parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
     parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
     parser.add_argument("--work", type=Path)
@@ -141,6 +152,7 @@ def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, 
 def measure(given: argparse.Namespace, work: Path) -> None:
     """work: where finished rows are, and what is finished of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
+    counts = sorted({min(images, case.pool) for images in given.images})
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(work / f"{given.model}-{name}.json", {"model": given.model, **key}, make)
@@ -206,8 +218,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     rows = []
     for seed, bits in product(range(given.first, given.first + given.seeds), given.bits):
         kinds = [("search", IMAGES)] if "search" in given.stages else []
-        kinds += [("correction", images) for images in given.images if "correction" in given.stages]
-        kinds += [(stage, max(given.images)) for stage in STAGES[2:] if stage in given.stages]
+        kinds += [("correction", images) for images in counts if "correction" in given.stages]
+        kinds += [(stage, counts[-1]) for stage in STAGES[2:] if stage in given.stages]
         for stage, images in kinds:
             key = {"config": Config.preset(bits).to_json(), "stage": stage, "images": images, "seed": seed}
             make = partial(measured, bits, seed, stage, images)

@@ -35,8 +35,8 @@ def earlier_note() -> str:
     searched = {row["bits"]: 100 * row["top1"] for row in before["rows"] if row["stage"] == "search"}
     return (
         "TinyViT's rows from 1,000 images at W4A4 and W3A3, and their searches, are of commit "
-        f"{now['commit'][:7]}. Its others were measured before, in 200 steps and with a tenth of the activations exact: "
-        "those from 128 images at commit "
+        f"{now['commit'][:7]}. Its others were measured before, in 200 steps and with a tenth of the activations "
+        "exact: those from 128 images at commit "
         f"{before['commit'][:7]}, where the search has {searched['w4a4']:.1f} % at W4A4 and {searched['w3a3']:.1f} % "
         "at W3A3, those at W8A8 and W6A6 at several commits and on two processors."
     )

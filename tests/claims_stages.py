@@ -52,8 +52,9 @@ def stages_real() -> str:
         f"On TinyViT, which has {100 * result['fp32']:.1f} %, W4A4 goes from {four[0]:.1f} % to {four[1]:.1f} % by a "
         f"correction from 1,000 images, to {four[2]:.1f} % by training its blocks after that, and to {four[3]:.1f} % "
         f"end to end; W3A3 goes from {three[0]:.1f} % to {three[1]:.1f}, {three[2]:.1f} and {three[3]:.1f} %, which is "
-        f"still of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} %) and at W8A8 ({100 * eight[0]['top1']:.1f} %, then "
-        f"{100 * eight[1]['top1']:.1f} % twice) neither of the first two can be told from the search by top-1: p is "
+        f"still of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} %) and at W8A8 "
+        f"({100 * eight[0]['top1']:.1f} %, then {100 * eight[1]['top1']:.1f} % twice) "
+        "neither of the first two can be told from the search by top-1: p is "
         f"{listed([f'{value:.2f}' for value in p['w6a6']])} at W6A6 and above 0.3 at W8A8, by McNemar's test beside "
         "the search. Both agree with full precision on more images than the search."
     )
@@ -144,13 +145,13 @@ def shares_of_exact_values() -> str:
     three, four = ((top1(half, bits), top1(tenth, bits)) for bits in ("w3a3", "w4a4"))
     last = top1(falling, "w3a3")
     return (
-        "In a step half of a block's inputs and activations stay exact, as in QDrop (`Reconstruction.drop`). With a "
-        f"tenth of them TinyViT has {three[1][0]} % at W3A3 after its blocks and {three[1][1]} % end to end, where half "
-        f"has {three[0][0]} and {three[0][1]} % (one draw, McNemar's p below 1e-04). A share that falls from half to "
-        f"none by a cosine has {last[0]} and {last[1]} %, on another processor. At W4A4 a tenth ({four[1][0]} and "
+        "In a step half of a block's inputs and activations stay exact, as in QDrop (`Reconstruction.drop`). With "
+        f"a tenth of them TinyViT has {three[1][0]} % at W3A3 after its blocks and {three[1][1]} % end to end, where "
+        f"half has {three[0][0]} and {three[0][1]} % (one draw, McNemar's p below 1e-04). A share that falls from half "
+        f"to none by a cosine has {last[0]} and {last[1]} %, on another processor. At W4A4 a tenth ({four[1][0]} and "
         f"{four[1][1]} %) cannot be told from half ({four[0][0]} and {four[0][1]} %, p above 0.3). The figures are in "
         "`benchmarks/results/reconstruct-realbench.json` and in the files beside it that have -tenth and -falling in "
-        "their names; the blocks of the first at W3A3 were trained at commit e0758ee with the same choices."
+        "their names; in the first one the blocks at W3A3 are those that commit e0758ee trained with the same choices."
     )
 
 

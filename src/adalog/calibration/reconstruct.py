@@ -8,6 +8,7 @@ may be the block: its parts then make up for each other's errors.
 What is trained of an assignment is in `training`. Processes of one job share out the images of each step.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -111,13 +112,14 @@ def reconstructed(
         done = ranks.agreed(keys, done, coded(device))
         if len(done) < len(keys) and floats.is_float(block.value_out):
             here = [current[index] for index in members]
-            block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks)
+            beside = [
+                each
+                for index, each in enumerate(current)
+                if index not in members and not names.isdisjoint(each[0].nodes)
+            ]
+            block_in_training = BlockInTraining(program, floats, quantized, number, here, choices, seed, ranks, beside)
             best = [assignment for _, assignment in block_in_training.trained(report)]
-
-            def made(best: list[Assignment] = best) -> list[Assignment]:
-                return best
-
-            agreed = ranks.by_first(made, coded_list(device))
+            agreed = ranks.by_first(functools.partial(list, best), coded_list(device))
             done = dict(zip(keys, agreed, strict=True))
             if partial is not None and ranks.first:
                 for key, assignment in done.items():
@@ -145,7 +147,11 @@ def _leading_elsewhere(program: Program, block: Block) -> set[str]:
 
 
 class BlockInTraining:
-    """One block while it is trained."""
+    """One block while it is trained.
+
+    assigned: what is trained. beside: what stays as it is of the groups that have operations in the block, as of a
+    layer that is called in several blocks.
+    """
 
     def __init__(
         self,
@@ -157,10 +163,13 @@ class BlockInTraining:
         choices: Reconstruction,
         seed: int,
         ranks: Ranks = ALONE,
+        beside: Assigned = (),
     ):
         self._blocks, self._number, self._choices, self._ranks = floats, number, choices, ranks
-        self._nodes, self._assigned = floats.nodes(number), list(assigned)
-        whole = rewritten(self._nodes, self._assigned)
+        self._nodes, self._assigned, self._beside = floats.nodes(number), list(assigned), list(beside)
+        if beside:  # their operations elsewhere are rewritten along, and left out
+            self._nodes = replace(self._nodes, tensors=program.tensors)
+        whole = self._rewritten(self._assigned)
         self._groups = [GroupInTraining(group, found, program, whole, choices) for group, found in assigned]
         block = floats.blocks[number]
         # Where images cannot be told apart, all of them make a step, and judge it. The float network says so first.
@@ -234,13 +243,17 @@ class BlockInTraining:
                 each.confine()
             yield step
 
+    def _rewritten(self, assigned: Assigned) -> Program:
+        """The block's program with all its groups quantized. assigned: those that are trained."""
+        return rewritten(self._nodes, [*self._beside, *assigned])
+
     def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
         """Add the gradients of a step to what is trained: those of each share of its images, and the regulariser's.
 
         unit: what the error is divided by. done: the share of the steps. The gradients of shares are by the values of
         the rewritten program, and are summed before they go on to what these are made of.
         """
-        program = rewritten(self._nodes, [(each.group, each.soft()) for each in self._groups])
+        program = self._rewritten([(each.group, each.soft()) for each in self._groups])
         made: list[Tensor] = []
         leaves: list[Tensor] = []
 
@@ -286,7 +299,7 @@ class BlockInTraining:
 
         The signal of a weight's outputs is taken about the mean of each channel, as a correction takes it.
         """
-        program = rewritten(self._nodes, assigned)
+        program = self._rewritten(assigned)
         sites = [site for group, _ in assigned for call in group.calls for site in call]
         names = [site.node.name for site in sites]
         # Of each site the noise, the signal and the rows; and the sums of the channels of a weight's outputs.
@@ -341,7 +354,7 @@ class BlockInTraining:
     @torch.no_grad()
     def _judged(self, assigned: Assigned) -> float:
         """The mean loss on the images held out, all of them quantized."""
-        program, batches = rewritten(self._nodes, assigned), self._judging.split(self._batch)
+        program, batches = self._rewritten(assigned), self._judging.split(self._batch)
 
         def loss(number: int) -> Tensor:
             return self._loss(program, batches[number]).double().cpu() * len(batches[number])
@@ -384,7 +397,7 @@ class BlockInTraining:
         """Take the error's next gradients where the block is now, if it has any; whether it has."""
         if not isinstance(self._error, LowRankFisher):
             return False
-        program = rewritten(self._nodes, assigned)
+        program = self._rewritten(assigned)
         self._error.renew(lambda numbers: self._run(program, picked(self._blocks, self._given, numbers)))
         return True
 

@@ -108,6 +108,13 @@ class _Levels:
     def hard(self) -> Quantizer:
         return self.soft()
 
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Keep a zero point among the codes, since no gradient brings back one that leaves."""
+        if self.moved is not None and isinstance(self._quantizer, UniformQuantizer):
+            zero_point = self._quantizer.zero_point
+            self.moved.copy_((zero_point + self.moved).clamp_(0, 2**self._quantizer.bits - 1) - zero_point)
+
 
 class GroupInTraining:
     """A group of sites, with the parts of its assignment that are trained."""
@@ -180,8 +187,9 @@ class GroupInTraining:
         return self._right.regulariser(exponent) if isinstance(self._right, Rounding) else 0.0
 
     def confine(self) -> None:
-        if isinstance(self._right, Rounding):
-            self._right.confine()
+        for side in (self._left, self._right):
+            if side is not None:
+                side.confine()
 
 
 def _bias_of(node: Node, program: Program) -> Tensor:
