@@ -253,7 +253,8 @@ class Reconstruction:
     output, all of it the same ("squared"), weighted by the squared gradients of the model's loss, image by image
     ("fisher") or their average ("averaged"), or by a diagonal and a low-rank part of the Fisher information
     ("low-rank"). drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of
-    codes, in units of codes. scale_rate: of the logarithms of scales, and of biases. Both fall to zero by a cosine.
+    codes and zero points, in units of codes. scale_rate: of the logarithms of scales, and of biases, in units of the
+    norm of their weight's row. Both fall to zero by a cosine.
     """
 
     images: int = 1024
