@@ -23,7 +23,7 @@ def stages_readme() -> str:
         bits: [of_stages(bits, stage, 1024) for stage in ("reconstruction", "end-to-end")]
         for bits in ("w4a4", "w3a3", "w2a2")
     }
-    order(all(abs(whole - blocks) < 0.1 for blocks, whole in trained.values()), trained)
+    order(all(-0.5 < whole - blocks < 0.1 for blocks, whole in trained.values()), trained)
     back = trained["w2a2"][0] - before
     order(full - of_stages("w4a4", "search", 32) < 0.65)  # less than a standard error
     return (
@@ -37,7 +37,11 @@ def stages_readme() -> str:
 @says(README)
 def stages_real() -> str:
     result, rows = results("reconstruct-realbench"), results("reconstruct-realbench-1000")["rows"]
-    found = {(row["bits"], row["stage"]): 100 * row["top1"] for row in result["rows"]}
+    both = result["rows"] + results("reconstruct-realbench-draw1")["rows"]
+    found = {
+        key: 100 * fmean(row["top1"] for row in both if (row["bits"], row["stage"]) == key)
+        for key in {(row["bits"], row["stage"]) for row in both}
+    }
     stages = ("search", "correction", "reconstruction", "end-to-end")
     four, three = ([found[bits, stage] for stage in stages] for bits in ("w4a4", "w3a3"))
     order(four == sorted(four) and three == sorted(three) and three[3] < 25, found)
@@ -51,9 +55,9 @@ def stages_real() -> str:
     return (
         f"On TinyViT, which has {100 * result['fp32']:.1f} %, W4A4 goes from {four[0]:.1f} % to {four[1]:.1f} % by a "
         f"correction from 1,000 images, to {four[2]:.1f} % by training its blocks after that, and to {four[3]:.1f} % "
-        f"end to end; W3A3 goes from {three[0]:.1f} % to {three[1]:.1f}, {three[2]:.1f} and {three[3]:.1f} %, which is "
-        f"still of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} %) and at W8A8 "
-        f"({100 * eight[0]['top1']:.1f} %, then {100 * eight[1]['top1']:.1f} % twice) "
+        f"end to end; W3A3 goes from {three[0]:.1f} % to {three[1]:.1f}, {three[2]:.1f} and {three[3]:.1f} % "
+        f"(two draws), which is still of no use. At W6A6 ({six[0]:.1f} %, then {six[1]:.1f} % and {six[2]:.1f} %) and "
+        f"at W8A8 ({100 * eight[0]['top1']:.1f} %, then {100 * eight[1]['top1']:.1f} % twice) "
         "neither of the first two can be told from the search by top-1: p is "
         f"{listed([f'{value:.2f}' for value in p['w6a6']])} at W6A6 and above 0.3 at W8A8, by McNemar's test beside "
         "the search. Both agree with full precision on more images than the search."
