@@ -29,7 +29,7 @@ def stages_readme() -> str:
     return (
         f"At 2 bits a correction gives back {tenths(same)} of the {tenths(full - before)} points that the search loses "
         f"on the bundled model, from the same 32 images, and {tenths(more)} from 128; reconstruction after it "
-        f"gives back {tenths(back)} from 1,024, and training end to end changes nothing there. At 4 bits there is "
+        f"gives back {tenths(back)} from 1,024, and training end to end adds nothing there. At 4 bits there is "
         "nothing to give back."
     )
 
