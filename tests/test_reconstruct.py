@@ -18,7 +18,7 @@ from adalog.calibration.blocks import Blocks
 from adalog.calibration.gradients import BATCH, hessian_probe, squared_gradients
 from adalog.calibration.partial import Partial
 from adalog.calibration.reconstruct import BlockInTraining, _kept, reconstructed
-from adalog.calibration.training import GroupInTraining, Rounding, _Levels, rectified_sigmoid
+from adalog.calibration.training import GroupInTraining, Rounding, rectified_sigmoid
 from adalog.calibration.training import rounding_regulariser as regulariser
 from adalog.graph.capture import capture
 from adalog.graph.rewrite import rewritten
@@ -104,18 +104,6 @@ def test_gradients_of_latent_codes_pass_straight_through():
     scale = stored(codes).quantizer.scale
     assert torch.allclose(rounding.latent.grad, scale * arriving)
     assert torch.allclose(rounding.log_scale.grad, (hat * arriving).sum(1, keepdim=True))
-
-
-def test_zero_points_stay_among_the_codes():
-    """One that left would get no gradient any more."""
-    levels = _Levels(UniformQuantizer(torch.tensor(0.5), torch.tensor(1.0), 2))
-    for moved, wanted in ((-1.7, 0.0), (0.4, 1.0), (9.0, 3.0)):
-        levels.moved.data.fill_(moved)
-        levels.confine()
-        assert float(levels.hard().zero_point) == wanted
-        levels.moved.grad = None
-        levels.soft().zero_point.backward()
-        assert float(levels.moved.grad) == 1
 
 
 def test_latent_codes_stay_among_the_codes():
@@ -397,46 +385,6 @@ def test_what_leads_to_no_blocks_output_or_to_others_as_well_stays_as_it_is(pool
     after = reconstructed(calibration.program, calibration.images, before, replace(STAGE, images=8, rate=0.5))
     same = {group.name: one is other for (group, one), (_, other) in zip(before, after, strict=True)}
     assert same == {"trunk": True, "one": True, "two": False}  # for the trunk the second head alone would judge
-
-
-class Again(nn.Module):
-    """Two residual blocks that share a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.shared, self.head = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.own = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x):
-        x = self.embed(x.flatten(1))
-        for own in self.own:
-            x = x + own(self.shared(x).softmax(-1))
-        return self.head(x)
-
-
-def test_a_block_is_judged_with_all_that_is_quantized_in_it(pool, monkeypatch):
-    """Also with a layer that is called in another block too, which is not trained."""
-    torch.manual_seed(0)
-    images, judged = pool[:16, :, :2, :2].contiguous(), {}
-
-    class Told(BlockInTraining):
-        def trained(self, report=None):
-            judged[self._out] = self._judged(self._assigned)
-            return self._assigned
-
-    monkeypatch.setattr("adalog.calibration.reconstruct.BlockInTraining", Told)
-    calibration = Calibration(Again().eval(), images[:8])
-    before = calibration.assign(LOW)
-    reconstructed(calibration.program, [images], before, replace(STAGE, images=16))
-    values = []
-    for program in (calibration.program, rewritten(calibration.program, before)):
-        made = {}
-        program.run([images[7::8]], watch=lambda node, args, result, made=made: made.update({node.name: result}))
-        values.append(made)
-    assert len(judged) == 4  # the stem, two blocks and the head
-    for name, error in judged.items():
-        exact, quantized = (made[name] for made in values)
-        assert error == pytest.approx(float((exact - quantized).square().mean()), rel=1e-4)
 
 
 # --- a model ---------------------------------------------------------------------------------------------------------

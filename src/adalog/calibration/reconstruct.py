@@ -147,11 +147,7 @@ def _leading_elsewhere(program: Program, block: Block) -> set[str]:
 
 
 class BlockInTraining:
-    """One block while it is trained.
-
-    assigned: what is trained. beside: what stays as it is of the groups that have operations in the block, as of a
-    layer that is called in several blocks.
-    """
+    """One block while it is trained. beside: groups in it that stay as they are, as of a layer of several blocks."""
 
     def __init__(
         self,
@@ -347,9 +343,7 @@ class BlockInTraining:
         """AdaRound's, over all weights of the block. done: the share of the steps."""
         if self._choices.weights != "adaround" or done < _WARM_UP:
             return 0.0
-        first, last = _ANNEALING
-        exponent = last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
-        return sum((each.regulariser(exponent) for each in self._groups), 0.0)
+        return sum((each.regulariser(_exponent(done)) for each in self._groups), 0.0)
 
     @torch.no_grad()
     def _judged(self, assigned: Assigned) -> float:
@@ -400,6 +394,12 @@ class BlockInTraining:
         program = self._rewritten(assigned)
         self._error.renew(lambda numbers: self._run(program, picked(self._blocks, self._given, numbers)))
         return True
+
+
+def _exponent(done: float) -> float:
+    """The exponent of AdaRound's regulariser after a share of the steps, the warm-up or more."""
+    first, last = _ANNEALING
+    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
 
 
 def _kept(values: Tensor, drop: float, generator: torch.Generator | None) -> Tensor:
