@@ -71,13 +71,13 @@ def stages_table() -> str:
             top, agreement = (100 * mean(row[name] for row in same) for name in ("top1", "agreement"))
             cells.setdefault((stage, images), {})[model, bits] = f"{top:.1f} % ({agreement:.1f})"
         draws = {bits: len({row["seed"] for row in rows if row["bits"] == bits}) for bits in widths}
-        most = max(row["images"] for row in rows)
-        told = [f"means of {draws[bits]} at {bits.upper()} from {most:,} images" for bits in widths if draws[bits] > 1]
-        if len(told) == len(widths):
-            told = [f"means of {max(draws.values())} draws"]
+        least, most = min(draws.values()), max(row["images"] for row in rows)
+        more = [bits for bits in widths if draws[bits] > least]
+        told = ["of one draw" if least == 1 else f"means of {least} draws"]
+        told += [f"means of {draws[bits]} at {bits.upper()} from {most:,} images" for bits in more]
         notes.append(
             f"On {result['judged']:,} images {model} has {100 * result['fp32']:.2f} % in full precision; its figures "
-            f"are {', '.join(['of one draw'] * (min(draws.values()) == 1) + told)}."
+            f"are {', '.join(told)}."
         )
     lines = ["| stages | images | " + " | ".join(f"{model}, {bits.upper()}" for model, bits in heads) + " |"]
     lines.append("|---" * (2 + len(heads)) + "|")
