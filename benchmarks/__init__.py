@@ -1,1 +1,1 @@
-"""One script for each claim: `python -m benchmarks.NAME ...` or `python benchmarks/NAME.py ...`."""
+"""Scripts that measure adalog: run one with `python -m benchmarks.NAME ...` or `python benchmarks/NAME.py ...`."""

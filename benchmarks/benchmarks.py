@@ -1,9 +1,9 @@
-"""Stands in for the package `benchmarks` while a script is run by its path, as in `python benchmarks/search.py`.
+"""Make `from benchmarks...` work in a script that is run by its path, as in `python benchmarks/search.py`.
 
-Python then puts this folder, not the one above it, first on the import path, so `from benchmarks...`, with which every
-script begins, finds this module. It puts the folder above in that place, where `search`, `demo` or `tables` are not
-top-level names that could hide other packages, and loads the real package under its own name. `python -m
-benchmarks.search` and the tests find the package at once and never come here.
+Python puts the folder of such a script first on the import path. `import benchmarks` then finds this module, not the
+package. This module replaces that entry of the path with the folder above it, and loads the package under its own name.
+Otherwise `search`, `demo` or `tables` would be top-level modules too, and could hide other packages. `python -m
+benchmarks.search` and the tests find the package directly and never load this module.
 """
 
 import importlib

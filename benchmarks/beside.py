@@ -1,4 +1,4 @@
-"""Our search of every site beside the direct one (`direct.py`): seconds, losses, and what each did; see `search.py`."""
+"""Compare adalog's search with the direct search (`direct.py`) at every site: seconds, losses and counts."""
 
 from benchmarks.direct import Direct
 from benchmarks.measure import (
@@ -40,9 +40,10 @@ from adalog.study.tables import kept
 
 @dataclass(frozen=True)
 class Ours:
-    """A way to run our search.
+    """Settings for a run of adalog's search.
 
-    float32: no product is in bfloat16. unfused: the work around products is PyTorch's, not the compiled kernels'.
+    float32: compute all products in float32, never in bfloat16.
+    unfused: let PyTorch do the work around the products, without the compiled kernels.
     """
 
     search: Search
@@ -51,7 +52,7 @@ class Ours:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Switch off, in this context, what this way does without."""
+        """Switch off bfloat16 products and compiled kernels, as set, while the context is open."""
         with ExitStack() as stack:
             if self.float32:
                 stack.enter_context(mock.patch.object(objective, "multiplies_bfloat16", return_value=False))
@@ -60,7 +61,7 @@ class Ours:
             yield
 
     def to_json(self) -> dict[str, Any]:
-        """What the search does here: a processor may have no bfloat16, and an installation no compiled kernels."""
+        """Return the settings that are in effect here: the processor or the installation may lack a feature."""
         return {
             "steps": 1 + self.search.steps,
             "rounds": self.search.rounds,
@@ -69,19 +70,19 @@ class Ours:
         }
 
 
-SIX = Search(steps=5, rounds=3)  # a grid and 5 steps are what the released code counts as 6 steps
+SIX = Search(steps=5, rounds=3)  # the released code counts a grid and 5 steps as 6 steps
 OURS = {
     "equals": Ours(SIX, float32=True),
     "default": Ours(Search()),
     "unfused": Ours(Search(), float32=True, unfused=True),
     "six": Ours(SIX),
 }
-EQUAL = "equals"  # it has the precision, the kernels, the steps and the rounds of `direct_fused`
+EQUAL = "equals"  # same precision, kernels, steps and rounds as `direct_fused`
 
 
 @torch.no_grad()
 def measure_site(calibration: Calibration, held_out: Calibration, config: Config, name: str) -> dict[str, Any]:
-    """The costs of both searches of a site's product, and the errors that their quantizers leave."""
+    """Return the costs of both searches of a site's product, and the errors of the quantizers that they find."""
     runs: list[tuple[Operand, dict[str, Any]]] = []
 
     def directly(product: Product, search: ReleasedSearch, *, fused: bool = False) -> Assignment:
@@ -95,7 +96,7 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
 
     def errors(found: Assignment) -> tuple[float, float]:
         searched = replace(reference, assignment=found)
-        return searched.mean_square_error(), held_out.judge(searched, config).mean_square_error()
+        return searched.mean_square_error(), held_out.evaluate(searched, config).mean_square_error()
 
     theirs, rows = errors(reference.assignment), site_rows(reference.product)
 
@@ -104,10 +105,10 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
         return {"loss_ratio": both[0], "held_out_ratio": both[1]}
 
     def fresh() -> Product:
-        """The product with copies of its operands, whose caches are empty."""
+        """Return the product with copies of its operands, so that their caches are empty."""
         return replace(reference.product, left=replace(reference.product.left), right=replace(reference.product.right))
 
-    # The run with the format that won.
+    # The run whose operand format had the least error.
     direct = next(cost for left, cost in runs if left is reference.product.left)
     assert isinstance(config.search, ReleasedSearch)
     found = directly(fresh(), config.search, fused=True)
@@ -128,9 +129,9 @@ def measure_site(calibration: Calibration, held_out: Calibration, config: Config
 
 
 def configured_candidates(left: Operand, right: Operand, search: Search) -> int:
-    """How many candidates the grid and the steps of a search would score on the output if it never stopped early.
+    """Return how many candidates the grid and the steps score on the output if the search never stops early.
 
-    The walk and the scales around its result come on top, and a round that gains nothing ends it: `counts` has both.
+    The number leaves out the walk and the rescaling that follow the steps. `counts` has the actual numbers.
     """
     searches = 0 if right.is_float else 1
     if not left.is_float:
@@ -139,7 +140,7 @@ def configured_candidates(left: Operand, right: Operand, search: Search) -> int:
 
 
 def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
-    """Both searches of all sites, summed up."""
+    """Run both searches at all sites, and return the sums and ratios of their costs and errors."""
     keep_memory()
     forward, gflops = forward_seconds(case.model, case.images), gemm_gflops()
     calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
@@ -201,12 +202,12 @@ def compare(case: Case, config: Config, key: dict[str, Any], work: Path | None, 
 
 
 def total(rows: dict[str, dict[str, Any]], name: str) -> Any:
-    """The sum of one cost over all sites."""
+    """Return the sum of one cost over all sites."""
     return sum(row[name] for row in rows.values())
 
 
 def loss_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The largest ratios of losses to those of direct, and their geometric means."""
+    """Return the largest ratio of a loss to the direct search's loss, and the geometric mean of the ratios."""
     losses, unseen = ([row[name] for row in rows.values()] for name in ("loss_ratio", "held_out_ratio"))
     return {
         "max": max(losses),
@@ -217,7 +218,7 @@ def loss_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def direct_counts(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the direct search did, which scores every candidate on all rows."""
+    """Return the counts of the direct search, which scores every candidate on all rows."""
     candidates = [row["direct"]["candidates"] for row in rows.values()]
     return {
         "candidates": sum(candidates),
@@ -228,7 +229,7 @@ def direct_counts(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def our_counts(sites: list[dict[str, Any]]) -> dict[str, Any]:
-    """What our search did at all sites."""
+    """Return the counts of adalog's search, summed over all sites."""
     kinds = {
         kind: {name: sum(site[kind][name] for site in sites) for name in ("candidates", "evaluations")}
         for kind in ("sampled", "all")

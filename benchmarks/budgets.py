@@ -1,16 +1,22 @@
-"""What widths chosen site by site give back, at no more bytes and operations than one width for all.
+"""Compare widths that adalog chooses per site with one width for all sites, at no more bytes and operations.
 
     python benchmarks/budgets.py --model demo|realbench [--realbench DIR] [--bits w4a4 w3a3] [--seeds 3] [--judged 128]
         [--widths 2 3 4 6 8] [--counts 16 32 64] [--work DIR] [--json FILE]
 
-The widths are chosen by `adalog` under two limits: the bytes of the file and the BOPs of one image that the same
-search takes with the bits given for all. Unlabelled images that did not calibrate choose: on the bundled model training
-images, and 2,000 test images judge; on TinyViT (see `realbench.py`) support images, and the 1,000 queries judge. 32
-images calibrate. With --counts the first draw is also measured with so many images that choose. Twenty mixes of random
-widths, one for all operands of a site, tell how well the sum of the losses of single operands foretells the loss of
-all, both on the images that choose.
-Prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows, and what
-is finished of a row, as long as the sources of the package are the same.
+The baseline quantizes all sites with the bits of --bits. Its file size and the BOPs of one image are the two limits
+within which `adalog` chooses the widths from --widths. In each run 32 images calibrate, and --judged other images
+without labels measure the losses by which adalog chooses. The models are:
+
+- demo: the bundled model. Training images calibrate and choose. Results are for 2,000 test images.
+- realbench: TinyViT (see `realbench.py`). Support images calibrate and choose. Results are for 1,000 queries.
+
+--seeds repeats the comparison with other random images. --counts repeats it for the first seed with other numbers of
+images that choose. The script also tests the prediction behind the choice. It quantizes 20 random mixes of widths, with
+one width for all operands of a site, and correlates their measured losses with the sums of the losses of single
+operands. All these losses are measured on the images that choose.
+
+The script prints one JSON object and saves it as benchmarks/results/budgets-MODEL.json. --work DIR keeps finished rows
+and the finished parts of a row for later runs, as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -41,7 +47,7 @@ from adalog.study.sensitivity import Sensitivity, at_width, sensitivity
 from adalog.study.tables import kept
 from adalog.version import source_hash
 
-IMAGES = 32  # that calibrate
+IMAGES = 32  # the number of images that calibrate
 MIXES = 20
 
 
@@ -50,8 +56,8 @@ def main() -> None:
     parser.add_argument("--model", choices=("demo", "realbench"), default="demo")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w4a4", "w3a3"])
-    parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
-    parser.add_argument("--judged", type=int, default=128, help="how many images choose")
+    parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
+    parser.add_argument("--judged", type=int, default=128, help="number of images that choose the widths")
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 3, 4, 6, 8])
     parser.add_argument("--counts", nargs="*", type=int, default=[], help="other numbers of images that choose")
     parser.add_argument("--work", type=Path)
@@ -60,7 +66,7 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace, work: Path) -> None:
-    """work: where finished rows are, and what is finished of a row."""
+    """Measure all rows, and publish them. work: the folder of finished rows and of finished parts of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
     about = {"model": given.model, "widths": given.widths}
     most = max([given.judged, *given.counts])
@@ -79,7 +85,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def alone(seed: int, count: int) -> tuple[dict[str, Any], float]:
         calibration, judged = calibrated(seed)
         start, searched = time.process_time(), 0.0
-        for width in given.widths:  # the searches first, so that the seconds of the rows are theirs alone
+        for width in given.widths:  # search first, so that the seconds below include no search
             begun = time.process_time()
             calibration.assign(
                 at_width(Config(), width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}")
@@ -113,7 +119,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         found, _ = chosen_by(seed, count)
         config = Config.preset(bits)
         uniform = QuantizedModel(
-            calibration.finished(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
+            calibration.build_program(calibration.assign(config, told(bits), partial=place(f"{bits}-{seed}")), config)
         )
         size, bops = taken(uniform)
         chosen = quantize_within(calibration, config, found, Budget(size, bops), progress=told(f"{bits} budget"))
@@ -125,7 +131,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         return row
 
     def mixes() -> dict[str, Any]:
-        """Foretold and measured losses of random mixes, on the images that choose."""
+        """Return the predicted and the measured losses of random mixes of widths, on the images that choose."""
         calibration, judged = calibrated(0)
         found, _ = chosen_by(0)
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
@@ -140,7 +146,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         for _ in range(MIXES):
             width_of = {unit.name: draws.choice(given.widths) for unit in found.units}
             mix = [(group, by_width[width_of[units[group.name].name]][group.name]) for group in calibration.groups]
-            output = predict(QuantizedModel(calibration.finished(mix, Config())), judged)
+            output = predict(QuantizedModel(calibration.build_program(mix, Config())), judged)
             foretold = sum(
                 losses.get((unit.name, kind, width_of[unit.name]), 0.0)
                 for unit in found.units
@@ -172,7 +178,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
 
 
 def told(what: str) -> Callable[[int, int, str], None]:
-    """A callback that tells on standard error how far something is."""
+    """Return a callback that prints the progress of a task to standard error."""
     begun = time.monotonic()
 
     def tell(done: int, total: int, name: str) -> None:
@@ -187,7 +193,7 @@ def _named(assigned: Assigned) -> list[tuple[str, Any]]:
 
 
 def spearman(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Spearman's rank correlation of values without ties."""
+    """Return Spearman's rank correlation of values without ties."""
     ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
     return float(np.corrcoef(*ranks)[0, 1])
 

@@ -1,9 +1,11 @@
-"""What DeiT-T costs at the paper's bits as it runs, and as Eq. 10 is printed beside its Table 3.
+"""Count the cost of DeiT-T at the bits of the paper, and compare it with the paper's Table 3.
 
     python benchmarks/cost.py
 
-Prints one JSON object and saves it as benchmarks/results/cost.json. The weights are random and the search is cut short,
-since a cost depends on shapes and bits alone (the size of the file also on how many decimals a few numbers have).
+adalog folds the levels of logarithmic codes into tables, so a product needs no shifts. Each row has this cost, and in
+"as_printed" the cost of Eq. 10 with mantissas and shifts. A cost depends on shapes and bits only, so the weights are
+random and the search is short. The size of the file also depends slightly on how many decimals a few numbers have.
+The script prints one JSON object and saves it as benchmarks/results/cost.json.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -21,11 +23,12 @@ from adalog.study.doctor import machine
 
 MODEL = "deit_tiny_patch16_224"
 SHAPE = (3, 224, 224)
-# AdaLog in the paper's Table 3: FixOPs in billions, and the size of the model in MB.
+# AdaLog in Table 3 of the paper: FixOPs in billions, and the size of the model in MB.
 PAPER = {"fp32": (20.1, 21.9), "w6a6": None, "w4a4": (0.539, 3.4), "w3a3": (0.391, 2.7)}
 
 
 def main() -> None:
+    """Count the cost of DeiT-T at the bits of the paper, and save it as benchmarks/results/cost.json."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = timm.create_model(MODEL).eval()
@@ -51,7 +54,7 @@ def main() -> None:
 
 
 def summary(found: Cost) -> dict[str, object]:
-    """All but the rows, with the cost of the one bit by which a mantissa of Eq. 10 is wider than its code."""
+    """Return the totals, and the FixOPs of the one bit that a mantissa of Eq. 10 has more than its code."""
     told = found.to_json()
     del told["rows"]
     widened = [row for row in found.rows if row.role == "shift"]

@@ -1,11 +1,11 @@
-"""The quantizers after softmax and GELU on the bundled model, over several draws of calibration images.
+"""Compare quantizers after softmax and GELU on the bundled model, over several random subsets of calibration images.
 
     python benchmarks/demo.py --seeds 0,1,2 --work DIR
 
-Runs `adalog demo` for each seed, with every quantizer at 6, 4 and 3 bits; a seed that is finished in DIR is not run
-again as long as the sources of the package are the same. Prints one JSON object and saves it as
-benchmarks/results/demo.json: for each bits and method the mean and the standard deviation over seeds of top-1,
-agreement, bytes and seconds, and the loss to full precision in points.
+The script runs `adalog demo` for each seed, with every quantizer at 6, 4 and 3 bits. It keeps finished seeds in DIR and
+does not repeat them as long as the sources of the package stay the same. It prints one JSON object and saves it as
+benchmarks/results/demo.json. For each bits and method the object has the mean and the standard deviation over seeds of
+top-1, agreement, bytes and seconds, and the loss of top-1 against full precision in points.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -25,6 +25,7 @@ from adalog.version import source_hash
 
 
 def main(work: Annotated[Path, typer.Option()], seeds: str = "0,1,2", threads: int = 0) -> None:
+    """Run `adalog demo` for each seed, and save means and deviations as benchmarks/results/demo.json."""
     runs = []
     for seed in seeds.split(","):
         target = work / f"seed{seed}-{source_hash()[:12]}.json"

@@ -1,11 +1,12 @@
-"""The bundled detector, quantized by several methods: COCO's average precision on drawn scenes.
+"""Evaluate the bundled detector, quantized by several methods, by COCO's average precision on synthetic scenes.
 
     python benchmarks/detection.py [--bits w6a6,w4a4,w3a3] [--methods adalog,repq-vit,...] [--seeds 1] [--work DIR]
 
-Every part is quantized, on 32 scenes; 300 others judge, run by the fastest executor that takes a part. With each row
-stands how far its AP lies below that of `adalog` at the same bits, as an interval in which 95 % of 300 resamplings of
-the scenes fall (the same ones for both methods). Prints one JSON object and saves it as
-benchmarks/results/detection-demo.json. --work DIR keeps finished rows as long as the package's sources are the same.
+Every part of the detector is quantized with 32 scenes and evaluated on 300 others. Each part runs on the fastest
+executor that supports it. "below_adalog" compares a row with `adalog` at the same bits and seed: it has the 2.5th, 50th
+and 97.5th percentiles of the difference in AP over 300 resamplings of the scenes. Both methods use the same
+resamplings. The script prints one JSON object and saves it as benchmarks/results/detection-demo.json. --work DIR keeps
+finished rows for later runs, as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -39,7 +40,7 @@ IMAGES, RESAMPLED = 32, 300
 
 
 class Judge:
-    """The scenes that judge, and what a detector's results on them are worth."""
+    """Evaluates detections on the test scenes, and on resamplings of these scenes."""
 
     def __init__(self) -> None:
         self.scenes = [scene(number) for number in demo.TESTED]
@@ -51,7 +52,7 @@ class Judge:
         return demo.found_in(detector, self.scenes, demo.TESTED)
 
     def resampled(self, results: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-        """AP of boxes and of masks on each draw of scenes."""
+        """Return the AP of boxes and of masks on each resampling of the scenes."""
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
 
@@ -70,7 +71,7 @@ class Judge:
         return found
 
     def _ap(self, judged: Any, matched: np.ndarray) -> float:
-        """COCO's AP of scenes whose detections are matched already; a scene may be there several times."""
+        """Return COCO's AP on scenes with matched detections; a scene may occur several times."""
         judged.evalImgs = list(matched.reshape(-1))
         judged.params.imgIds = judged._paramsEval.imgIds = list(range(matched.shape[1]))
         judged.accumulate()
@@ -84,6 +85,7 @@ def main(
     seeds: int = 1,
     work: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
+    """Evaluate the bundled detector, quantized by several methods, and save benchmarks/results/detection-demo.json."""
     torch.set_num_threads(1)
     judge, detector = Judge(), demo.load_detector()
 

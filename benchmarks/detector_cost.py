@@ -1,10 +1,11 @@
-"""What it takes to quantize a whole Mask R-CNN with a Swin-T: random weights, every part, two images of 256 x 320.
+"""Measure the cost of quantizing a whole Mask R-CNN with a Swin-T backbone.
 
-    python benchmarks/detector_cost.py [--bits w4a4] [--out FILE]
+    python benchmarks/detector_cost.py [--bits w4a4] [--name mmdet:mask-swin-t]
 
-Quantizes the detector on one thread, saves it, loads it and runs it. Prints one JSON object and saves it as
-benchmarks/results/detector-cost.json: CPU seconds in all and by part, the most memory that the process held, the size
-of the file, and the sites that stay float.
+The script quantizes every part of the detector on one thread, saves the result, loads it and runs it. The weights are
+random, and the input is two images of 256 x 320 noise pixels. The script prints one JSON object and saves it as
+benchmarks/results/detector-cost.json. The object has the CPU seconds in total and until the end of each part, the peak
+memory of the process, the size of the file, and the sites that stay float.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -31,6 +32,7 @@ SIZE = (256, 320)
 
 
 def main(bits: str = "w4a4", name: str = "mmdet:mask-swin-t") -> None:
+    """Measure the cost of quantizing a whole detector, and save it as benchmarks/results/detector-cost.json."""
     torch.set_num_threads(1)
     made = zoo.load_detector(name, pretrained=False)
     detector = Detector(made.parts, replace(made.settings, resizing=Resizing(short=SIZE[0], long=SIZE[1])))

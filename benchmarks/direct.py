@@ -1,15 +1,15 @@
-"""The released code's search with a whole product for every candidate of every step: the reference of `search.py`.
+"""Search as the released code does, with one whole product per candidate and step: the baseline of `search.py`.
 
-This is written from an account of the released code and not from the library's search, with which it shares only
-formats, quantizers and results. It does what that code does, as fast as possible without doing anything else: each
-candidate quantizes its operand, which is multiplied by the other one over all tokens of all images and compared with
-the full-precision output. No error is derived from another, no token is left out, no candidate is given up early.
-Values are quantized in place, and products are written, in tiles that fit in the cache, to existing buffers.
+This search is written from a description of the released code. It shares only formats, quantizers and result types with
+adalog's search. It does the same work as the released code, as fast as possible. Each candidate quantizes its operand,
+multiplies it by the other operand over all tokens of all images, and compares the product with the full-precision
+output. The search derives no error from another error, leaves out no token, and rejects no candidate early. It
+quantizes values in place and writes products to existing buffers, in tiles that fit in the cache.
 
-With `fused`, the library's compiled kernels do what surrounds each product: one pass quantizes and subtracts the exact
-values, and one pass adds up the squares. The products are then those of the error form (see `objective`), as many and
-as large as before. Logarithmic codes come from a table over the leading bits of the values, as in our search, so that
-a value within 0.1 % of a threshold may get the code next to its own.
+With `fused`, the compiled kernels of adalog do the work around each product. One pass quantizes and subtracts the exact
+values, and one pass adds up the squares. The products then have the error form (see `objective`); their number and
+sizes stay the same. Logarithmic codes then come from a table over the leading bits of the values, as in adalog's
+search. A value very near a threshold may therefore get the neighbouring code.
 """
 
 import math
@@ -26,16 +26,16 @@ from adalog.search.operand import Operand
 from adalog.search.product import Product
 
 POINTS = 128  # candidates per step
-TILE_ELEMENTS = 1 << 19  # elements of an operand and its output together, roughly
-LEAST_SCALE = 1e-4  # least scale of an activation
+TILE_ELEMENTS = 1 << 19  # approximate number of elements in a tile of an operand and its output together
+LEAST_SCALE = 1e-4  # the least scale of an activation
 RADIX = 37
-QUANTILE_LIMIT = 1 << 24  # most elements that torch.quantile takes
+QUANTILE_LIMIT = 1 << 24  # torch.quantile takes at most this many elements
 
-Space = Callable[[Tensor], Quantizer]  # a point (P, *groups) -> its quantizer
+Space = Callable[[Tensor], Quantizer]  # maps a point (P, *groups) to its quantizer
 
 
 def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
-    """Write quantizer.fake_quantize(values), bit for bit, to a contiguous tensor of the same shape."""
+    """Write exactly `quantizer.fake_quantize(values)` to a contiguous tensor of the same shape."""
     if isinstance(quantizer, UniformQuantizer):
         low = -quantizer.zero_point
         torch.div(values, quantizer.scale, out=out).round_()
@@ -52,10 +52,12 @@ def quantize_into(quantizer: Quantizer, values: Tensor, out: Tensor) -> None:
 
 
 class Losses:
-    """The squared error of operand @ other^T under quantizers of the operand; without `other`, that of the operand.
+    """The squared error of operand @ other^T under quantizers of the operand; without `other`, the operand's own error.
 
-    other, other_hat: (*batch, O, I), in full precision and quantized. fused: whether compiled kernels do the work
-    around each product. evaluated: candidates scored on the output so far; flops: those of their products.
+    other, other_hat: (*batch, O, I), the other operand in full precision and quantized.
+    fused: True if compiled kernels do the work around each product.
+    evaluated: the number of candidates that were scored on the output so far.
+    flops: the FLOPs of their products.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class Losses:
         values = operand.values.contiguous()
         rows = values.ndim - 2
         columns = 0 if other is None else other.shape[-2]
-        # Tiles are cut along the images of attention, along the rows of an activation, or, for a weight whose rows have
-        # parameters of their own, along the columns of the output.
+        # Tiles split the images of an attention product, or the rows of an activation. If the rows of a weight have
+        # parameters of their own, tiles split the columns of the output instead.
         along = 0 if values.ndim == 4 else rows
         on_other = along in self.own_dims
         whole = columns if on_other else values.shape[along]
@@ -77,7 +79,7 @@ class Losses:
             self.tiles = [(piece, None, torch.zeros_like(piece) if fused else piece) for piece in pieces]
         else:
             other, other_hat = other.contiguous(), other_hat.contiguous()
-            # The exact output; for the error form what the other operand's quantizer alone adds to it.
+            # The exact output, or for the error form the output error of the other operand's quantizer alone.
             target = values @ (other_hat - other if fused else other).transpose(-1, -2)
             targets = target.split(size, -1 if on_other else along)
             lefts = [values] * len(targets) if on_other else values.split(size, along)
@@ -89,7 +91,7 @@ class Losses:
         self.errors = [self._errors(values) for values, _, _ in self.tiles] if fused else None
 
     def __call__(self, quantizers: Sequence[Quantizer]) -> Tensor:
-        """The losses of K quantizers: (K, *groups), float64."""
+        """Return the losses of K quantizers: (K, *groups), float64."""
         losses: list[Tensor | float] = [0.0] * len(quantizers)
         for tile in range(len(self.tiles)):
             score = self._squares if self.errors is None else self._fused_squares
@@ -101,7 +103,7 @@ class Losses:
         return torch.stack([torch.as_tensor(loss) for loss in losses])
 
     def _squares(self, tile: int, quantizers: Sequence[Quantizer]) -> Iterator[Tensor]:
-        """The squared error of one tile under each quantizer: (*groups), float64."""
+        """Yield the squared error of one tile under each quantizer: (*groups), float64."""
         (values, other, target), mask = self.tiles[tile], self.masks[tile]
         hat, output = torch.empty_like(values), values.new_empty(target.shape)
         for quantizer in quantizers:
@@ -117,7 +119,7 @@ class Losses:
             yield squares.sum(summed) if summed else squares
 
     def _fused_squares(self, tile: int, quantizers: Sequence[Quantizer]) -> Iterator[Tensor]:
-        """The same by compiled kernels."""
+        """Yield the same as `_squares`, computed by compiled kernels."""
         assert self.errors is not None
         (values, other, base), mask = self.tiles[tile], self.masks[tile]
         output, chunk = values.new_empty(base.shape), max(1, 2 * TILE_ELEMENTS // values.numel())
@@ -129,11 +131,11 @@ class Losses:
                 yield sums(product[None], base, None, self.own_dims)[0].double()
 
     def _errors(self, values: Tensor) -> Callable[[Sequence[Quantizer]], Tensor]:
-        """A function from k quantizers to what they add to these values, (k, *values.shape)."""
+        """Return a function from k quantizers to the errors that they add to these values, (k, *values.shape)."""
         form = self.operand.format
         shape = [values.shape[dim] for dim in self.own_dims]
         by_table = None
-        if form.log2_base is not None:  # the candidates have the base (q, RADIX) or (q, r), see `Logarithmic`
+        if form.log2_base is not None:  # candidates have the base (q, RADIX) or (q, r), see `Logarithmic`
             radix = RADIX if form.log2_base[0] else form.log2_base[1]
             searched = replace(self.operand, format=replace(form, log2_base=(0, radix), table=True))
             by_table = searched.errors(values)
@@ -152,7 +154,7 @@ class Losses:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """left (*batch, T, I) @ right (*batch, O, I)^T, written to `out`."""
+    """Write left (*batch, T, I) @ right (*batch, O, I)^T to `out`, and return it."""
     if left.ndim == 2:
         return torch.mm(left, right.t(), out=out)
     torch.bmm(left.flatten(0, -3), right.flatten(0, -3).transpose(1, 2), out=out.view(-1, *out.shape[-2:]))
@@ -160,16 +162,18 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 class Direct:
-    """The search. candidates: how many were scored on the output so far; flops: those of their products.
+    """The search of the released code.
 
     fused: as in `Losses`.
+    candidates: the number of candidates that were scored on the output so far.
+    flops: the FLOPs of their products.
     """
 
     def __init__(self, *, fused: bool = False) -> None:
         self.fused, self.candidates, self.flops = fused, 0, 0
 
     def search_product(self, product: Product, search: ReleasedSearch) -> Assignment:
-        """Quantizers of a product; it can take the place of `released.search_product`."""
+        """Return the quantizers of a product; this can replace `released.search_product`."""
         role, left, right, of_activations = product.role, product.left, product.right, product.of_activations
         half = 2 ** (right.format.bits - 1)
         steps = search.steps - 1 if search.progressive else 0
@@ -201,12 +205,15 @@ class Direct:
         return product.assigned(first, second)
 
     def _own(self, operand: Operand, of_activations: bool) -> Losses | None:
-        """The operand's own error, from which the search of a linear starts."""
+        """Return the operand's own error, from which the search of a linear starts, or None."""
         return None if of_activations or not operand.format.is_uniform else Losses(operand, fused=self.fused)
 
 
 def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
-    """The `count` points of least loss, (count, P, *groups); among equals the last, as `torch.topk` does most often."""
+    """Return the `count` points of least loss: (count, P, *groups).
+
+    Among equal losses the last point wins, as it mostly does with `torch.topk`.
+    """
     order = len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
     return torch.take_along_dim(points, order.unsqueeze(1), dim=0)
 
@@ -214,9 +221,9 @@ def best(points: Tensor, losses: Tensor, count: int) -> Tensor:
 def refine(
     losses: Losses, space: Space, points: Tensor, spacing: Tensor, steps: int, count: int, least: float
 ) -> Tensor:
-    """The best point after `steps` steps, each of which places new scales around the `count` best points.
+    """Return the best point after `steps` steps; each step places new scales around the `count` best points.
 
-    spacing: the distance between scales of the first grid.
+    spacing: the distance between the scales of the first grid.
     """
     fan = POINTS // count
     offsets = torch.linspace(-0.5, 0.5, fan).view(1, fan, *(1 for _ in spacing.shape))
@@ -230,7 +237,7 @@ def refine(
 
 @dataclass(frozen=True)
 class Uniform:
-    """A uniform quantizer; its points are (scale, zero point)."""
+    """Candidates for a uniform quantizer; a point is (scale, zero point)."""
 
     operand: Operand
     zero_points: int
@@ -242,7 +249,10 @@ class Uniform:
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def grid(self) -> tuple[Tensor, Tensor]:
-        """The first grid: for zero points around the middle, scales from the inner 80 % of the values to all."""
+        """Return the points of the first grid, and the distance between its scales.
+
+        For zero points around the middle code, the scales cover ranges from the inner 80 % of the values to all values.
+        """
         bits, groups = self.operand.format.bits, self.operand.groups()
         count = POINTS // self.zero_points
         pieces = 1
@@ -272,7 +282,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Logarithmic:
-    """A logarithmic quantizer; its points are AdaLog's (scale, q). A fixed base takes over the scale alone."""
+    """Candidates for a logarithmic quantizer; a point is AdaLog's (scale, q). A fixed base uses the scale only."""
 
     operand: Operand
     choices: ReleasedSearch
@@ -297,7 +307,7 @@ class Logarithmic:
         )
 
     def span(self) -> tuple[Tensor, Tensor]:
-        """The range of scales: the 0.9 quantile of the positive values and the largest one, both plus the offset."""
+        """Return the range of scales: the 0.9 quantile and the maximum of the positive values, both plus the offset."""
         positive = self.operand.values[self.operand.values > 0].sort().values
         if not len(positive):
             positive = torch.ones(1)
@@ -331,7 +341,7 @@ class Logarithmic:
 
 @dataclass(frozen=True)
 class Twin:
-    """A twin quantizer; its points are (positive scale,), the negative scale times a power of two."""
+    """Candidates for a twin quantizer; a point is (positive scale,), the negative scale times a power of two."""
 
     operand: Operand
 

@@ -1,18 +1,26 @@
-"""Integers compared with fake quantization on the bundled model and its 2,000 images, and their speed on DeiT-S.
+"""Compare the executors with fake quantization on the bundled model, and measure their speed on DeiT-S.
 
     python benchmarks/executors.py --model demo --bits w3a3 w4a4 w6a6 [--json F]
 
-There is one row per executor and bits, with the tables that calibration chose. It compares with fake quantization of
-the same file: the share of activation codes that differ, the median over images of the relative error of the logits,
-the share of equal answers (also compared with `torch`), top-1, and images per second of the process's own time (batch
-20, one thread). Rows with the executor "fake" are fake quantization itself, with u8, u16 and float tables; they show
-what tables cost in top-1 and in loss, the mean squared error of the logits against full precision. In float32 the sums
-of fake quantization are rounded, which moves values across thresholds, and each of these moves others, the more the
-finer the codes are. Rows with dtype "float64" compare the same in float64, where nothing differs.
+Each row compares one executor with fake quantization of the same artifact, on the test images of the bundled model and
+with the tables that calibration chose:
 
-"speed" is the median images per second of fp32 torch, of `torch`, and of `torch` after `compile()`, which take turns on
-DeiT-S with random weights at batch 8 on one thread, and their ratios to the first. Seconds are the process's own, since
-machines are shared. Prints one JSON object and saves it as benchmarks/results/executors.json, or as F.
+- code_flip_fraction: the share of activation codes that differ.
+- median_logit_error: the median over images of the relative error of the logits.
+- agreement, agreement_with_torch: the share of images with the same prediction as fake quantization, and as `torch`.
+- top1: the accuracy.
+- loss: the mean squared error of the logits against full precision.
+- images_per_second: by CPU time of the process, on one thread with batches of 20.
+
+Rows with the executor "fake" are fake quantization itself, with u8, u16 and float tables. They show how the tables
+change top-1 and the loss. In float32, fake quantization rounds its sums. A rounded value may cross a threshold between
+codes and push other values across theirs; finer codes flip more easily. Rows with the dtype "float64" repeat the
+comparison in float64, in which no code should flip.
+
+"speed" compares full-precision PyTorch, the executor `torch`, and `torch` after `compile()`. They take turns on DeiT-S
+with random weights at batch 8 on one thread. The object has their median images per second and the ratios to full
+precision. All times are CPU times, because other processes may share the machine. The script prints one JSON object and
+saves it as benchmarks/results/executors.json, or as F.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -42,7 +50,7 @@ SEED = 0
 
 @torch.no_grad()
 def answers(model: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, float]:
-    """The logits, and how many images per second they took."""
+    """Return the logits, and the images per second of CPU time."""
     start = time.process_time()
     logits = torch.cat([model(part) for part in images.split(BATCH)])
     return logits, len(images) / (time.process_time() - start)
@@ -50,7 +58,7 @@ def answers(model: Callable[[Tensor], Tensor], images: Tensor) -> tuple[Tensor, 
 
 @torch.no_grad()
 def flips(model: QuantizedModel, executor: str, images: Tensor) -> float:
-    """The share of activation codes that differ from those of fake quantization."""
+    """Return the share of activation codes that differ from the codes of fake quantization."""
     compiled = model.compile(executor)
     differ = count = 0
     for part in images.split(BATCH):
@@ -68,14 +76,14 @@ def flips(model: QuantizedModel, executor: str, images: Tensor) -> float:
 
 
 def tables_of(model: QuantizedModel) -> str:
-    """The widths of a model's tables, and how many there are of each."""
+    """Return the widths of a model's tables as text, with the number of tables of each width."""
     widths = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
     counted = {f"u{width}" if width else "float": widths.count(width) for width in sorted(set(widths))}
     return ", ".join(f"{name} x {count}" for name, count in counted.items())
 
 
 def speed(bits: str, repeats: int) -> dict[str, Any]:
-    """Images per second at batch 8 on one thread, of fp32 and integers in turn."""
+    """Measure images per second of full precision and of integers, which take turns at batch 8 on one thread."""
     import timm
 
     torch.manual_seed(SEED)
@@ -102,16 +110,17 @@ def speed(bits: str, repeats: int) -> dict[str, Any]:
 
 
 def main(
-    bits: Annotated[list[str] | None, typer.Argument(help="More bits, after the first of --bits.")] = None,
+    bits: Annotated[list[str] | None, typer.Argument(help="Further bits, after the first of --bits.")] = None,
     model: str = "demo",
-    first: Annotated[str, typer.Option("--bits", help="Bits; more may follow.")] = "w3a3",
-    images: Annotated[int, typer.Option(help="How many of the 2,000 images to use.")] = 2000,
-    reference_images: Annotated[int, typer.Option(help="How many of these to use where a run is slow.")] = 400,
+    first: Annotated[str, typer.Option("--bits", help="Bits to measure; others may follow.")] = "w3a3",
+    images: Annotated[int, typer.Option(help="Number of test images to use, at most 2,000.")] = 2000,
+    reference_images: Annotated[int, typer.Option(help="Number of these images for slow runs.")] = 400,
     repeats: int = 20,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
+    """Compare the executors with fake quantization on the bundled model, and measure their speed on DeiT-S."""
     if model != "demo":
-        raise typer.BadParameter("demo is the one model whose images are here", param_hint="--model")
+        raise typer.BadParameter("only demo has images to evaluate: use --model demo", param_hint="--model")
     torch.set_num_threads(1)
     network = demo.load_model()
     pictures, labels = (value[:images] for value in demo.test_images())

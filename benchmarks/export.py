@@ -1,16 +1,24 @@
-"""Exports beside their artifacts and beside the float model, in the engines that people use.
+"""Certify exports against their artifacts, and time them against the float model in ONNX Runtime and OpenVINO.
 
     python benchmarks/export.py --model demo --bits w6a6 w4a4 w3a3 [--images 2000] [--executor reference] [--json F]
     python benchmarks/export.py --model timm:deit_small_patch16_224 --bits w4a4 | --model realbench:DIR --bits w8a8 w6a6
 
-A row has the certificate of one form in one engine: the images compared, whether every accumulator is equal, and which
-images' largest output changes; "beyond_own" of them by more than "own_error", the artifact's, explains (see
-docs/export.md). "time_over_fp32" is the CPU time of the export over that of the float model in the same engine, at
-batch 1 on one thread, taken in turn; OpenVINO computes in float32. "bytes" is the size of the ONNX file.
-"exports" has the CPU seconds of each export, and the most memory that the process has held [bytes]. A timm model has
-random weights and its images are noise. Of the first file, 20 initialisers are changed, one at a time, and each time it
-must fail its certificate. Prints one JSON object and saves it as benchmarks/results/export-MODEL.json, or as F. `--work
-DIR` keeps our artifacts as long as the sources of the package are the same.
+Each row has the certificate of one form of export in one engine (see docs/reference/exports.md):
+
+- images: the number of images compared.
+- accumulators_equal: true if every accumulator is equal.
+- argmax_changed, changed: the number and the list of images whose largest output changes.
+- own_error: the median error that rounding alone causes in the artifact's own outputs.
+- beyond_own: the number of changed images that own_error does not explain.
+- time_over_fp32: the CPU time of the export over the CPU time of the float model in the same engine, at batch 1 on one
+  thread. Both take turns. OpenVINO computes in float32.
+- bytes: the size of the ONNX file.
+
+"exports" has the CPU seconds of each export and the peak memory of the process so far in bytes. A timm model has random
+weights, and its images are noise. The script also changes 20 initialisers of the first file, one at a time, and
+counts the changed files that fail their certificates ("damaged_caught"); all of them should. The script prints one JSON
+object and saves it as benchmarks/results/export-MODEL.json, or as F. --work DIR keeps the artifacts for later runs, as
+long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -44,7 +52,7 @@ DAMAGED = 20
 def compared(
     case: Case, bits: Sequence[str], images: torch.Tensor, executor: str, seconds: float, work: Path
 ) -> dict[str, Any]:
-    """The rows, what each export took, and how many damaged files were caught."""
+    """Return the rows, the cost of each export, and the number of damaged files that fail their certificates."""
     rows: list[dict[str, Any]] = []
     exports: list[dict[str, Any]] = []
     damaged: dict[str, int] = {}
@@ -75,7 +83,7 @@ def compared(
 
 
 def ratio(plain: bytes, content: bytes, engine: str, case: Case, seconds: float) -> float:
-    """The CPU time of a file over that of the float model."""
+    """Return the CPU time of an exported file over the CPU time of the float model."""
     given = {"images": case.timed[:1].numpy()}
     runs = {name: partial(open_engine(engine, each), given) for name, each in (("plain", plain), ("ours", content))}
     times = in_turn(runs, seconds)
@@ -83,7 +91,7 @@ def ratio(plain: bytes, content: bytes, engine: str, case: Case, seconds: float)
 
 
 def caught(program: QuantizedProgram, content: bytes, images: torch.Tensor) -> dict[str, int]:
-    """How many of the files in which one number is another fail their certificate."""
+    """Change one number of the file at a time, and count the changed files that fail their certificates."""
     import onnx
 
     model, _ = read(content)
@@ -109,11 +117,11 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="a model as `adalog quantize` takes it, or realbench:DIR")
     parser.add_argument("--bits", nargs="+", default=["w6a6", "w4a4", "w3a3"])
-    parser.add_argument("--images", type=int, default=2000, help="of the bundled ones; other models take eight")
-    parser.add_argument("--executor", default="torch", help="what runs the artifact")
-    parser.add_argument("--seconds", type=float, default=5, help="seconds to spend on each time; five runs at least")
-    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/export-MODEL.json")
-    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    parser.add_argument("--images", type=int, default=2000, help="number of test images of the bundled model")
+    parser.add_argument("--executor", default="torch", help="executor that runs the artifact")
+    parser.add_argument("--seconds", type=float, default=5, help="seconds to spend on each timing; at least five runs")
+    parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/export-MODEL.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps the artifacts for later runs")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
     case = load_case(asked.model, pretrained=False)

@@ -1,13 +1,16 @@
-"""Where to fold a LayerNorm's scale, and by which ranges: on the calibration images, and on others.
+"""Compare two ways to choose the ranges with which a LayerNorm's scale is folded.
 
     python benchmarks/folds.py [--json FILE]
 
-The bundled ViT is calibrated on 32 images with weights and activations of 3, 4, 6 and 8 bits. For every norm, the
-figures are the squared error of the linear's output with a fold over that without: `own` where each channel has the
-range with the least error of its own (`fold_ranges="own"`, as in `adalog-paper`), `shared` where all channels have one
-range in standard deviations (`fold_ranges="deviations"`); `held_out` is on 200 test images. The head reads one
-row per image.
-Prints one JSON object and saves it as benchmarks/results/folds.json.
+The script calibrates the bundled ViT on 32 images, with weights and activations of 3, 4, 6 and 8 bits. For every norm
+it divides the squared error of the linear's output with a fold by the error without a fold:
+
+- own: each channel has its own range, by its own error (`fold_ranges="own"`, as in `adalog-paper`).
+- shared: all channels have the same range in standard deviations (`fold_ranges="deviations"`).
+
+Each ratio is measured on the calibration images, and in "held_out" on 200 test images. The means over sites leave out
+the head, which reads only one row per image. The script prints one JSON object and saves it as
+benchmarks/results/folds.json.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -21,20 +24,21 @@ import torch
 import typer
 
 from adalog import Calibration, Config
+from adalog._quantize import sample_images
 from adalog.calibration.calibration import Searched
 from adalog.inputs import demo
-from adalog.quantize import sample_images
 from adalog.study.doctor import machine
 
 
 def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.json", seed: int = 0) -> None:
+    """Measure how folds of norms change the error of the linears, and save it as benchmarks/results/folds.json."""
     torch.set_num_threads(1)
     model = demo.load_model()
     calibration = Calibration(model, sample_images(demo.calibration_images(), 32, seed), seed=seed)
     held_out = Calibration(model, demo.test_images()[0][:200])
     rows: list[dict[str, Any]] = []
     for bits in (3, 4, 6, 8):
-        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9)  # so many rows that nothing is folded
+        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9)  # so many rows prevent every fold
         sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
         plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
         folds = {}
@@ -63,7 +67,7 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
 
 
 def judged(held_out: Calibration, searched: Searched, config: Config) -> float:
-    return held_out.judge(searched, config).mean_square_error()
+    return held_out.evaluate(searched, config).mean_square_error()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""Whether methods compute what their authors' released code computes, and whether `adalog` does better.
+"""Compare methods with outputs of their authors' released code, and measure how much `adalog` improves on them.
 
     python benchmarks/golden.py --golden DIR [--json FILE]
 
-DIR holds outputs of released code on a small timm VisionTransformer. One *.safetensors, in DIR or the folder above, has
-its weights, `state.*`, and the calibration `images`. One JSON file per setting, in DIR or its folder `rivals`, has the
-`bits`, the mean square error of every layer's output (`relative_output_mse`, its `mse`) and the `hyperparameters` by
-layer. Its field `method` is "RepQ-ViT" or "PTQ4ViT"; without that field the file is AdaLog's, with `fpcs` and
-`post_gelu`. Errors of PTQ4ViT are weighted by the gradient that its code back-propagated, `probe_logit_gradient`. The
-architecture is read from the shapes. Held-out images are Gaussian noise with the mean and deviation of the calibration
-images.
+DIR holds outputs of released code on a small timm VisionTransformer:
 
-Prints one JSON object and saves it as benchmarks/results/golden.json. The exit code is 1 if "ok" is false, for one of
-these reasons: the error of a layer is off by more than 1 % (3 % if AdaLog's code has another quantizer after GELU); in
-a file of AdaLog's, fewer than 90 % of the layers are within 0.1 %, or a q or an activation's zero point differs; or the
-geometric mean of our errors over the released ones is above 1 (above 0.85 at 6 bits).
+- One *.safetensors file, in DIR or in the folder above, has the weights as `state.*`, and the calibration `images`. The
+  script derives the architecture from the shapes.
+- One JSON file per setting, in DIR or in its folder `rivals`, has the `bits`, the `hyperparameters` of each layer, and
+  the mean squared error of each layer's output (`mse` in `relative_output_mse`).
+- The field `method` of such a file is "RepQ-ViT" or "PTQ4ViT". A file without that field comes from AdaLog's code and
+  has the fields `fpcs` and `post_gelu`.
+- Errors of PTQ4ViT are weighted by the gradient that its code back-propagated, `probe_logit_gradient`.
+
+Held-out images are Gaussian noise with the mean and deviation of the calibration images.
+
+The script prints one JSON object and saves it as benchmarks/results/golden.json. The field "ok" is false, and the exit
+code is 1, in these cases:
+
+- The error of a layer is off by more than 1 %, or by more than 3 % if AdaLog's code has another quantizer after GELU.
+- In a file of AdaLog's code, fewer than 90 % of the layers are within 0.1 %, or a q or an activation's zero point
+  differs.
+- The geometric mean of the ratios of adalog's errors to the released ones is above 1, or above 0.85 at 6 bits.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -41,7 +48,7 @@ POST_GELU = {"adalog": "adalog", "log2": "log2", "logsqrt2": "log-sqrt2", "ptq4v
 
 
 def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
-    """The timm VisionTransformer that these weights fit."""
+    """Return the timm VisionTransformer with these weights."""
     from timm.models import VisionTransformer
 
     state = {name.removeprefix("state."): value for name, value in tensors.items() if name.startswith("state.")}
@@ -61,31 +68,31 @@ def load_vit(tensors: dict[str, torch.Tensor], heads: int) -> nn.Module:
 
 
 def load_folder(folder: Path) -> tuple[nn.Module, torch.Tensor, dict[str, dict[str, Any]]]:
-    """The model, the calibration images, and the settings by name, those of AdaLog first."""
+    """Return the model, the calibration images, and the settings by name, AdaLog's settings first."""
     (weights,) = sorted(folder.glob("*.safetensors")) or sorted(folder.parent.glob("*.safetensors"))
     tensors = load_file(weights)
     paths = [*sorted(folder.glob("*.json")), *sorted(folder.glob("rivals/*.json"))]
     settings = {path.stem: json.loads(path.read_text()) for path in paths}
-    # RepQ-ViT has one scale per tensor, which does not tell the number of heads; a file of AdaLog's does.
+    # RepQ-ViT has one scale per tensor. Only AdaLog's files show the number of heads.
     others = [*settings.values(), *(json.loads(path.read_text()) for path in sorted(weights.parent.glob("*.json")))]
     scales = [content["hyperparameters"]["blocks.0.attn.matmul1.A_quantizer"]["scale"] for content in others]
     return load_vit(tensors, heads=max(map(len, scales))), tensors["images"], settings
 
 
 def layer_name(searched: Searched) -> str:
-    """The name of a layer in the released code."""
+    """Return the name of a layer in the released code."""
     name, role = searched.sites[0].name, searched.sites[0].role
     return {"qk": name.removesuffix(".qk") + ".matmul1", "av": name.removesuffix(".av") + ".matmul2"}.get(role, name)
 
 
 def released_config(content: dict[str, Any]) -> Config:
-    """The `-released` row of this file's method, with the sizes that the file says its code ran with."""
+    """Return the config of this file's method as released, with the settings that the file lists."""
     bits = content["bits"]
     if bits["head"] != bits["activation"]:
-        raise typer.BadParameter(f"the head has {bits['head']} bits, the other activations {bits['activation']}")
+        raise typer.BadParameter(f"the head has {bits['head']} bits, not {bits['activation']} as the other activations")
     method = content.get("method", "AdaLog")
     if method not in METHODS:
-        raise typer.BadParameter(f"the method {method!r} is none of {', '.join(METHODS)}")
+        raise typer.BadParameter(f"method {method!r} is none of {', '.join(METHODS)}")
     config = Config.preset(f"w{bits['weight']}a{bits['activation']}s{bits['softmax']}", METHODS[method])
     if isinstance(config.search, RangeSearch):
         ranges = replace(config.search, percentiles=tuple(content["percentiles"]))
@@ -99,14 +106,14 @@ def released_config(content: dict[str, Any]) -> Config:
 
 
 def find_all(calibration: Calibration, content: dict[str, Any]) -> list[Searched]:
-    """What the method of this file finds for each product."""
+    """Search all products with the method of this file."""
     if "probe_logit_gradient" in content:
         calibration.probe(torch.tensor(content["probe_logit_gradient"]))
     return calibration.search(released_config(content))
 
 
 def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
-    """How far our results are from those of the released code in one setting."""
+    """Compare adalog's results with the results of the released code in one setting."""
     ratios, q_equal, zero_points_equal, furthest = {}, True, True, 0.0
     for searched in found:
         name = layer_name(searched)
@@ -137,13 +144,16 @@ def compare(content: dict[str, Any], found: list[Searched]) -> dict[str, Any]:
 
 
 def scale_distance(ours: torch.Tensor, theirs: list[float]) -> float:
-    """The largest relative difference of scales; one of theirs may serve a run of rows (queries, keys or values)."""
+    """Return the largest relative difference of scales.
+
+    One scale of the released code may cover a run of rows (queries, keys or values).
+    """
     scale, other = ours.flatten().double(), torch.tensor(theirs, dtype=torch.float64)
     return float((scale / other.repeat_interleave(len(scale) // len(other)) - 1).abs().max())
 
 
 def passes(content: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Whether a setting is as close to the released code as the module's docstring demands."""
+    """Return True if a setting is as close to the released code as the module's docstring requires."""
     if "method" in content:
         return bool(row["max_mse_ratio"] <= 1.01)
     if content["post_gelu"] != "adalog":
@@ -155,6 +165,7 @@ def passes(content: dict[str, Any], row: dict[str, Any]) -> bool:
 def main(
     golden: Annotated[Path, typer.Option()], json_out: Annotated[Path | None, typer.Option("--json")] = None
 ) -> None:
+    """Compare methods with outputs of their authors' released code; the exit code is 1 if they differ too much."""
     torch.set_num_threads(1)
     model, images, settings = load_folder(golden)
     mean, std = images.mean((0, 2, 3), keepdim=True), images.std((0, 2, 3), keepdim=True)
@@ -177,7 +188,8 @@ def main(
             for site in ours
         }
         unseen = [
-            held_out.judge(site, ours_config).mean_square_error() / held_out.judge(other, config).mean_square_error()
+            held_out.evaluate(site, ours_config).mean_square_error()
+            / held_out.evaluate(other, config).mean_square_error()
             for site, other in zip(ours, theirs, strict=True)
         ]
         gains[config.bits] = {

@@ -1,18 +1,24 @@
-"""How far the executor "native" is from what this processor can do, on one thread.
+"""Compare the executor "native" with the limits of this processor, on one thread.
 
     python benchmarks/limits.py [--model timm:deit_small_patch16_224 demo] [--bits w4a4] [--batch 1 8] [--level L]
         [--seconds 10] [--json F] [--work DIR]
 
-"roofs" are what one thread does where nothing holds it up: products of two bytes, values of 2^x and of erf, and bytes
-read from each cache and from memory, in 10^9 per second (`adalog.study.roof`). A row is a model at a batch size: the
-milliseconds that its integer products, its values (2^x for each score of a softmax, erf for each value of an
-activation function) and its traffic (operands, results and weights, once each) would take at the roofs; "limit_ms", the
-sum over its calls of the longer of two, products with values, and traffic; and "ms", which a run takes. "over_limit" is
-that over the limit. "operations" has the same by kernel. Times are the least of many, in CPU seconds of the thread, so
-that other load on the machine counts little; "load" is the number of processes that ran or waited, before and after.
+"roofs" has the rates that one thread reaches in loops that do nothing else, in units of 10^9 per second (see
+`adalog.study.roof`): products of two bytes, values of 2^x and of erf, and bytes read from each cache and from memory.
 
-A timm model has random weights, and is quantized as `runtime.py` does it. --work DIR keeps our artifacts as long as the
-sources of the package are the same. Prints one JSON object and saves it as benchmarks/results/limits.json, or as F.
+Each row is a model at a batch size, with these fields:
+
+- products_ms: the time of all integer products at the roofs.
+- values_ms: the time of 2^x for each score of a softmax, and of erf for each value of an activation function.
+- traffic_ms: the time to read operands and weights and to write results, once each.
+- limit_ms: for each call the larger of two times, products plus values or traffic; summed over all calls.
+- ms, over_limit: the measured time of a run, and this time over limit_ms.
+- operations: the same numbers by kernel.
+
+A time is the minimum of many runs, in CPU seconds of the thread, so that other load on the machine has little effect.
+"load" is the number of processes that ran or waited, before and after the measurement. A timm model has random weights,
+and is quantized as in `runtime.py`. --work DIR keeps the artifacts for later runs, as long as the sources of the
+package stay the same. The script prints one JSON object and saves it as benchmarks/results/limits.json, or as F.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -35,7 +41,7 @@ from adalog.version import source_hash
 
 
 def rows_of(model: str, bits: str, batches: Sequence[int], roofs: roof.Roofs, seconds: float, work: Path) -> list[Any]:
-    """A row for each batch size, without the single calls."""
+    """Return a row for each batch size, without the rows of single calls."""
     path = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
     quantized(load_case(model, pretrained=False), bits, path)
     rows = []
@@ -47,7 +53,7 @@ def rows_of(model: str, bits: str, batches: Sequence[int], roofs: roof.Roofs, se
 
 
 def loads() -> list[float]:
-    """The mean number of processes that ran or waited in the last 1, 5 and 15 minutes."""
+    """Return the mean number of processes that ran or waited in the last 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
@@ -56,10 +62,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", nargs="+", default=["timm:deit_small_patch16_224", "demo"])
     parser.add_argument("--bits", nargs="+", default=["w4a4"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--level", help="default: the fastest level of this machine")
-    parser.add_argument("--seconds", type=float, default=10, help="seconds to spend on each row; five runs at least")
-    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/limits.json")
-    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    parser.add_argument("--level", help="level of the kernels; default: the fastest one that runs here")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds to spend on each row; at least five runs")
+    parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/limits.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps the artifacts for later runs")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
     before, rows = loads(), []

@@ -1,21 +1,25 @@
-"""How long a fresh process takes until an artifact answers, and its memory, without PyTorch and with it.
+"""Measure how long a fresh process needs until an artifact returns its first output, and how much memory it takes.
 
     python benchmarks/load.py [--model timm:deit_small_patch16_224 demo] [--bits w4a4] [--repeats 7]
         [--json F] [--work DIR]
 
-Each way runs in a process of its own, in turn with the others, on one thread. "ready" is the CPU time of the process
-until the model can be called, imports and all; "first" is that of the first call, at batch 1, and "second" that of the
-next. "peak_bytes" is the largest resident set; "beside_weights" is the same less the weights as they lie in memory.
-All are medians.
+The script compares four ways to run the artifact:
 
-- run: `adalog.run.load`, with the tape that `adalog tape` wrote before.
+- run: `adalog.run.load` without PyTorch, with a tape that `adalog tape` wrote before.
 - native: `adalog.load(...).compile("native", batch=1)`.
-- onnxruntime: the artifact as `adalog export` writes it, where ONNX Runtime is installed.
-- numpy: importing NumPy, and nothing else; the floor of `run`.
+- onnxruntime: the artifact as `adalog export` writes it, if ONNX Runtime is installed.
+- numpy: only the import of NumPy, as a lower bound for `run`.
 
-"ratios" are the ready times of the others over that of `run`. A timm model has random weights, and is quantized as
-`runtime.py` does it. --work DIR keeps our files as long as the sources of the package are the same. Prints one JSON
-object and saves it as benchmarks/results/load.json, or as F.
+Each way runs in new processes of one thread, and the ways take turns. All values are medians over these processes:
+
+- ready_seconds: the CPU time of the process until the model can be called, including imports.
+- first_seconds, second_seconds: the CPU time of the first and of the second call, at batch 1.
+- peak_bytes: the largest resident set.
+- beside_weights: the largest resident set without the bytes of the weights in memory.
+
+"ratios" has the ready time of each other way over the ready time of `run`. A timm model has random weights, and is
+quantized as in `runtime.py`. --work DIR keeps artifacts, tapes and exports for later runs, as long as the sources of
+the package stay the same. The script prints one JSON object and saves it as benchmarks/results/load.json, or as F.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -39,7 +43,7 @@ from adalog import export, load, run
 from adalog.study.doctor import machine, version_of
 from adalog.version import source_hash
 
-# Each prints what `_END` does; SHAPE is the shape of one batch.
+# The code of each way. It defines `model` and `weights` for `_END`, which prints the measurements.
 _WAYS = {
     "numpy": "import numpy as np\nmodel, weights = (lambda images: None), 0",
     "run": "import numpy as np\nimport adalog.run\nmodel = adalog.run.load(FILE)\nweights = model.weight_bytes",
@@ -76,7 +80,7 @@ print(json.dumps([clock[0], clock[2] - clock[1], clock[3] - clock[2], peak, weig
 
 
 def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int) -> dict[str, dict[str, float]]:
-    """A row for each way: seconds, and bytes."""
+    """Run each way in turn in new processes, and return its median seconds and bytes."""
     weights = file.with_suffix(".onnx").stat().st_size if "onnxruntime" in ways else 0
     given = f"FILE, SHAPE, WEIGHTS = {str(file)!r}, {tuple(shape)}, {weights}\n"
     found: dict[str, list[list[float]]] = {way: [] for way in ways}
@@ -95,10 +99,10 @@ def measured(ways: Sequence[str], file: Path, shape: Sequence[int], repeats: int
 
 
 def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
-    """The rows of one model, and the ratios over `run`."""
+    """Return the measurements of one model, and the ratios to `run`."""
     file = work / f"{model.rpartition(':')[2]}-{bits}-{source_hash()}.safetensors"
     quantized(load_case(model, pretrained=False), bits, file)
-    run.tape_beside(file).write_bytes(export.to_tape(file))
+    run.tape_path(file).write_bytes(export.to_tape(file))
     loaded, ways = load(file), list(_WAYS)
     if find_spec("onnxruntime") is None:
         ways.remove("onnxruntime")
@@ -106,7 +110,7 @@ def rows_of(model: str, bits: str, repeats: int, work: Path) -> dict[str, Any]:
         file.with_suffix(".onnx").write_bytes(export.to_onnx(loaded.quantized, "mixed", ""))
     rows = measured(ways, file, (1, *loaded.example[0].shape[1:]), repeats)
     ratios = {way: rows[way]["ready_seconds"] / rows["run"]["ready_seconds"] for way in ways if way != "run"}
-    bytes_of = {"artifact_bytes": file.stat().st_size, "tape_bytes": run.tape_beside(file).stat().st_size}
+    bytes_of = {"artifact_bytes": file.stat().st_size, "tape_bytes": run.tape_path(file).stat().st_size}
     return {"model": model, "bits": bits, **bytes_of, "ways": rows, "ratios": ratios}
 
 
@@ -114,9 +118,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["timm:deit_small_patch16_224", "demo"])
     parser.add_argument("--bits", default="w4a4")
-    parser.add_argument("--repeats", type=int, default=7, help="processes for each way")
-    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/load.json")
-    parser.add_argument("--work", type=Path, help="folder that keeps our files")
+    parser.add_argument("--repeats", type=int, default=7, help="number of processes for each way")
+    parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/load.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps the files for later runs")
     asked = parser.parse_args(given)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

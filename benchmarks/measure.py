@@ -1,6 +1,7 @@
-"""How `search.py` measures costs: CPU time, memory, the speed of products, and the floor below all searches.
+"""Measure the cost of a search and the floor below all searches, and count what a search does.
 
-And how it counts what a search did, from the outside: the library has no counters (`counted`).
+`search.py` uses this module. Costs are CPU time, memory, and the speed of matrix products. The library has no counters,
+so `counted` wraps its functions.
 """
 
 import ctypes
@@ -38,13 +39,16 @@ class Case:
 
 
 def progress_bar() -> Progress:
-    """A bar on standard error, and none where that is no terminal."""
+    """Return a progress bar on standard error, which stays hidden unless standard error is a terminal."""
     terminal = Console(stderr=True)
     return Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
 
 
 def keep_memory() -> None:
-    """Tell glibc not to return freed memory to the kernel, since its pages would be faulted in again and again."""
+    """Tell glibc to keep freed memory.
+
+    Memory that goes back to the kernel causes page faults whenever it is used again.
+    """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
@@ -52,20 +56,23 @@ def keep_memory() -> None:
 
 
 def peak_bytes() -> int | None:
-    """The largest resident set of this process so far; None if the system does not tell."""
+    """Return the largest resident set of this process so far, or None if the system does not report it."""
     status = Path("/proc/self/status")
     found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
     return None if found is None else 1024 * int(found[1])
 
 
 def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
-    """The cost of a run, {"seconds" of CPU time, "peak_rss_bytes"}, and its result. Memory kept before is released."""
+    """Run a function, and return its cost {"seconds" of CPU time, "peak_rss_bytes"} and its result.
+
+    Memory that glibc kept before is released first, so that it does not count.
+    """
     library, reset = ctypes.CDLL(None), Path("/proc/self/clear_refs")
     if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
     peak = reset.exists()
     if peak:
-        reset.write_text("5")  # starts counting the peak anew
+        reset.write_text("5")  # resets the peak
     start = time.process_time()
     result = run()
     seconds = time.process_time() - start
@@ -73,7 +80,7 @@ def measured(run: Callable[[], Result]) -> tuple[dict[str, Any], Result]:
 
 
 def least_seconds(run: Callable[[], object], times: int = 3) -> float:
-    """The least CPU time of several runs, after one that does not count."""
+    """Return the least CPU time of several runs, after one warm-up run."""
     run()
     found = []
     for _ in range(times):
@@ -85,18 +92,18 @@ def least_seconds(run: Callable[[], object], times: int = 3) -> float:
 
 @torch.no_grad()
 def forward_seconds(model: nn.Module, images: Tensor) -> float:
-    """CPU time of one float forward."""
+    """Return the CPU time of one float forward."""
     return least_seconds(lambda: model(images))
 
 
 def gemm_gflops() -> float:
-    """The processor's speed on a product of matrices that fit in its cache."""
+    """Return the speed of a product of matrices that fit in the processor's cache, in 10^9 FLOPs per second."""
     left, right, out = torch.ones(1024, 768), torch.ones(768, 512), torch.empty(1024, 512)
     return 2 * left.numel() * 512 / least_seconds(lambda: torch.mm(left, right, out=out), 10) / 1e9
 
 
 def irreducible_flops(left: Operand, right: Operand) -> int:
-    """The FLOPs that no exact search of this product can save; see the docstring of `search.py`."""
+    """Return the FLOPs that no exact search of this product can save; see the docstring of `search.py`."""
     rows, inner, columns = left.values.shape[-2], left.values.shape[-1], right.values.shape[-2]
     product = rows * inner * columns
     searched = [(left, columns), (right, rows)]
@@ -105,7 +112,7 @@ def irreducible_flops(left: Operand, right: Operand) -> int:
 
 
 def floor(flops: int, forward: float, gflops: float, ours: float) -> dict[str, float]:
-    """The floor in seconds. over_floor: our search and the forward that it needs, over the floor."""
+    """Return the floor in seconds. over_floor: the seconds of adalog's search and its forward over the floor."""
     products = flops / gflops / 1e9
     return {
         "forward_seconds": forward,
@@ -117,16 +124,18 @@ def floor(flops: int, forward: float, gflops: float, ours: float) -> dict[str, f
     }
 
 
-# --- what a search did -----------------------------------------------------------------------------------------------
+# --- counts of a search -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Counts:
-    """What a search of one site did.
+    """Counts of the search of one site.
 
-    points: how many candidates were scored on the output, {"sampled", "all"}: on a sample of the rows, or on all of
-    them. shares: the same, each times the share of the rows that it was scored on. flops: those of all products of
-    matrices, by dtype. A candidate of a weight has parameters for each of its rows and counts once.
+    points: the number of candidates scored on the output, by {"sampled", "all"}: on a sample of the rows, or on all.
+    shares: the same, with each candidate weighted by the share of the rows that it was scored on.
+    flops: the FLOPs of all matrix products, by dtype.
+
+    A candidate for a weight has parameters for each row of the weight and counts once.
     """
 
     points: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
@@ -134,7 +143,7 @@ class Counts:
     flops: defaultdict[str, int] = field(default_factory=partial(defaultdict, int))
 
     def to_json(self, rows: int) -> dict[str, Any]:
-        """The counts of a site with this many rows. evaluations: the sum of candidates times rows."""
+        """Return the counts of a site with this many rows. evaluations: the sum of candidates times rows."""
         kinds = {
             kind: {"candidates": round(self.points[kind]), "evaluations": round(self.shares[kind] * rows)}
             for kind in ("sampled", "all")
@@ -143,7 +152,7 @@ class Counts:
 
 
 def totals(kinds: dict[str, dict[str, int]]) -> dict[str, int]:
-    """The sums over kinds of scoring."""
+    """Return the sums over both kinds of scoring."""
     return {name: sum(kind[name] for kind in kinds.values()) for name in ("candidates", "evaluations")}
 
 
@@ -151,8 +160,9 @@ def totals(kinds: dict[str, dict[str, int]]) -> dict[str, int]:
 class CountedError(ProductError):
     """A product's error that counts the candidates it scores.
 
-    share: that of the site's rows that it looks at. part: that of the operand's own rows that it is about, for a large
-    weight that is searched in slices (`by_rows`), or whose rows have different numbers of candidates (`loss_once`).
+    share: the share of the site's rows that this error uses.
+    part: the share of the operand's own rows that this error covers. It is below 1 if a large weight is searched in
+        slices (`by_rows`), or if the rows of a weight have different numbers of candidates (`loss_once`).
     """
 
     counts: Counts = field(default_factory=Counts, repr=False)
@@ -161,7 +171,7 @@ class CountedError(ProductError):
 
     def sample(self, rows: int, times: int = 1) -> ProductError:
         some = super().sample(rows, times)
-        # The base has the rows, or the columns, that the sample has.
+        # The base has the same rows, or columns, as the sample.
         return some if some is self else replace(some, share=self.share * some.base.numel() / self.base.numel())
 
     def of_rows(self, rows: slice | Tensor) -> ProductError:
@@ -189,9 +199,9 @@ class CountedError(ProductError):
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count what our searches do in this context.
+    """Count the candidates and products of adalog's searches while the context is open.
 
-    The wrapping costs some microseconds for each step and each product, of which a site has hundreds.
+    The wrappers slow each step and each product down slightly.
     """
     counts, of, multiply = Counts(), ProductError.of, torch.Tensor.__matmul__
 
@@ -211,6 +221,6 @@ def counted() -> Iterator[Counts]:
 
 
 def site_rows(product: Product) -> int:
-    """The rows of a site, those of all images together: tokens, or the places of a convolution's kernel."""
+    """Return the number of rows of a site over all images: tokens, or positions of a convolution's kernel."""
     shape = product.left.values.shape  # (T, I), (groups, T, I), or (images, heads, T, I)
     return shape[-2] * (shape[0] if len(shape) == 4 else 1)

@@ -1,8 +1,8 @@
-"""How a benchmark's figures are published."""
+"""Publish a benchmark's figures: result files, their provenance, and Markdown tables of them."""
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,56 @@ def publish(result: Mapping[str, Any], path: Path) -> None:
     print(text, end="")
 
 
-def measured(name: str) -> dict[str, Any]:
-    """A result by the name of its file, each row replaced by what was measured again later.
-
-    Such rows are in files NAME-renewed*.json, and have "renewed": the processor that they were measured on.
-    """
+def read(name: str) -> dict[str, Any]:
+    """Return a result by the name of its file."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    seed = result.get("seed")  # of rows that do not say theirs
+    return result
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return a result with each row replaced by its later measurement, if there is one.
+
+    Later rows are in files NAME-renewed*.json and get the key "renewed", the processor that measured them.
+    """
+    result = read(name)
+    seed = result.get("seed")  # of rows without a seed of their own
     files = sorted(RESULTS.glob(f"{name}-renewed*.json"))
     places = {_identity(row, seed): index for index, row in enumerate(result.get("rows", []))}
     if files and len(places) < len(result["rows"]):
-        raise ValueError(f"rows of {name}.json are alike but for what was measured: name what tells them apart")
+        raise ValueError(f"{name}.json has rows that differ only in measured values: add a field that tells them apart")
     for path in files:
-        later = json.loads(path.read_text(encoding="utf-8"))
+        later = read(path.stem)
         for row in later["rows"]:
             place = places.get(_identity(row, seed))
             if place is None:
-                raise ValueError(f"{path} has a row that {name}.json has not: {_identity(row, seed)}")
+                raise ValueError(f"{path} has a row that {name}.json lacks: {_identity(row, seed)}")
             result["rows"][place] = {**row, "renewed": later["machine"]["processor"]}
     return result
 
 
-_NAMES = ("table", "model", "bits", "stage", "images")  # what is not measured
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(*names: str) -> str:
+    """Say which result files a table comes from, with the commit and the processor of each."""
+    return f"Source: {'; '.join(map(_provenance, names))}."
+
+
+def _provenance(name: str) -> str:
+    result = read(name)
+    machine = result.get("machine", {})
+    if isinstance(machine, str):
+        machine = {"processor": machine}
+    facts = [f"commit {result['commit'][:7]}" if result.get("commit") else "commit not recorded"]
+    facts += [machine["processor"]] if "processor" in machine else []
+    facts += [f"torch {machine['torch']}"] if "torch" in machine else []
+    return f"`benchmarks/results/{name}.json` ({', '.join(facts)})"
+
+
+_NAMES = ("table", "model", "bits", "stage", "images")  # fields that are not measured
 
 
 def _identity(row: Mapping[str, Any], seed: int | None) -> str:
@@ -49,7 +77,7 @@ def _identity(row: Mapping[str, Any], seed: int | None) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this clone, with "-changed" where code differs from it; None where there is no clone or no git."""
+    """Return the commit of this clone, with "-changed" if code differs from it; None without a clone or git."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", ROOT, *arguments]

@@ -108,12 +108,13 @@ def main() -> None:
 
     def choices(bits: str, method: str) -> Config:
         config = Config.preset(bits, method)
-        return config.fitting(min(config.images_fitted, int(bench.support.sum()))) if config.images_fitted else config
+        fitted = min(config.images_fitted, int(bench.support.sum()))
+        return config.with_fitted_images(fitted) if fitted else config
 
     def measured(bits: str, method: str, seed: int) -> dict[str, Any]:
         if seed not in calibrations:
             calibrations.clear()
-            wanted = max(IMAGES, *(choices(bits, name).images_wanted for name in given.methods))
+            wanted = max(IMAGES, *(choices(bits, name).images_needed for name in given.methods))
             images = bench.calibration_images(seed, wanted)
             calibrations[seed] = Calibration(bench.model, images[:IMAGES], unlabelled=images, seed=seed)
         start = time.process_time()

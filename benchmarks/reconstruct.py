@@ -1,18 +1,25 @@
-"""What the stages after the search give back, on the bundled model or on a real pretrained one.
+"""Measure how much accuracy the stages after the search recover, on the bundled model or on a real pretrained one.
 
     python benchmarks/reconstruct.py --model demo|realbench [--realbench DIR] --bits w2a2 w3a3 w4a4
         [--stages search correction reconstruction end-to-end] [--images 32 128 1024] [--seeds 3] [--first 0]
         [--work DIR] [--json FILE]
 
-The search is that of `adalog` on 32 images, and the stages are those of `adalog++`. The correction fits the images
-asked for, the first 32 of which are those of the search; the reconstruction of blocks goes on from the correction with
-the most images, on the same ones, and the one end to end from that. On the bundled model these are drawn from 1,024
-training images, and 2,000 test images judge; on TinyViT (see `realbench.py`) from the 1,000 support images, and the
-1,000 queries judge. No label is used before a result is judged. Seconds are CPU time of one thread, of the named stage
-alone.
-Prints one JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows, and
-what is finished of a row, as long as the sources of the package are the same; a killed run goes on from there, and the
-seconds of its parts add up.
+The search is the search of `adalog` on 32 images, and the further stages are the stages of `adalog++`:
+
+- correction: runs once for each number of images of --images. The first 32 images are the images of the search.
+- reconstruction (of blocks): starts from the correction with the most images, and uses the same images.
+- end-to-end: starts from the reconstruction of blocks, and uses the same images.
+
+The models are:
+
+- demo: the bundled model. The images are a random subset of 1,024 training images. Results are for 2,000 test images.
+- realbench: TinyViT (see `realbench.py`). The images are a random subset of the 1,000 support images. Results are for
+  the 1,000 queries.
+
+Labels are used only to evaluate. Each row has the CPU seconds of its stage alone, on one thread. The script prints one
+JSON object and saves it as benchmarks/results/reconstruct-MODEL.json. --work DIR keeps finished rows and the finished
+parts of a row for later runs, as long as the sources of the package stay the same. A run that was killed continues
+there, and the seconds of its parts add up.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -49,16 +56,19 @@ from adalog.study.evaluate import predict, score
 from adalog.study.tables import kept, packed
 from adalog.version import source_hash
 
-IMAGES = 32  # of the search
-_MEMORY = MEMORY // 2  # bytes: what a calibration gives a stage by default
+IMAGES = 32  # number of images of the search
+_MEMORY = MEMORY // 2  # bytes that a calibration allows a stage by default
 STAGES = ("search", "correction", "reconstruction", "end-to-end")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the images that may be fitted, drawn with a seed, and what judges: the class of each image.
+    """A model with images to fit and labelled images to evaluate it on.
 
-    pool: how many images there are to draw from.
+    pool: the number of images that can be fitted.
+    drawn: maps a count and a seed to a random subset of these images.
+    classes: maps a network and a number of threads to its predictions for the labelled images.
+    labels: the true classes of these images.
     """
 
     model: nn.Module
@@ -69,7 +79,7 @@ class Case:
 
 
 class Stage:
-    """A stage that is being run: where its finished parts are kept, and the CPU seconds of all runs that it took."""
+    """A stage that is running: the file of its finished parts, and the CPU seconds of all its runs so far."""
 
     def __init__(self, work: Path, name: str):
         self.path = work / f"{name}-{source_hash()[:12]}.partial"
@@ -79,14 +89,14 @@ class Stage:
         self._start = time.process_time()
 
     def partial(self, images: Tensor) -> Partial:
-        """The finished parts of a correction or reconstruction on these images; the name of the file says which."""
+        """Return the finished parts of this correction or reconstruction on these images."""
         return Partial(self.path, fingerprint(self.path.name, [("images", images)]))
 
     def seconds(self) -> float:
         return self._before + time.process_time() - self._start
 
     def progress(self, done: int, total: int, name: str) -> None:
-        """Tell it; and keep the seconds whenever the file of finished parts has grown, since the rest is done again."""
+        """Print the progress, and save the seconds whenever the file of finished parts has grown."""
         print(f"{name}: {done} of {total}, {self.seconds():.0f} CPU s", file=sys.stderr)
         if (size := self._size_now()) > self._size:
             self._size = size
@@ -119,8 +129,9 @@ def load_case(name: str, folder: Path | None) -> Case:
 
 
 def choices_of(stage: str, images: int) -> Fitting:
-    """What the method `adalog++` chooses for one of the stages after the search, on so many images."""
-    return dict(zip(STAGES[1:], Config.preset("w4a4", "adalog++").fitting(images).stages, strict=True))[stage]
+    """Return the settings of `adalog++` for a stage after the search, with this number of images."""
+    config = Config.preset("w4a4", "adalog++").with_fitted_images(images)
+    return dict(zip(STAGES[1:], config.stages, strict=True))[stage]
 
 
 def main() -> None:
@@ -129,18 +140,18 @@ def main() -> None:
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--bits", nargs="+", default=["w2a2", "w3a3", "w4a4"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="how many are fitted, at most")
-    parser.add_argument("--seeds", type=int, default=1, help="number of draws of images")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
+    parser.add_argument("--images", nargs="+", type=int, default=[32, 128, 1024], help="numbers of images to fit")
+    parser.add_argument("--seeds", type=int, default=1, help="number of random subsets of images")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first subset")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
     resumably(parser.parse_args(), measure)
 
 
 def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, Path], None]) -> None:
-    """Measure on one thread, in the folder --work if one is given; skip a real bench that is not here."""
+    """Measure on one thread, with --work or a temporary folder; exit with a message if TinyViT is missing."""
     if given.model == "realbench" and (given.realbench is None or not Path(given.realbench).is_dir()):
-        print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
+        print(f"skipped: folder {given.realbench} does not exist; pass --realbench DIR or set ADALOG_REALBENCH")
         sys.exit(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +161,7 @@ def resumably(given: argparse.Namespace, measure: Callable[[argparse.Namespace, 
 
 
 def measure(given: argparse.Namespace, work: Path) -> None:
-    """work: where finished rows are, and what is finished of a row."""
+    """Measure all rows, and publish them. work: the folder of finished rows and of finished parts of a row."""
     case = load_case(given.model, given.realbench and Path(given.realbench))
     counts = sorted({min(images, case.pool) for images in given.images})
 
@@ -197,7 +208,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
             assigned, seconds = fitted(bits, seed, images)
         elif stage != "search":
             assigned, seconds = trained(bits, seed, images, stage)
-        model = QuantizedModel(calibration.finished(assigned, Config.preset(bits)))
+        model = QuantizedModel(calibration.build_program(assigned, Config.preset(bits)))
         runs, executor, at_once = quickest(model, 1)
         answers = case.classes(runs, at_once)
         result = score(answers, case.labels, reference)

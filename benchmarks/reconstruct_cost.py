@@ -1,12 +1,12 @@
-"""What a step of a reconstruction costs: a block of DeiT-S with random weights at W4A4, 32 images of noise a step.
+"""Measure the cost of one step of reconstruction, on a block of DeiT-S with random weights at W4A4.
 
     python benchmarks/reconstruct_cost.py [--steps 15] [--images 32] [--seed 0] [--json FILE]
 
-A short search on two images gives the block its quantizers. Then, in turn, the float block runs forwards and backwards
-with the gradients of all its tensors and of its input, which is the least that training it could take, and a step of
-`Reconstruction` is made, its optimizer included. Prints one JSON object and saves it as
-benchmarks/results/reconstruct-cost.json: the median and the least CPU seconds of one thread for each, and the ratio of
-the medians.
+A short search on two images finds the block's quantizers. Then two runs take turns on a batch of noise images. One is a
+forward and backward pass of the float block, with gradients of all its tensors and of its input. Training the block
+cannot take less. The other is a step of `Reconstruction` with its optimizer. The script prints one JSON object and
+saves it as benchmarks/results/reconstruct-cost.json. The object has the median and the least CPU seconds of both on one
+thread, and the ratio of the medians.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -32,7 +32,7 @@ from adalog.graph.sites import find_blocks
 from adalog.study.doctor import machine
 
 MODEL = "deit_small_patch16_224"
-NUMBER = 1  # of the block; the first one is the embedding of patches
+NUMBER = 1  # index of the block; block 0 is the patch embedding
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -42,7 +42,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def float_pass(program: Program, given: Mapping[str, Tensor]) -> Callable[[], None]:
-    """The block's forward and backward, with gradients of all floating tensors and of its input."""
+    """Return a forward and backward pass of the block, with gradients of all float tensors and of its input."""
 
     def leaf(value: Tensor) -> Tensor:
         return value.detach().requires_grad_() if value.is_floating_point() else value
@@ -56,10 +56,11 @@ def float_pass(program: Program, given: Mapping[str, Tensor]) -> Callable[[], No
 
 
 def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS / "reconstruct-cost.json") -> None:
+    """Measure the CPU seconds of one step of reconstruction, compared with a pass of the float block."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
-    noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth judges
+    noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth image evaluates the block
     config = replace(Config.preset("w4a4"), images=2, search=Search(rounds=1, steps=1, rough_rows=0))
     calibration = Calibration(model, noise[:2], seed=seed)
     assigned = calibration.assign(config)
@@ -72,7 +73,7 @@ def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS 
     block = BlockInTraining(calibration.program, floats, quantized, NUMBER, here, choices, seed)
     first = {name: value[:images] for name, value in floats.inputs(NUMBER).items()}
     plain, taken = float_pass(floats.cut(NUMBER, count=images), first), block.steps(1.0)
-    next(taken)  # what the first call alone costs is left out
+    next(taken)  # the first call costs more, so it is not timed
     plain()
     times = [(seconds_of(plain), seconds_of(lambda: next(taken))) for _ in range(steps)]
     floor, step = zip(*times, strict=True)

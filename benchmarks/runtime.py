@@ -1,34 +1,41 @@
-"""The native kernels compared with engines that people use, on the CPU, in one run.
+"""Compare the speed of adalog's compiled kernels with other inference engines, on the CPU.
 
-    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 w8a8:uniform \
+    python benchmarks/runtime.py --model timm:deit_small_patch16_224 --threads 1 --batch 1 8 --bits w4a4 w8a8:uniform
         --peers torch,torch-bf16,onnxruntime,onnxruntime-int8,openvino,openvino-int8,openvino-int8-bf16 [--json F]
     python benchmarks/runtime.py --model demo | --model realbench:DIR [--work DIR]
 
-All of them take turns on the same images, so that other load on the machine affects all alike. A row has the median CPU
-time of the whole process and the median wall time, the bytes of weights, the CPU time from loading to the first answer,
-and the relative error of the logits (of the features, for `realbench`) against the float model. "ratios" are our time
-over the peer's: CPU time on one thread, wall time on several ("by").
+All engines take turns on the same images, so that other load on the machine affects all of them alike. Each row has the
+median CPU time of the whole process, the median wall time, the bytes of the weights, the CPU time from loading to the
+first output, and the relative error of the logits against the float model. For `realbench` it is the error of the
+features. "ratios" has the time of adalog over the time of each other engine. The field "by" names the clock: CPU time
+on one thread, wall time on several.
 
-`demo` and `realbench` (see `realbench.py`) have real weights. Ours and the peers that need images are calibrated with
-the same 32 images, ours by the search as it comes; "accuracy" has the top-1 of each, and its agreement with the float
-model, on 2,000 and 1,000 images, at the largest batch. A timm model has random weights, unless --pretrained. Images are
-noise then, the peers get eight of them, and our search is short, since values do not change the time except through the
-widths of the tables, which calibration chooses ("tables"). A whole search may leave smaller errors.
+`demo` and `realbench` (see `realbench.py`) have trained weights. adalog and the engines that need calibration images
+get the same 32 images, and adalog runs its default search. "accuracy" has the top-1 of each engine and its agreement
+with the float model, at the largest batch, on 2,000 images for `demo` and 1,000 for `realbench`. A timm model has
+random weights unless --pretrained is given. Its images are noise, the other engines calibrate on eight of them, and
+adalog's search is short. Values change the time only through the widths of the tables, which calibration chooses
+("tables"). A full search may leave smaller errors.
 
-Install the peers with `pip install -e ".[timm,peers]"`; what is not installed is listed in "absent". With several
-threads each run comes after a rest, in which the threads of the run before stop spinning; while ours run, PyTorch has
-one thread. Prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json, or as F. --work DIR keeps our
-artifacts as long as the sources of the package are the same.
+Install the other engines with `pip install -e ".[timm,peers]"`; "absent" lists the engines that cannot run. With
+several threads, the script pauses before each run until the threads of the previous engine stop spinning. PyTorch has
+one thread while adalog runs. The script prints one JSON object and saves it as benchmarks/results/runtime-MODEL.json,
+or as F. --work DIR keeps the artifacts for later runs, as long as the sources of the package stay the same.
 
-- torch, torch-bf16: PyTorch, eager.
-- onnxruntime: the exported float model. -int8: its static quantization, QDQ, with one scale per channel of weights.
-  -int8-dynamic: its dynamic quantization, with the scales of activations from each input.
-- openvino: the same exported model. -bf16: it may compute in bfloat16. -int8: quantized by NNCF for transformers, a
-  static quantization, with float32 for the rest. -int8-bf16: with bfloat16 for the rest. It has one stream and the
-  latency hint.
-- --level avx512vnni, avx2: our kernels, and oneDNN, which torch and OpenVINO use, run as on a processor without later
-  instructions (avx512vnni with bfloat16, which AMD has since Zen 4). ONNX Runtime obeys no such limit.
-- Attention is exported as products and softmax: OpenVINO takes 5 to 10 % more time for the fused operation.
+The engines are:
+
+- torch, torch-bf16: PyTorch in eager mode.
+- onnxruntime: the exported float model.
+- onnxruntime-int8: static quantization by ONNX Runtime (QDQ), with one scale per channel of a weight.
+- onnxruntime-int8-dynamic: dynamic quantization by ONNX Runtime, with the scales of activations from each input.
+- openvino: the same float model, with one stream and the latency hint.
+- openvino-bf16: the same, and OpenVINO may compute in bfloat16.
+- openvino-int8: static quantization by NNCF for transformers, with float32 for the rest.
+- openvino-int8-bf16: the same, with bfloat16 for the rest.
+
+All exported models compute attention as products and a softmax, since OpenVINO takes longer for the fused operation.
+--level avx512vnni or avx2 limits the kernels of adalog, and oneDNN in PyTorch and OpenVINO, to the instructions of an
+older processor. The level avx512vnni includes bfloat16, which AMD supports since Zen 4. ONNX Runtime ignores the limit.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -52,27 +59,31 @@ import torch
 from torch import Tensor, nn
 
 from adalog import Calibration, Config, QuantizedModel, Search, library, load
+from adalog._quantize import sample_images
 from adalog.errors import one_line
 from adalog.inputs import demo
 from adalog.inputs.zoo import load_model
-from adalog.quantize import sample_images
 from adalog.quantizers import LogQuantizer
 from adalog.study.bench import REST, in_turn, milliseconds, on_one_thread
 from adalog.study.doctor import machine, version_of
 from adalog.study.evaluate import predict, score
 from adalog.version import source_hash
 
-IMAGES = 8  # noise that the peers are calibrated with where weights are random
-REAL_IMAGES = 32  # images that all are calibrated with where they are not
+IMAGES = 8  # number of noise images that calibrate other engines if weights are random
+REAL_IMAGES = 32  # number of images that calibrate all engines if weights are trained
 SEED = 0
-LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # our levels, as oneDNN calls them
+LIMITS = {"avx2": "AVX2", "avx512vnni": "AVX512_CORE_BF16"}  # levels of adalog's kernels, by oneDNN's names
 
-Run = Callable[[Any], Any]  # it takes images as an engine wants them, and returns the logits, as a tensor or an array
+Run = Callable[[Any], Any]  # maps images in the form of an engine to logits, as a tensor or an array
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run, what turns images into its input, the CPU time it took to prepare, and the bytes of its weights."""
+    """An engine that is ready to run a model.
+
+    take: maps images to the input of `run`.
+    load_cpu_seconds: CPU time from loading to the first output, or None if it was not measured.
+    """
 
     run: Run
     take: Callable[[Tensor], Any]
@@ -80,7 +91,7 @@ class Made:
     weight_bytes: int
 
     def logits(self, images: Tensor) -> Tensor:
-        """A copy: some engines write every answer to the same memory."""
+        """Return a copy of the logits, because some engines write all outputs to the same memory."""
         return torch.as_tensor(self.run(self.take(images))).float().clone()
 
 
@@ -88,8 +99,10 @@ class Made:
 class Case:
     """A model, the images that calibrate it, (N, 3, H, W), and images to time it on.
 
-    classes(network, batch): the class that a network gives to each image that judges, (M,), run `batch` at a time, and
-    labels, (M,), those they have; both are None where weights are random.
+    classes: maps a network and a batch size to its predictions for M labelled images, (M,).
+    labels: the true classes of these images, (M,).
+
+    Both are None if the weights are random.
     """
 
     model: nn.Module
@@ -100,7 +113,7 @@ class Case:
 
 
 def load_case(spec: str, *, pretrained: bool) -> Case:
-    """The case that --model names."""
+    """Return the case that --model names."""
     kind, _, name = spec.partition(":")
     if kind == "realbench":
         bench = RealBench.of(Path(name))
@@ -131,7 +144,7 @@ def load_case(spec: str, *, pretrained: bool) -> Case:
 
 
 class Files:
-    """The model in files that peers read; each file is made when it is first asked for."""
+    """The model in files for other engines; each file is written when it is first used."""
 
     def __init__(self, model: nn.Module, images: Tensor, folder: Path):
         self.images, self._folder = images, folder
@@ -177,7 +190,7 @@ class Files:
         return self._file("dynamic.onnx" if dynamic else "static.onnx", make)
 
     def _prepare(self, prepare: Callable[..., None], path: Path) -> None:
-        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # symbolic shapes fail for some models
+        prepare(str(self.onnx()), str(path), skip_symbolic_shape=True)  # symbolic shape inference fails for some models
 
     def openvino(self, *, int8: bool) -> Path:
         import openvino
@@ -244,7 +257,7 @@ def openvino_runs(int8: bool, precision: str, model: nn.Module, files: Files, im
     return Made(run, lambda images: images.numpy(), seconds, path.with_suffix(".bin").stat().st_size)
 
 
-# By name: the packages that a peer needs, and the function that makes its run.
+# Other engines by name: the packages that an engine needs, and the function that prepares it.
 PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
     "torch": ((), partial(torch_runs, torch.float32)),
     "torch-bf16": ((), partial(torch_runs, torch.bfloat16)),
@@ -259,7 +272,7 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[..., Made]]] = {
 
 
 def quantized(case: Case, bits: str, path: Path) -> dict[str, int]:
-    """Write the model's artifact, unless it is there, and return the widths of its tables. bits: as of --bits."""
+    """Write the model's artifact unless it exists, and return the widths of its tables. bits: as in --bits."""
     if not path.exists():
         width, _, method = bits.partition(":")
         config, images = Config.preset(width, method or "adalog"), case.calibration
@@ -271,13 +284,13 @@ def quantized(case: Case, bits: str, path: Path) -> dict[str, int]:
 
 
 def widths(model: QuantizedModel) -> dict[str, int]:
-    """The number of a model's tables of each width."""
+    """Return the number of a model's tables of each width."""
     found = [each.width for each in model.program.quantizers.values() if isinstance(each, LogQuantizer)]
     return {f"u{width}" if width else "float": found.count(width) for width in sorted(set(found))}
 
 
 def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> Made:
-    """The artifact, run by our kernels."""
+    """Prepare the artifact for adalog's compiled kernels."""
     start = time.process_time()
     compiled = load(path).compile("native", threads=threads, batch=len(images), level=level)
     compiled(images)
@@ -288,7 +301,7 @@ def native_runs(path: Path, images: Tensor, threads: int, level: str | None) -> 
 
 
 def absent(peers: Sequence[str]) -> dict[str, str]:
-    """The peers that cannot run here, and why."""
+    """Return the engines that cannot run here, with the reasons."""
     found = {name: [package for package in PEERS[name][0] if find_spec(package) is None] for name in peers}
     return {name: f"not installed: {', '.join(missing)}" for name, missing in found.items() if missing}
 
@@ -305,9 +318,9 @@ def compare(
     level: str | None = None,
     work: Path | None = None,
 ) -> dict[str, Any]:
-    """Rows, ratios, accuracy where the case has labels, the widths of tables by bits, and the absent peers.
+    """Return rows, ratios, the widths of tables by bits, absent engines, and accuracy if the case has labels.
 
-    work: a folder that keeps our artifacts.
+    work: a folder that keeps the artifacts for later runs.
     """
     torch.set_num_threads(threads)
     missing = absent(peers)
@@ -329,7 +342,7 @@ def compare(
                 if name not in missing:
                     try:
                         made[name] = PEERS[name][1](case.model, files, given, threads)
-                    except Exception as cause:  # peers raise errors of any kind
+                    except Exception as cause:  # engines raise errors of any kind
                         missing[name] = f"fails at batch {batch}: {one_line(cause)}"
             here = list(made)
             made |= {f"native/{width}": native_runs(path, given, threads, level) for width, path in artifacts.items()}
@@ -358,9 +371,9 @@ def compare(
 
 
 def judged(case: Case, made: dict[str, Made], batch: int) -> dict[str, dict[str, float]]:
-    """Top-1 of the float model ("fp32") and of each run, with its agreement with that; empty where there are no labels.
+    """Return top-1 of the float model ("fp32") and of each engine, with the engine's agreement with the float model.
 
-    A run takes `batch` images, so the last ones are joined by zeros.
+    The result is empty if the case has no labels. An engine takes exactly `batch` images, so zeros fill the last batch.
     """
     if case.classes is None:
         return {}
@@ -384,17 +397,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--model", default="timm:deit_small_patch16_224", help="a model as `adalog quantize` takes it, or realbench:DIR"
     )
-    parser.add_argument("--pretrained", action="store_true", help="use the pretrained weights of that model")
+    parser.add_argument("--pretrained", action="store_true", help="use the pretrained weights of the model")
     parser.add_argument(
-        "--bits", nargs="+", default=["w4a4", "w6a6", "w8a8", "w8a8:uniform"], help="w8a8:METHOD takes another method"
+        "--bits", nargs="+", default=["w4a4", "w6a6", "w8a8", "w8a8:uniform"], help="w8a8:METHOD selects another method"
     )
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--level", choices=LIMITS, help="default: the fastest level of this machine")
-    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; default: all")
-    parser.add_argument("--seconds", type=float, default=20, help="seconds to spend on each row; five repeats at least")
-    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/runtime-MODEL.json")
-    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    parser.add_argument("--level", choices=LIMITS, help="level of the kernels; default: the fastest one that runs here")
+    parser.add_argument("--peers", default=",".join(PEERS), help="other engines, separated by commas; default: all")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds to spend on each row; at least five runs")
+    parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/runtime-MODEL.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps the artifacts for later runs")
     found = parser.parse_args(given)
     found.peers = [name for name in found.peers.split(",") if name]
     odd = [name for name in found.peers if name not in PEERS]
@@ -404,12 +417,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def named(model: str) -> str:
-    """What stands for a model in names of files."""
+    """Return the name of a model in file names."""
     return "realbench" if model.startswith("realbench:") else model.rpartition(":")[2].replace(os.sep, "-")
 
 
 def folder_of(work: Path | None, name: str) -> Path | None:
-    """The folder in `work` that keeps this model's artifacts, made if it is not there."""
+    """Return the folder in `work` for this model's artifacts; create it if it does not exist."""
     if work is not None:
         (work / name).mkdir(parents=True, exist_ok=True)
     return None if work is None else work / name
@@ -418,11 +431,11 @@ def folder_of(work: Path | None, name: str) -> Path | None:
 def main(given: Sequence[str] | None = None) -> None:
     asked = arguments(given)
     if asked.level is not None:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # oneDNN reads it when it is first used
+        os.environ["ONEDNN_MAX_CPU_ISA"] = LIMITS[asked.level]  # oneDNN reads this at its first use
     case = load_case(asked.model, pretrained=asked.pretrained)
     choices = {"bits": asked.bits, "batches": asked.batch, "peers": asked.peers, "level": asked.level}
     name = named(asked.model)
-    with redirect_stdout(sys.stderr):  # exporters print, and standard output is for the result
+    with redirect_stdout(sys.stderr):  # exporters print, but standard output must hold only the result
         work = folder_of(asked.work, name)
         result = compare(case, **choices, threads=asked.threads, seconds=asked.seconds, work=work)
     versions = {name: found for name in ("onnx", "onnxruntime", "openvino", "nncf") if (found := version_of(name))}

@@ -1,29 +1,29 @@
-"""What several processes of one job gain, and that they change nothing.
+"""Measure what several processes of one job gain, and check that they do not change the result.
 
     python benchmarks/scale.py [PART]... [--times 1] [--rows ROWS] [--kills 10] [--links 50000] [--seed 0]
         [--realbench DIR] [--work DIR] [--json FILE]
 
-Parts, all by default:
+The parts are as follows; without PART all of them run:
 
-- `quantize`: `adalog quantize` of DeiT-T with random weights at W4A4, by one process of one thread, and by two under
-  `torchrun`. First the machine's own limit: L is the time of one such run alone over that of two side by side that have
-  nothing to do with each other; two cores of one machine may share caches and power. `wall_ratio` is the time of two
-  ranks over that of one process, times L, both as the command tells its seconds (from loading to the result); `whole`
-  has the commands from start to end, with what Python takes to import PyTorch. `memory` is the largest resident set of
-  a rank over that of one process.
-- `evaluate`: the counts on the 2,000 test images of the bundled model, by 1, 2 and 3 processes.
-- `tables`: table 1 of the bundled model at W4A4 by one process and by two, all its rows or those of --rows.
-- `kills`: as many times, a rank of `quantize` or of `tables` is killed at a random moment under --max-restarts 3, and
-  the file or the rows are compared with an undisturbed run's.
+- `quantize`: `adalog quantize` of DeiT-T with random weights at W4A4, by one process of one thread, and by two ranks
+  under `torchrun`. Cores of one machine may share caches and power, so the script first measures the machine's limit L:
+  the time of one such run alone over the time of two independent runs at once. `wall_ratio` is the time of two ranks
+  over the time of one process, multiplied by L. These times are the seconds that the command reports, from loading to
+  the result. `whole` has the seconds of the whole commands, which include the import of PyTorch. `memory` is the
+  largest resident set of a rank over the largest one of a single process.
+- `evaluate`: compares the counts on the 2,000 test images of the bundled model by 1, 2 and 3 processes.
+- `tables`: Table 1 of the bundled model at W4A4 by one process and by two, with all rows or the rows of --rows.
+- `kills`: kills a rank of `quantize` or of `tables` at a random moment under --max-restarts 3, and compares the file or
+  the rows with an undisturbed run. --kills is the number of runs.
 - `stream`: `adalog evaluate` on a folder of 50,000 links to the 2,000 images of --realbench, or to the test images of
-  the bundled model: how much the resident set grows from the first tenth to the end, and the time that the bar on a
-  terminal foretold after a tenth over the time that it took.
+  the bundled model. It measures how much the resident set grows from the first tenth of the run to its end. It also
+  divides the time left that the progress bar predicted after a tenth by the time that the rest really took.
 - `reconstruct`: `adalog quantize` of the bundled model by `qdrop` at W3A3 with 128 images, by one process and by two
-  ranks; from start to end, times L as above, and whether the bytes are equal.
+  ranks. It compares the seconds of the whole commands, multiplied by L as above, and checks that the bytes are equal.
 
-Everything runs on the CPU, with one thread a process. Prints one JSON object and saves it as
-benchmarks/results/scale.json. Parts that are not asked for stay as they are in that file; each says its commit. Parts
-that are finished for the same sources are kept in --work.
+Everything runs on the CPU, with one thread per process. The script prints one JSON object and saves it as
+benchmarks/results/scale.json. Parts that do not run now stay in that file unchanged; each part has its own commit.
+--work DIR keeps finished parts for later runs, as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, commit, publish
@@ -55,24 +55,24 @@ from adalog.study.tables import kept
 
 MODEL = "timm:deit_tiny_patch16_224"
 LINKS = 50_000
-ETA = re.compile(r"eta(?:\s|\x1b\[[\d;]*m)*(\d+):(\d\d):(\d\d)")  # on a terminal with colours
+ETA = re.compile(r"eta(?:\s|\x1b\[[\d;]*m)*(\d+):(\d\d):(\d\d)")  # the pattern allows the colour codes of a terminal
 _POLL = 0.05
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--times", type=int, default=1, help="runs of each kind that is timed; medians count")
+    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--times", type=int, default=1, help="number of timed runs, whose medians are reported")
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--links", type=int, default=LINKS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rows", default="", help="rows of the table, as `adalog tables --rows` takes them")
+    parser.add_argument("--rows", default="", help="rows of the table, as for `adalog tables --rows`")
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if odd := set(given.parts) - PARTS.keys():
-        parser.error(f"no such part: {', '.join(sorted(odd))}")
+        parser.error(f"unknown part: {', '.join(sorted(odd))}")
     path = RESULTS / "scale.json" if given.json is None else given.json
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in given.parts or PARTS:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def command(world: int, *arguments: object, restarts: int = 0) -> list[str]:
-    """The words that start `adalog` on so many processes of one thread each."""
+    """Return the command line that starts `adalog` on `world` processes of one thread each."""
     plain = ["-m", "adalog", *map(str, arguments)]
     if world == 1:
         return [sys.executable, *plain]
@@ -104,7 +104,7 @@ def start(folder: Path, words: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that a launcher has started, or the process itself."""
+    """Return the processes that a launcher has started, or the process itself."""
     with suppress(OSError):
         path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         return [int(word) for word in path.read_text().split()] or [process.pid]
@@ -112,7 +112,7 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
 
 
 def resident(pid: int, field: str = "VmHWM") -> int:
-    """The largest resident set of a process so far [bytes], or its present one (VmRSS); 0 once it has ended."""
+    """Return the largest resident set of a process so far in bytes, or its present one (VmRSS); 0 if it has ended."""
     with suppress(OSError):
         found = re.search(rf"^{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return 0 if found is None else 1024 * int(found[1])
@@ -120,7 +120,7 @@ def resident(pid: int, field: str = "VmHWM") -> int:
 
 
 def finish(folder: Path, *processes: subprocess.Popen[str]) -> dict[str, float]:
-    """Wait for all of them: seconds from now to the last, and the largest resident set of a process of theirs."""
+    """Wait for all processes, and return the seconds until the last one ends and the largest resident set of any."""
     begun, peak = time.perf_counter(), 0
     while any(process.poll() is None for process in processes):
         peak = max([peak, *(resident(pid) for process in processes for pid in workers(process))])
@@ -138,7 +138,7 @@ def run(folder: Path, world: int, *arguments: object) -> dict[str, float]:
 
 
 def noise(folder: Path, count: int, seed: int) -> Path:
-    """A folder of images of noise, as large as DeiT's."""
+    """Write noise images to a folder, and return the folder."""
     draw = random.Random(seed)
     (folder / "images").mkdir()
     for number in range(count):
@@ -206,7 +206,7 @@ def evaluate(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(path: Path) -> list[Any]:
-    """What the rows of a table say, but for seconds."""
+    """Return the rows of a table without their seconds."""
     rows = json.loads(path.read_text())["rows"]
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
@@ -232,7 +232,10 @@ def tables(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def kills(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Every second kill is of `tables`. A run that ends before its moment counts too, and says so."""
+    """Kill ranks of `quantize` and `tables` in turn, and compare the results with undisturbed runs.
+
+    A run that ends before its kill counts too; its field "running" is false.
+    """
     draw, moments = random.Random(given.seed), []
     files = ("quantize", "demo", "--threads", 1)
     some = (*TABLE, "--rows", "minmax,percentile,repq-vit")
@@ -261,7 +264,7 @@ def kills(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def stream(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """The images are files, whatever model judges them."""
+    """Evaluate the bundled model on links to image files; the files need not be its own test images."""
     (folder / "files").mkdir()
     if given.realbench is None:
         pixels, labels = demo.test_images()
@@ -285,18 +288,18 @@ def stream(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def watched(folder: Path, words: list[str]) -> dict[str, Any]:
-    """The growth of the resident set of a run over images, and what its bar on a terminal foretold."""
+    """Run a command on a terminal, and return the growth of its resident set and the prediction of its progress bar."""
     leader, follower = pty.openpty()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=follower)
     os.close(follower)
     sizes: list[tuple[float, int]] = []
-    told: list[tuple[float, int]] = []  # when the bar said how many seconds are left
+    told: list[tuple[float, int]] = []  # the moment of each prediction, and the seconds left
     text = ""
     while process.poll() is None:
         sizes.append((time.time(), resident(process.pid, "VmRSS")))
         ready, _, _ = select.select([leader], [], [], 0.2)
-        with suppress(OSError):  # the terminal ends with the process
+        with suppress(OSError):  # the terminal closes with the process
             text = text[-200:] + (os.read(leader, 1 << 16).decode(errors="replace") if ready else "")
         found = ETA.findall(text)
         told += [(time.time(), 3600 * int(found[-1][0]) + 60 * int(found[-1][1]) + int(found[-1][2]))] if found else []
@@ -319,7 +322,7 @@ def watched(folder: Path, words: list[str]) -> dict[str, Any]:
 
 
 def reconstruct(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """`qdrop` on the bundled model, whose reconstruction takes most of the time."""
+    """Compare one process with two ranks on `qdrop`, whose reconstruction takes most of the time."""
     words = ("quantize", "demo", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 128, "--threads", 1)
     one = run(folder, 1, *words, "-o", "one.st")
     beside = finish(folder, *(start(folder, command(1, *words, "-o", f"{name}.st")) for name in ("left", "right")))

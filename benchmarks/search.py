@@ -1,50 +1,53 @@
-"""What our search costs, and the error it leaves, compared with the released code's search (`direct.py`).
+"""Compare adalog's search with the released code's search (`direct.py`): its cost, and the error that it leaves.
 
     python benchmarks/search.py --model timm:deit_tiny_patch16_224 --blocks 1 --images 32 [--data DIR] [--work DIR]
     python benchmarks/search.py --model demo | --model realbench:DIR
     python benchmarks/search.py --full | --scaling | --golden DIR
     python benchmarks/search.py --model demo --ablation
 
-Every site is searched by both on the same operands, with the same quantizers to choose from. `direct` makes a whole
-product for each candidate, in float32. It runs twice: by PyTorch alone ("direct"), and with the library's compiled
-kernels around each product ("direct_fused"). Ours runs four times, and the JSON holds the last at its top level:
+Both searches run at every site, on the same operands and with the same kinds of quantizers. The direct search computes
+a whole product for each candidate in float32. It runs twice: with PyTorch alone ("direct"), and with adalog's compiled
+kernels around each product ("direct_fused"). adalog's search runs four times:
 
-    equals    six steps and three rounds, in float32, with compiled kernels: the equal of direct_fused ("equal": true)
-    default   as it comes: products in bfloat16 where the processor has instructions for them, and compiled kernels
-    unfused   the same search in float32 and by PyTorch alone
-    six       six steps and three rounds, else as it comes
+    equals    six steps and three rounds, in float32, with compiled kernels, as direct_fused ("equal": true)
+    default   the default: products in bfloat16 if the processor has instructions for it, and compiled kernels
+    unfused   the default search in float32 and with PyTorch alone
+    six       six steps and three rounds, otherwise the default; the top level of the JSON object holds this run
 
-`speedup` is the seconds of direct over ours, and `speedup_over_fused` those of direct_fused over ours. Norms are folded
-once for all, by the released rule. Seconds are CPU time on one thread, for the search of each site alone; what all need
-before it, the forward that observes sites and the folds, is left out. For all, glibc is told to keep freed memory
-(M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) instead of returning it to the kernel. A loss is the mean square error of the
-site's output, and a ratio is ours over that of direct; held out means the same quantizers on other images.
-`peak_rss_bytes` is the largest resident set during a search; it includes the model and what all sites saw on both sets
-of images (`before`: without any search).
+The fields are:
 
-`candidates` are those of the grids and steps of a search that never stops early. `counts` are what was done:
-candidates that were scored on the output, on a sample of the rows or on all, and `evaluations`, candidates times rows.
-Rows are tokens, those of all images together. FLOPs are those of all products of matrices that a search makes, and for
-direct those of its candidates' products; `bfloat16_share` is the share of ours in bfloat16. Candidates that are scored
-by an operand's own error, without a product, are not counted for either.
+- speedup, speedup_over_fused: the seconds of direct, and of direct_fused, over the seconds of adalog's search. Seconds
+  are CPU time on one thread, for the search of each site alone. They exclude the work that all searches share: the
+  forward that records the sites, and the folds. Norms are folded once for all searches, by the released rule.
+- loss_ratio: the mean squared error of the site's output over direct's error. "held_out" means the same quantizers on
+  other images.
+- peak_rss_bytes: the largest resident set during a search. It includes the model and the recorded values of all sites
+  on both sets of images (`before`: without any search). glibc keeps freed memory (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
+- candidates: the number of candidates in the grids and steps of a search that never stops early.
+- counts: the actual numbers. Candidates are scored on the output, on a sample of the rows or on all rows. `evaluations`
+  is the sum of candidates times rows, which are the tokens of all images. FLOPs count all matrix products in adalog's
+  search, and the candidates' products in direct. `bfloat16_share` is adalog's share in bfloat16. Neither
+  search counts candidates that are scored by the operand's own error, without a product.
+- floor: the least cost of any exact search. It is one float forward, plus the following FLOPs at the speed of matrix
+  products on this machine: the second moments of each operand that the search of the other one needs (or the product
+  itself if that is cheaper), and one product to evaluate the result.
 
-A timm model has random weights and may be cut to its first blocks; it serves to measure costs. Its images are smooth
-noise, or those of --data. `demo` is the bundled model on bundled images; for `realbench` see `realbench.py`.
+A timm model has random weights and may be cut to its first blocks; use it to measure costs. Its images are smooth
+noise, or the images of --data. `demo` is the bundled model on bundled images. For `realbench` see `realbench.py`.
 
---full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default memory, and
-the SQNR that it leaves at each site [dB].
---scaling: how the cost of our search of a ViT with one block (heads of 64) grows with images, width and candidates per
-step; it also draws a figure.
---ablation: what each part of our search is worth: the error of all sites without that part over the default's, on the
-calibration images and held out.
---golden: whether the direct search gives the outputs of the released code (see `golden.py`); the exit code is 1 if not.
+Other options measure something else:
 
-The floor is what no exact search can save: one float forward and, at the speed of this machine's matrix products, the
-second moments of each operand that the other's search needs (or the product itself where that is cheaper) and one
-product to judge the result.
+- --full: `adalog.quantize` with its defaults on the whole model, in a process of its own with glibc's default settings,
+  and the SQNR of each site in dB.
+- --scaling: how the cost of the search of a ViT with one block (heads of 64) grows with images, width and candidates
+  per step. The script also draws a figure.
+- --ablation: the error without each part of the search over the default's error, on the calibration images and on
+  held-out images.
+- --golden: compares the direct search with outputs of the released code (see `golden.py`). The exit code is 1 if they
+  differ too much.
 
-Prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished measurements, which
-are not repeated; start with an empty folder when the library has changed.
+The script prints one JSON object and saves it as benchmarks/results/search-*.json. --work DIR keeps finished
+measurements for later runs. Start with an empty folder after a change of the library.
 """
 
 from benchmarks import golden, realbench
@@ -81,11 +84,11 @@ from torch.nn import functional as F
 
 import adalog
 from adalog import Calibration, Config, Search
+from adalog._quantize import sample_images
 from adalog.files import write_whole
 from adalog.inputs import demo
 from adalog.inputs.images import Preprocessing, find_images
 from adalog.inputs.zoo import load_model
-from adalog.quantize import sample_images
 from adalog.search import released
 from adalog.study.doctor import machine
 from adalog.study.tables import kept
@@ -99,7 +102,7 @@ BASE = {"images": 32, "width": 192, "points": 128}
 
 
 def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) -> Case:
-    """The case that --model names. blocks: how many of the first blocks to keep; 0 keeps all."""
+    """Return the case that --model names. blocks: the number of first blocks to keep; 0 keeps all."""
     kind, _, name = spec.partition(":")
     if kind == "realbench":
         model, preprocessing = realbench.load_model(Path(name)), Preprocessing(size=(224, 224), resize=256)
@@ -121,13 +124,13 @@ def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) 
         images, held_out = both[:count], both[count:]
     if blocks:
         if not isinstance(getattr(model, "blocks", None), nn.Sequential):
-            raise typer.BadParameter(f"{spec} has no sequence of `blocks` to cut: leave --blocks out")
+            raise typer.BadParameter(f"{spec} has no sequence of `blocks` to cut: omit --blocks")
         model.blocks = model.blocks[:blocks]
     return Case(model.eval(), images, held_out)
 
 
 def smooth_noise(count: int, size: tuple[int, int], seed: int) -> Tensor:
-    """Images of mean 0 and deviation 1 in which large features are stronger than small ones, as in photographs."""
+    """Return noise of mean 0 and deviation 1 with stronger large features than small ones, as in photographs."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.zeros(count, 3, *size)
     side = 2
@@ -142,7 +145,7 @@ def smooth_noise(count: int, size: tuple[int, int], seed: int) -> Tensor:
 
 
 def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: int, bits: str) -> dict[str, Any]:
-    """The cost of `adalog.quantize` with the method's defaults, beside the floor. Call it in a process of its own."""
+    """Return the cost of `adalog.quantize` with its defaults, and the floor. Call this in a process of its own."""
     torch.set_num_threads(1)
     case = load_case(spec, blocks, count, data, seed)
     config = replace(Config.preset(bits), images=count)
@@ -166,15 +169,15 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
         "cpu_seconds": cpu,
         "wall_seconds": wall,
         "peak_rss_bytes": peak,
-        "capture_cpu_seconds": captured,  # the share of torch.export and the one forward
+        "capture_cpu_seconds": captured,  # the part of torch.export and of the one forward
         "float_forwards": cpu / forward,
         "sqnr": {row.site: round(row.sqnr, 3) for row in quantized.ledger},
-        "floor": floor(flops, forward, gemm_gflops(), cpu - forward),  # these seconds include the forward
+        "floor": floor(flops, forward, gemm_gflops(), cpu - forward),  # `cpu` includes the forward
     }
 
 
 def block_seconds(images: int, width: int, points: int, seed: int, config: Config) -> float:
-    """CPU time of our search of all sites of a ViT with one block on images of 224 x 224."""
+    """Return the CPU time of the search of all sites of a ViT with one block on images of 224 x 224."""
     from timm.models import VisionTransformer
 
     torch.manual_seed(seed)
@@ -185,13 +188,13 @@ def block_seconds(images: int, width: int, points: int, seed: int, config: Confi
 
 
 def first_points(points: int) -> tuple[int, int]:
-    """The sides of a grid of `points` points, a power of 2, as square as possible: 16 x 8 for 128."""
+    """Return the sides of the most nearly square grid of `points` points, a power of 2: 16 x 8 for 128."""
     first = int(2 ** (points.bit_length() // 2))
     return first, points // first
 
 
 def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, figure: Path) -> dict[str, Any]:
-    """The cost along each axis, with the others as in BASE, and the exponent of the power law that fits best."""
+    """Measure the cost along each axis with the others as in BASE, and fit the exponent of a power law."""
     keep_memory()
     axes = {"images": IMAGES, "width": WIDTHS, "points": POINTS}
     found: dict[str, dict[str, Any]] = {}
@@ -213,13 +216,13 @@ def scale(config: Config, key: dict[str, Any], work: Path | None, seed: int, fig
 
 
 def exponent(sizes: tuple[int, ...], seconds: list[float]) -> float:
-    """The slope of the straight line through the logarithms, fitted by least squares."""
+    """Return the slope of the straight line through the logarithms, fitted by least squares."""
     x, y = (torch.tensor(values, dtype=torch.float64).log() for values in (sizes, seconds))
     return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
 
 
 def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw one panel per axis with logarithmic scales, and write a PNG, whole or not at all."""
+    """Draw one panel per axis with logarithmic scales, and write the figure as a PNG in one step."""
     import io
 
     import matplotlib.figure
@@ -237,11 +240,11 @@ def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
     write_whole(path, picture.getvalue())
 
 
-# --- what its parts are worth ----------------------------------------------------------------------------------------
+# --- the effect of its parts -----------------------------------------------------------------------------------------
 
 
 def variants(bits: str) -> dict[str, Config]:
-    """The default, the default without or with more of one part, and the search as the paper describes it."""
+    """Return the default, the default with one part changed, and the search as the paper describes it."""
     usual = Config.preset(bits)
     search = usual.search
     assert isinstance(search, Search)
@@ -258,14 +261,14 @@ def variants(bits: str) -> dict[str, Config]:
 
 @torch.no_grad()
 def ablate(case: Case, configs: dict[str, Config], key: dict[str, Any], work: Path | None, seed: int) -> dict[str, Any]:
-    """The errors of each config over those of the first: {name: {"loss", "held_out", "seconds", "sites"}}."""
+    """Return each config's errors over the first config's: {name: {"loss", "held_out", "seconds", "sites"}}."""
     keep_memory()
     calibration, held_out = Calibration(case.model, case.images, seed=seed), Calibration(case.model, case.held_out)
 
     def run(config: Config) -> dict[str, Any]:
         cost, found = measured(lambda: calibration.search(config))
         sites = {
-            each.sites[0].name: (each.mean_square_error(), held_out.judge(each, config).mean_square_error())
+            each.sites[0].name: (each.mean_square_error(), held_out.evaluate(each, config).mean_square_error())
             for each in found
         }
         return {"seconds": cost["seconds"], "sites": sites}
@@ -285,14 +288,14 @@ def ablate(case: Case, configs: dict[str, Config], key: dict[str, Any], work: Pa
 
 
 def check_golden(folder: Path) -> dict[str, Any]:
-    """Compare the direct search with outputs of the released code."""
+    """Compare the direct search with the outputs of the released code."""
     model, images, settings = golden.load_folder(folder)
     calibration, files, ok = Calibration(model, images), {}, True
     with mock.patch.object(released, "search_product", Direct().search_product):
         for name, content in settings.items():
-            if "method" in content:  # of another method
+            if "method" in content:  # the file is from another method
                 continue
-            # A calibration caches results by product and choices, so the direct search runs once for each.
+            # The calibration caches results by product and choices, so the direct search runs once for each of them.
             files[name] = golden.compare(content, calibration.search(golden.released_config(content)))
             ok &= golden.passes(content, files[name])
     return {"ok": ok, "files": files}
@@ -300,7 +303,7 @@ def check_golden(folder: Path) -> dict[str, Any]:
 
 def main(
     model: str = "timm:deit_tiny_patch16_224",
-    blocks: Annotated[int, typer.Option(help="How many of the first blocks to keep; 0 keeps all.")] = 0,
+    blocks: Annotated[int, typer.Option(help="Number of first blocks to keep; 0 keeps all.")] = 0,
     images: int = 32,
     bits: str = "w4a4",
     data: Annotated[Path | None, typer.Option(help="Folder of images for a timm model.")] = None,
@@ -312,6 +315,7 @@ def main(
     golden_files: Annotated[Path | None, typer.Option("--golden")] = None,
     json_out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
+    """Compare adalog's search with the released code's search: its cost, and the error that it leaves."""
     torch.set_num_threads(1)
     kind, _, name = model.partition(":")
     label = "golden" if golden_files else "scaling" if scaling else kind if kind != "timm" else name

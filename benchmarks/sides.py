@@ -1,10 +1,10 @@
-"""Where methods lose accuracy at 3 bits: with only weights quantized, with only activations, and with both.
+"""Measure top-1 at 3 bits with only the weights quantized, with only the activations quantized, and with both.
 
     python benchmarks/sides.py --methods adalog repq-vit ptq4vit [--json F]
 
-Measures top-1 of the bundled ViT on its 2,000 images: mean and standard deviation over three draws of 32 calibration
-images. This explains why the order of Table 1 at W3/A3 is not the published one. Prints one JSON object and saves it as
-benchmarks/results/sides.json.
+The script evaluates the bundled ViT on its 2,000 test images. It reports the mean and the standard deviation over three
+random subsets of 32 calibration images. The result explains why the methods' order in Table 1 at W3/A3 differs from the
+published order. The script prints one JSON object and saves it as benchmarks/results/sides.json.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from adalog import METHODS, Calibration, Config
+from adalog._quantize import sample_images
 from adalog.inputs import demo
 from adalog.model import quickest
-from adalog.quantize import sample_images
 from adalog.study.doctor import machine
 from adalog.study.evaluate import predict
 

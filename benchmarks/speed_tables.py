@@ -1,32 +1,11 @@
-"""The tables of speed and of what runs: of executors.json, and of the files that runtime.py wrote."""
+"""Tables of speed and of what runs: executors, engines, limits of the processor, loading, exports."""
 
-from benchmarks.publish import RESULTS
+from benchmarks.publish import RESULTS, markdown_table, read, source
 
-import json
 import math
 from typing import Any
 
-
-def executors_table() -> str:
-    """Executors and tables compared with fake quantization, and speeds on DeiT-S, from executors.json."""
-    result = json.loads((RESULTS / "executors.json").read_text())
-    head = "| bits | executor | tables | type | top-1 | loss | other codes | error of logits | same answers as fake | "
-    lines = [f"{head}images/s |", "|---" * 10 + "|"]
-    for row in result["rows"]:
-        cells = (row["bits"].upper(), row["executor"], row["table"], row["dtype"], f"{100 * row['top1']:.2f} %")
-        beside = (f"{row['median_logit_error']:.1e}", f"{100 * row['agreement']:.2f} %")
-        flips = row["code_flip_fraction"]  # None for another model, whose codes mean something else
-        cells += (f"{row['loss']:.4g}", *(("", "", "") if flips is None else (f"{flips:.1e}", *beside)))
-        lines.append("| " + " | ".join([*cells, f"{row['images_per_second']:.0f}"]) + " |")
-    lines += ["", "| DeiT-S, batch 8 | " + " | ".join(result["speed"][0]["ratio"]) + " |"]
-    lines.append("|---" * (1 + len(result["speed"][0]["ratio"])) + "|")
-    for row in result["speed"]:
-        rates = (f"{rate:.1f} ({row['ratio'][name]:.2f})" for name, rate in row["images_per_second"].items())
-        lines.append("| " + " | ".join([f"{row['bits'].upper()}, images/s", *rates]) + " |")
-    return "\n".join(lines)
-
-
-# What is timed, by its name in the result files.
+# Engines, by their names in the result files.
 ENGINES = {
     "torch": "PyTorch eager, float32",
     "torch-bf16": "PyTorch eager, bfloat16",
@@ -35,197 +14,291 @@ ENGINES = {
     "onnxruntime-int8-dynamic": "ONNX Runtime int8, dynamic",
     "openvino": "OpenVINO, float32",
     "openvino-bf16": "OpenVINO, bfloat16",
-    "openvino-int8": "OpenVINO int8, static, float32 around it",
-    "openvino-int8-bf16": "OpenVINO int8, static, bfloat16 around it",
+    "openvino-int8": "OpenVINO int8, float32 elsewhere",
+    "openvino-int8-bf16": "OpenVINO int8, bfloat16 elsewhere",
 }
 LEVELS = {"amx": "AMX", "avx512vnni": "AVX-512-VNNI", "avx2": "AVX2"}
+MODELS = {"demo": "the bundled ViT", "realbench": "TinyViT"}
 
 
-def engine(name: str) -> str:
-    """What is timed, for people; ours are bold."""
-    kind, _, bits = name.partition("/")
-    return f"**adalog {width(bits)}, native**" if kind == "native" else ENGINES[name]
+def name_model(model: str) -> str:
+    """Return a model's name for people."""
+    return MODELS.get(model, model.rpartition(":")[2])
 
 
-def width(bits: str) -> str:
-    """The bits of ours, and the method where it is not `adalog`, for people."""
+def name_bits(bits: str) -> str:
+    """Return our bits for people, with the method if it is not `adalog`."""
     bits, _, method = bits.partition(":")
     return f"{bits.upper()} {method}" if method else bits.upper()
 
 
-def age(result: dict[str, Any]) -> str:
-    """What stands beside a file of kernels that are not the present ones, which names no commit."""
-    return "" if "commit" in result else ", earlier kernels"
+def name_engine(name: str) -> str:
+    """Return an engine's name for people."""
+    kind, _, bits = name.partition("/")
+    return f"adalog {name_bits(bits)}" if kind == "native" else ENGINES[name]
 
 
-def runtime_results() -> list[dict[str, Any]]:
-    """The files that `benchmarks/runtime.py` wrote."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("runtime-*.json"))]
+def kernels(result: dict[str, Any]) -> str:
+    """Return the kernels' level, marked if a result records no commit: those kernels were earlier ones."""
+    return LEVELS[result["level"]] + ("" if "commit" in result else ", earlier kernels")
+
+
+def runtime_results() -> dict[str, dict[str, Any]]:
+    """Return the results of `benchmarks/runtime.py` by the names of their files."""
+    return {path.stem: read(path.stem) for path in sorted(RESULTS.glob("runtime-*.json"))}
 
 
 def runtime_table() -> str:
-    """The time of our kernels over that of each peer, and the errors of all, from each runtime-*.json."""
+    """Return our kernels' times over those of other engines, with the errors of all."""
     results = runtime_results()
-    peers = list(dict.fromkeys(row["name"] for result in results for row in result["rows"] if "/" not in row["name"]))
-    heads = ("model", "kernels", "threads", "bits", "batch", "CPU [ms]", "error", "weights [MB]", "load [CPU s]")
-    lines = [f"| {' | '.join((*heads, *map(engine, peers)))} |", "|---" * (len(heads) + len(peers)) + "|"]
-    for result in results:
-        name = result["model"].rpartition(":")[2]
+    others = list(dict.fromkeys(row["name"] for each in results.values() for row in each["rows"]))
+    others = [name for name in others if "/" not in name]
+    heads = ["model", "kernels", "threads", "bits", "batch", "CPU [ms]", "error", "weights [MB]", "load [CPU s]"]
+    lines = []
+    for result in results.values():
         errors = {(row["name"], row["batch"]): f"{row['logit_error']:.2f}" for row in result["rows"]}
-        for row in result["rows"]:
-            if row["name"] not in peers:
-                bits, ratios = row["name"].partition("/")[2], result["ratios"][f"{row['name']}/b{row['batch']}"]
-                cells = (name, result["level"] + age(result), result["threads"], width(bits), row["batch"])
-                cells += (f"{row['cpu_ms']:.1f}",)
-                cells += (f"{row['logit_error']:.2f}", f"{row['weight_bytes'] / 1e6:.2f}")
-                cells += (f"{row['load_cpu_seconds']:.1f}",)
-                cells += tuple(
-                    f"{ratios[peer]:.2f} ({errors[peer, row['batch']]})" if peer in ratios else "" for peer in peers
-                )
-                lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        for row in (row for row in result["rows"] if row["name"] not in others):
+            ratios = result["ratios"][f"{row['name']}/b{row['batch']}"]
+            cells = [name_model(result["model"]), kernels(result), str(result["threads"])]
+            cells += [name_bits(row["name"].partition("/")[2]), str(row["batch"]), f"{row['cpu_ms']:.1f}"]
+            cells += [f"{row['logit_error']:.2f}", f"{row['weight_bytes'] / 1e6:.2f}", f"{row['load_cpu_seconds']:.1f}"]
+            cells += [f"{ratios[n]:.2f} ({errors[n, row['batch']]})" if n in ratios else "" for n in others]
+            lines.append(cells)
+    note = (
+        "One column per engine: our time over that of the engine (below 1 adalog is faster), and in brackets the "
+        "engine's error. Ratios are of CPU time on one thread and of wall time on several, within one run per file. "
+        "Error: the largest relative error of the logits to the float model. Images are noise and weights random "
+        "except for the bundled ViT and TinyViT, so most errors come from a short calibration on noise. ONNX Runtime's "
+        "static quantization is QDQ, OpenVINO's is that of NNCF for transformers. If a processor has later "
+        "instructions than the level named, PyTorch, OpenVINO and adalog do without them; ONNX Runtime does not."
+    )
+    return f"{markdown_table([*heads, *map(name_engine, others)], lines)}\n\n{note} {source(*results)}"
+
+
+def deit_small_results() -> dict[str, dict[str, Any]]:
+    """Return the results of DeiT-S on one thread, by the level of the kernels."""
+    ours = {name: each for name, each in runtime_results().items() if "deit_small" in each["model"]}
+    ours = {name: each for name, each in ours.items() if each["threads"] == 1}
+    return dict(sorted(ours.items(), key=lambda item: list(LEVELS).index(item[1]["level"])))
 
 
 def speed_table() -> str:
-    """DeiT-S by all engines on one thread: a row per engine, processors side by side."""
-    results = [each for each in runtime_results() if "deit_small" in each["model"] and each["threads"] == 1]
-    results.sort(key=lambda result: list(LEVELS).index(result["level"]))
-    times = [{(row["name"], row["batch"]): row["cpu_ms"] for row in result["rows"]} for result in results]
-    rows = sorted((row for each in results for row in each["rows"]), key=lambda row: row["logit_error"])
-    errors = {row["name"]: row["logit_error"] for row in rows}  # the largest of each
+    """Return the times of all engines on DeiT-S, one thread, with processors side by side."""
+    results = deit_small_results()
+    times = [{(row["name"], row["batch"]): row["cpu_ms"] for row in result["rows"]} for result in results.values()]
+    rows = sorted((row for result in results.values() for row in result["rows"]), key=lambda row: row["logit_error"])
+    errors = {row["name"]: row["logit_error"] for row in rows}  # the largest over files
     columns = [(index, batch) for index in range(len(results)) for batch in (1, 8)]
-    heads = [f"{LEVELS[results[index]['level']]}, {batch} at once" for index, batch in columns]
-    lines = ["| engine | error of the logits | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    labels = [kernels(result) for result in results.values()]
+    lines = []
     for name in [*(name for name in errors if "/" in name), *(name for name in ENGINES if name in errors)]:
         cells = (times[index].get((name, batch)) for index, batch in columns)
-        told = ("" if value is None else f"{value:.1f} ms" for value in cells)
-        lines.append(f"| {engine(name)} | {errors[name]:.2f} | {' | '.join(told)} |")
-    processors = dict.fromkeys(f"{LEVELS[one['level']]}: {one['machine']['processor']}{age(one)}" for one in results)
-    text = (
-        "DeiT-S on 224 x 224, random weights: CPU milliseconds of a batch on one thread, medians of calls in turn, and "
-        "the largest relative error of the logits to the float model, after a short calibration on noise. "
-        f"{'; '.join(processors)}; shared with other work. Columns of different processors are different runs; an "
-        "empty cell was not measured. Where a processor has more instructions than the heading says, PyTorch, "
-        "OpenVINO and our kernels do without them, and ONNX Runtime does not. All figures: "
-        "[measured](docs/measured.md)."
+        shown = ["" if value is None else f"{value:.1f}" for value in cells]
+        lines.append([f"**{name_engine(name)}**" if "/" in name else name_engine(name), f"{errors[name]:.2f}", *shown])
+    heads = ["engine", "error of the logits", *(f"{labels[index]}, batch {batch} [ms]" for index, batch in columns)]
+    note = (
+        "DeiT-S at 224 x 224, random weights: CPU milliseconds of a batch on one thread (medians of interleaved "
+        "calls), and the largest relative error of the logits to the float model after a short calibration on noise. "
+        "Compare within a column: columns are different runs. An empty cell was not measured."
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(heads, lines)}\n\n{note} {source(*results)}"
+
+
+def speed_chart() -> str:
+    """Return a bar chart (SVG) of the engines on DeiT-S with AVX-512-VNNI, one thread, one image."""
+    name, result = next((name, each) for name, each in deit_small_results().items() if each["level"] == "avx512vnni")
+    rows = sorted((row for row in result["rows"] if row["batch"] == 1), key=lambda row: row["cpu_ms"])
+    scale = 380 / max(row["cpu_ms"] for row in rows)
+    parts = []
+    for place, row in enumerate(rows):
+        y, wide = 34 + 22 * place, row["cpu_ms"] * scale
+        colour = "#2f6fdb" if "/" in row["name"] else "#9aa3ad"
+        parts += [
+            f'<text x="242" y="{y + 12}" text-anchor="end">{name_engine(row["name"])}</text>',
+            f'<rect x="250" y="{y}" width="{wide:.1f}" height="16" fill="{colour}"/>',
+            f'<text x="{256 + wide:.1f}" y="{y + 12}">{row["cpu_ms"]:.1f} ms (error {row["logit_error"]:.2f})</text>',
+        ]
+    tall = 34 + 22 * len(rows)
+    title = "DeiT-S, one image, one thread, AVX-512-VNNI: CPU time (error of the logits)"
+    origin = f"Random weights. Source: benchmarks/results/{name}.json"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 {tall + 26}" role="img" aria-label="{title}"'
+        ' font-family="sans-serif" font-size="12" fill="#57606a">\n'
+        f'<rect width="780" height="{tall + 26}" fill="#ffffff"/>\n'
+        f'<text x="12" y="20" font-size="13" font-weight="bold" fill="#24292f">{title}</text>\n'
+        + "".join(f"{part}\n" for part in parts)
+        + f'<text x="12" y="{tall + 16}" font-size="10">{origin}</text>\n</svg>\n'
+    )
 
 
 def accuracy_table() -> str:
-    """Accuracy beside milliseconds, from each runtime-*.json of a model with real weights."""
-    results = [result for result in runtime_results() if "accuracy" in result]
-    names = {"demo": "the bundled ViT", "realbench": "TinyViT"}
-    lines = ["| model | engine | top-1 | agreement | error of the logits | 1 at once | 8 at once |", "|---" * 7 + "|"]
-    for result in results:
-        times = {(row["name"], row["batch"]): f"{row['cpu_ms']:.2f} ms" for row in result["rows"]}
+    """Return accuracy and milliseconds of all engines on models with real weights."""
+    results = {name: result for name, result in runtime_results().items() if "accuracy" in result}
+    lines, notes = [], []
+    for result in results.values():
+        model, full = name_model(result["model"]), result["accuracy"]["fp32"]
+        times = {(row["name"], row["batch"]): f"{row['cpu_ms']:.2f}" for row in result["rows"]}
         errors = {row["name"]: row["logit_error"] for row in result["rows"] if row["batch"] == 8}
-        for name, found in result["accuracy"].items():
+        notes.append(f"{model} has {100 * full['top1']:.2f} % in full precision on {full['images']:,} images")
+        for name, accuracy in result["accuracy"].items():
             if name != "fp32":
-                cells = (names[result["model"]], engine(name), f"{100 * found['top1']:.2f} %")
-                cells += (f"{100 * found['agreement']:.2f} %", f"{errors[name]:.3f}")
-                lines.append(f"| {' | '.join((*cells, times[name, 1], times[name, 8]))} |")
-    tops = (
-        f"{names[each['model']]} has {100 * each['accuracy']['fp32']['top1']:.2f} % in full precision, on "
-        f"{each['accuracy']['fp32']['images']:,} images"
-        for each in results
+                engine = f"**{name_engine(name)}**" if "/" in name else name_engine(name)
+                cells = [model, engine, f"{100 * accuracy['top1']:.2f} %", f"{100 * accuracy['agreement']:.2f} %"]
+                lines.append([*cells, f"{errors[name]:.3f}", times[name, 1], times[name, 8]])
+    heads = ["model", "engine", "top-1", "agreement", "error of the logits", "batch 1 [ms]", "batch 8 [ms]"]
+    note = (
+        "CPU milliseconds of a batch on one thread, medians of interleaved calls, AVX-512-VNNI. All engines that need "
+        f"calibration have the same 32 images. {'; '.join(notes)}."
     )
-    machines = dict.fromkeys(f"{each['machine']['processor']}, {LEVELS[each['level']]}{age(each)}" for each in results)
-    text = (
-        f"CPU milliseconds of a batch on one thread, medians of calls in turn ({'; '.join(machines)}; shared with "
-        f"other work). All that need calibration have the same 32 images; {'; '.join(tops)}."
-    )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(heads, lines)}\n\n{note} {source(*results)}"
 
 
 def limits_table() -> str:
-    """How far `native` is from the processor's roofs, from limits.json."""
-    result = json.loads((RESULTS / "limits.json").read_text())
-    heads = ("model", "bits", "batch", "products", "values", "traffic", "limit", "a run", "over the limit")
-    heads += ("linears and convolutions", "attention")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    """Return how far `native` is from the limits of the processor."""
+    result = read("limits")
+    heads = ["model", "bits", "batch", "products", "values", "traffic", "limit", "measured", "over the limit"]
+    heads += ["linears and convolutions", "attention"]
+    lines = []
     for row in result["rows"]:
-        cells = (row["model"].rpartition(":")[2], row["bits"].upper(), row["batch"])
-        cells += tuple(f"{row[f'{name}_ms']:.2f}" for name in ("products", "values", "traffic", "limit"))
-        cells += (f"{row['ms']:.2f}", f"**{row['over_limit']:.2f}**")
-        found = (row["operations"][name] for name in ("linear", "attention"))
-        cells += tuple(f"{each['ms'] / each['limit_ms']:.2f}" for each in found)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    roofs, machine = result["roofs"], result["machine"]
+        cells = [name_model(row["model"]), row["bits"].upper(), str(row["batch"])]
+        cells += [f"{row[f'{name}_ms']:.2f}" for name in ("products", "values", "traffic", "limit")]
+        cells += [f"{row['ms']:.2f}", f"**{row['over_limit']:.2f}**"]
+        parts = (row["operations"][name] for name in ("linear", "attention"))
+        lines.append([*cells, *(f"{part['ms'] / part['limit_ms']:.2f}" for part in parts)])
+    roofs = result["roofs"]
     reads = ", ".join(f"{speed:.0f} GB/s from {name}" for name, speed in roofs["reads"].items())
-    text = (
-        f"CPU milliseconds of a batch on one thread ({machine['processor']}, {LEVELS[roofs['level']]}{age(result)}; "
-        "shared with other work), the least of many; the last three columns are times over limits. The roofs: "
-        f"{roofs['dots']:.0f} billion products of bytes, {roofs['exps']:.1f} billion values of 2^x and "
-        f"{roofs['erfs']:.1f} billion of erf in a second, and {reads}. Figures: `benchmarks/results/limits.json`."
+    note = (
+        f"CPU milliseconds of a batch on one thread ({LEVELS[roofs['level']]}), the least of many runs; the last three "
+        f"columns are times over limits. This processor's roofs: {roofs['dots']:.0f} billion products of bytes, "
+        f"{roofs['exps']:.1f} billion values of 2^x and {roofs['erfs']:.1f} billion of erf per second, and {reads}."
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(heads, lines)}\n\n{note} {source('limits')}"
 
 
 def load_table() -> str:
-    """How long a fresh process takes until a model answers, from load.json."""
-    result = json.loads((RESULTS / "load.json").read_text())
-    names = {
+    """Return how long a fresh process takes until a model has given its first output."""
+    result = read("load")
+    ways = {
         "run": "**`adalog.run`**",
         "native": "`native`, with PyTorch",
         "onnxruntime": "ONNX Runtime, the artifact exported",
-        "numpy": "importing NumPy alone",
+        "numpy": "importing NumPy only",
     }
-    heads = ("model", "", "ready [CPU s]", "first answer [CPU s]", "memory [MiB]", "beside the weights [MiB]")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for row in result["rows"]:
-        for way in (name for name in names if name in row["ways"]):
-            found = row["ways"][way]
-            cells = (f"{found['ready_seconds']:.3f}", "" if way == "numpy" else f"{found['first_seconds']:.3f}")
-            cells += tuple(f"{found[name] / 2**20:.0f}" for name in ("peak_bytes", "beside_weights"))
-            lines.append(f"| {' | '.join((row['model'].rpartition(':')[2], names[way], *cells))} |")
-    text = (
-        "Processes that start, load and answer one image, on one thread, in turn; medians "
-        f"({result['machine']['processor']}{age(result)}; shared with other work). "
-        "Figures: `benchmarks/results/load.json`."
+        for way in (way for way in ways if way in row["ways"]):
+            cost = row["ways"][way]
+            first = "" if way == "numpy" else f"{cost['first_seconds']:.3f}"
+            cells = [name_model(row["model"]), ways[way], f"{cost['ready_seconds']:.3f}", first]
+            lines.append([*cells, *(f"{cost[name] / 2**20:.0f}" for name in ("peak_bytes", "beside_weights"))])
+    heads = ["model", "", "ready [CPU s]", "first output [CPU s]", "memory [MiB]", "without the weights [MiB]"]
+    note = "Fresh processes that start, load and run one image on one thread, interleaved; medians."
+    return f"{markdown_table(heads, lines)}\n\n{note} {source('load')}"
+
+
+def throughput_table() -> str:
+    """Return images per second of several threads, models and processes on one machine."""
+    result = read("throughput")
+    ways = {
+        "one": "one process, one thread",
+        "two": "two processes, one thread each",
+        "four": "four processes, one thread each",
+        "threads": "one process, two threads on each image",
+        "models": "one process with two models, one thread each",
+    }
+    batches = [row["batch"] for row in result["rows"]]
+    lines = []
+    for way, words in ways.items():
+        cells = [f"{row['images_per_second'][way]:.1f}" for row in result["rows"]]
+        lines.append([words, *cells, *(f"{row['over_two'].get(way, 1):.2f}" for row in result["rows"])])
+    heads = [
+        "",
+        *(f"batch {batch} [images/s]" for batch in batches),
+        *(f"batch {batch}, over two" for batch in batches),
+    ]
+    note = (
+        f"{name_model(result['model'])}, {result['bits'].upper()}, on a machine with two cores; medians of wall time. "
+        '"Over two": over the throughput of two processes in the same round.'
     )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table(heads, lines)}\n\n{note} {source('throughput')}"
 
 
-_EXPORTED = {"demo": "the bundled ViT", "realbench": "TinyViT"}
+def ranks_table() -> str:
+    """Return what two processes of one job gain over one."""
+    result = read("scale")
+    jobs = {
+        "quantize": "quantize DeiT-T at W4A4",
+        "tables": "ten rows of Table 1 on the bundled ViT",
+        "reconstruct": "`qdrop` at W3A3 on the bundled ViT",
+    }
+    lines = []
+    for part, words in jobs.items():
+        same = result[part]["equal_rows" if part == "tables" else "same_bytes"]
+        ratio, limit = result[part]["wall_ratio"], result[part]["L"]
+        lines.append([words, f"{ratio:.2f}", f"{limit:.2f}", "yes" if same else "no", result[part]["commit"][:7]])
+    kills = result["kills"]
+    note = (
+        "Wall time of two ranks over one process of one thread, corrected by the machine's limit: the time of one run "
+        "alone over that of two independent runs at once. A rank was killed at a random moment "
+        f"{kills['tried']} times under `--max-restarts`; {kills['equal']} results equalled an undisturbed run. Source: "
+        "`benchmarks/results/scale.json`."
+    )
+    return f"{markdown_table(['job', 'two ranks over one', 'limit', 'same result', 'commit'], lines)}\n\n{note}"
+
+
+def executors_table() -> str:
+    """Return executors and tables compared with fake quantization on the bundled ViT, and speeds on DeiT-S."""
+    result = read("executors")
+    heads = ["bits", "executor", "tables", "type", "top-1", "loss", "other codes", "error of logits"]
+    heads += ["same predictions as fake", "images/s"]
+    lines = []
+    for row in result["rows"]:
+        cells = [row["bits"].upper(), row["executor"], row["table"], row["dtype"], f"{100 * row['top1']:.2f} %"]
+        cells.append(f"{row['loss']:.4g}")
+        flips = row["code_flip_fraction"]  # None for a model of its own, whose codes cannot be compared
+        compared = ["", "", ""]
+        if flips is not None:
+            compared = [f"{flips:.1e}", f"{row['median_logit_error']:.1e}", f"{100 * row['agreement']:.2f} %"]
+        lines.append([*cells, *compared, f"{row['images_per_second']:.0f}"])
+    speeds = [
+        [f"{row['bits'].upper()}, images/s"]
+        + [f"{rate:.1f} ({row['ratio'][name]:.2f})" for name, rate in row["images_per_second"].items()]
+        for row in result["speed"]
+    ]
+    note = (
+        "The first rows of each width compare executors with fake quantization under the tables that calibration "
+        "chose: the share of activations' codes that differ, the median relative error of the logits, and equal "
+        "predictions. The other rows of `fake` are models calibrated with one kind of table only; loss is the mean "
+        "squared error of the logits to full precision. The second table has images per CPU second on one thread and, "
+        "in brackets, the ratio to PyTorch in float32."
+    )
+    tables = (markdown_table(heads, lines), markdown_table(["DeiT-S, batch 8", *result["speed"][0]["ratio"]], speeds))
+    return "\n\n".join((*tables, f"{note} {source('executors')}"))
 
 
 def export_table() -> str:
-    """What exports answer beside their artifacts, and what time they take, from each export-*.json."""
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("export-*.json"))]
-    heads = (
-        "model",
-        "bits",
-        "form",
-        "engine",
-        "accumulators",
-        "other answers",
-        "median error",
-        "own error",
-        "time",
-        "ONNX file",
+    """Return how exports compare with their artifacts, and their times."""
+    results = {path.stem: read(path.stem) for path in sorted(RESULTS.glob("export-*.json"))}
+    heads = ["model", "bits", "form", "engine", "accumulators", "other predictions", "median error", "own error"]
+    lines = []
+    for row in (row for result in results.values() for row in result["rows"]):
+        cells = [name_model(row["model"]), row["bits"].upper(), row["form"], ENGINES[row["engine"]].partition(",")[0]]
+        cells += [
+            "all equal" if row["accumulators_equal"] else "differ",
+            f"{row['argmax_changed']} of {row['images']:,}",
+        ]
+        cells += [f"{row['error']['median']:.0e}", f"{row['own_error']:.0e}" if "own_error" in row else ""]
+        lines.append([*cells, f"{row['time_over_fp32']:.2f}", f"{row['bytes'] / 1e6:.2f}"])
+    changed, caught = (sum(result[f"damaged_{key}"] for result in results.values()) for key in ("tried", "caught"))
+    spent = max(each["cpu_seconds"] for result in results.values() for each in result["exports"])
+    executors = " or ".join(f"`{name}`" for name in dict.fromkeys(result["executor"] for result in results.values()))
+    note = (
+        f"Other predictions: images whose largest output differs from the artifact's, run by {executors}. Median "
+        "error: relative, of the outputs. Own error: the artifact's, between its executor and fake quantization with "
+        "inputs moved by a millionth; an export's error of this size is rounding noise. Time: CPU time over that of "
+        "the float model in the same engine, one image on one thread. OpenVINO computes in float32. All but the "
+        "bundled ViT and TinyViT have random weights and images of noise. In each model's first file 20 initialisers "
+        f"were changed, one at a time: certificates caught {caught} of {changed} changes. The slowest export took "
+        f"{math.ceil(spent)} CPU seconds."
     )
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in (row for result in results for row in result["rows"]):
-        name = _EXPORTED.get(row["model"], row["model"].rpartition(":")[2])
-        equal = "all equal" if row["accumulators_equal"] else "differ"
-        cells = (name, row["bits"].upper(), row["form"], ENGINES[row["engine"]].partition(",")[0])
-        cells += (equal, f"{row['argmax_changed']} of {row['images']:,}", f"{row['error']['median']:.0e}")
-        own = f"{row['own_error']:.0e}" if "own_error" in row else ""
-        cells += (own, f"{row['time_over_fp32']:.2f}", f"{row['bytes'] / 1e6:.2f} MB")
-        lines.append(f"| {' | '.join(cells)} |")
-    tried, caught = (sum(result[f"damaged_{what}"] for result in results) for what in ("tried", "caught"))
-    spent = [max(each["cpu_seconds"] for each in result["exports"]) for result in results]
-    machines = dict.fromkeys(result["machine"]["processor"] for result in results)
-    executors = " or ".join(f"`{each}`" for each in dict.fromkeys(result["executor"] for result in results))
-    text = (
-        "Other answers: images whose largest output differs from the artifact's, which the executor "
-        f"{executors} computes. Median error: of the outputs, relative. Own error: the "
-        "artifact's, between its executor and fake quantization where its inputs are moved by a millionth; an error "
-        "of this size says little of an export. Time: CPU time over that of the "
-        f"float model in the same engine, one image at a time on one thread ({', '.join(machines)}; shared with other "
-        "work). OpenVINO computes in float32. All but the bundled ViT and TinyViT have random weights and images of "
-        "noise. In each model's first file 20 initialisers were changed, one at a time: certificates caught "
-        f"{caught} of these {tried} changes. An export takes at most {math.ceil(max(spent))} CPU seconds."
-    )
-    return "\n".join([*lines, "", text])
+    return f"{markdown_table([*heads, 'time', 'ONNX file [MB]'], lines)}\n\n{note} {source(*results)}"

@@ -1,22 +1,28 @@
-"""What several threads, several models and several processes of the executor "native" do on one machine at once.
+"""Measure the throughput of the executor "native" with several threads, models and processes on one machine.
 
     python benchmarks/throughput.py [--model timm:deit_small_patch16_224] [--bits w4a4] [--batch 1 8] [--rounds 5]
         [--seconds 3] [--json F] [--work DIR]
 
-All processes are started first, each by `adalog.run` without PyTorch, and wait. Then the kinds take turns, `--rounds`
-times, and each runs for `--seconds`:
+All processes start first and then wait. Each of them loads the artifact with `adalog.run`, without PyTorch. Then the
+kinds take turns, --rounds times, and each kind runs for --seconds:
 
 - one: one process of one thread.
-- two, four: so many processes of one thread each, side by side. "two" is what two cores can do: they share caches,
-  memory and power.
+- two, four: two or four processes of one thread each at the same time. "two" is the capacity of two cores, which share
+  caches, memory and power.
 - threads: one process with two threads on each image.
-- models: one process that has loaded the artifact twice, called from two threads of Python, one thread each.
+- models: one process that loads the artifact twice. Two Python threads call one model each, and each model has one
+  thread.
 
-"images_per_second" are medians of the rounds, of wall time; "over_two" is that over the throughput of "two" of the same
-round. "idle" is the CPU time that the process of two threads takes while it waits, as a share of the time. Other load
-on the machine counts: "load" is the number of processes that ran or waited, before and after. A timm model has random
-weights, and is quantized as `runtime.py` does it. --work DIR keeps our files as long as the sources of the package are
-the same. Prints one JSON object and saves it as benchmarks/results/throughput.json, or as F.
+The fields of a row are:
+
+- images_per_second: the median over rounds, by wall time.
+- over_two: the median of the throughput over the throughput of "two" in the same round.
+- idle: the CPU time that the process with two threads takes while it waits, as a share of the waiting time.
+
+"load" is the number of processes that ran or waited, before and after the measurement; other load on the machine
+affects the results. A timm model has random weights, and is quantized as in `runtime.py`. --work DIR keeps the
+artifacts for later runs, as long as the sources of the package stay the same. The script prints one JSON object and
+saves it as benchmarks/results/throughput.json, or as F.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -38,10 +44,10 @@ from adalog import export, load
 from adalog.study.doctor import machine
 from adalog.version import source_hash
 
-# How many processes a kind has, threads of each model, and models of each process.
+# The number of processes of a kind, of threads of each model, and of models in each process.
 KINDS = {"one": (1, 1, 1), "two": (2, 1, 1), "four": (4, 1, 1), "threads": (1, 2, 1), "models": (1, 1, 2)}
-# A process that waits for a number of seconds, runs for so long, and tells its images per second, and the share of the
-# time before that it took although it had nothing to do.
+# The code of a process. It reads a number of seconds from standard input and runs for that long. Then it prints its
+# images per second, and the share of the CPU that it took while it waited.
 _WORKER = """
 import json, sys, threading, time
 import numpy as np
@@ -74,7 +80,7 @@ for line in sys.stdin:
 
 
 class Workers:
-    """The processes of one kind, which wait."""
+    """The processes of one kind, which wait until `run` is called."""
 
     def __init__(self, kind: str, file: Path, tape: Path, shape: Sequence[int]):
         count, threads, models = KINDS[kind]
@@ -88,7 +94,7 @@ class Workers:
         ]
         for process in self._processes:
             if self._line(process) != "ready":
-                raise RuntimeError(f"a process of {kind!r} did not start; what it said is above")
+                raise RuntimeError(f"a process of {kind!r} did not start; its error is printed above")
 
     @staticmethod
     def _line(process: "subprocess.Popen[str]") -> str:
@@ -96,7 +102,10 @@ class Workers:
         return process.stdout.readline().strip()
 
     def run(self, seconds: float) -> tuple[float, float]:
-        """Images per second of all together, and the largest share of its waiting time that one of them took."""
+        """Run all processes for this number of seconds.
+
+        Returns their images per second in total, and the largest CPU share that one of them took while it waited.
+        """
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{seconds}\n")
@@ -110,7 +119,7 @@ class Workers:
 
 
 def measured(file: Path, batch: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """The row of one batch size."""
+    """Measure all kinds at one batch size, and return their row."""
     tape = file.with_suffix(f".{batch}.tape")
     tape.write_bytes(export.to_tape(file, batch=batch))
     shape = (batch, *load(file).example[0].shape[1:])
@@ -142,8 +151,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--json", type=Path, help="file to write in place of benchmarks/results/throughput.json")
-    parser.add_argument("--work", type=Path, help="folder that keeps our artifacts")
+    parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/throughput.json")
+    parser.add_argument("--work", type=Path, help="folder that keeps the artifacts for later runs")
     asked = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         file = (

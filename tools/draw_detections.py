@@ -1,8 +1,8 @@
-"""Draw docs/figures/detections.jpg: what the bundled detector finds in a scene, in full precision and quantized.
+"""Draw the bundled detector's detections in a scene, in full precision and quantized: docs/figures/detections.jpg.
 
     python tools/draw_detections.py FILE
 
-FILE is what `adalog quantize demo:detector --bits w4a4 --out FILE` writes.
+Write FILE with `adalog quantize demo:detector --bits w4a4 --out FILE`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from adalog.detection.demo.scenes import scene
 from adalog.detection.draw import drawn
 
 SCENE = demo.TESTED[8]
-LARGER = 2  # pixels of the picture for a pixel of the scene
+LARGER = 2  # pixels of the figure per pixel of the scene, along each side
 TARGET = Path(__file__).parent.parent / "docs/figures/detections.jpg"
 
 

@@ -1,11 +1,11 @@
-"""Train the bundled detector on drawn scenes and write what the package ships.
+"""Train the bundled detector on synthetic scenes, and write the files that the package ships.
 
     python tools/train_demo_detector.py --work DIR [--steps 12000] [--threads 1]
 
-The scenes are those of adalog.detection.demo.scenes, turned, mirrored, and with other orders of colours; the losses are
-those of Mask R-CNN in mmdetection 2. Weights are averaged over steps. The script resumes from WORK when it is started
-again. The last step writes detector.safetensors to src/adalog/detection/demo, and
-benchmarks/results/demo_detector_training.json with the settings and the log.
+The scenes come from adalog.detection.demo.scenes; training also rotates and mirrors them and permutes their colours.
+The losses follow Mask R-CNN in mmdetection 2. The script averages the weights over steps. If you start it again,
+it resumes from DIR. At the end it writes detector.safetensors to src/adalog/detection/demo, and the settings and the
+log to benchmarks/results/demo_detector_training.json.
 """
 
 import json
@@ -34,14 +34,14 @@ from adalog.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = 8
-SCENES = 6000  # that are drawn once; turns, mirrors and colours make others of them
+SCENES = 6000  # number of scenes that are drawn once; training varies them by rotation, mirroring and colours
 RATE, DECAY, WARM_UP, AVERAGE = 2e-3, 0.05, 300, 0.998
-ANCHORS, REGIONS, MASKS = 128, 64, 10  # that are sampled of an image; of regions with an object, so many have masks
+ANCHORS, REGIONS, MASKS = 128, 64, 10  # samples per image; at most MASKS of the regions have masks
 PROPOSALS = 100
 
 
 class Objects:
-    """What is in one image: boxes (n, 4), labels (n,), masks (n, H, W)."""
+    """The objects in one image: boxes (n, 4), labels (n,), masks (n, H, W)."""
 
     def __init__(self, masks: np.ndarray, labels: np.ndarray):
         self.masks, self.labels = torch.from_numpy(np.ascontiguousarray(masks)), torch.from_numpy(labels)
@@ -60,7 +60,7 @@ class Objects:
 
 
 class Scenes:
-    """Drawn scenes in memory, of which batches are drawn."""
+    """Synthetic scenes in memory, from which training takes random batches."""
 
     def __init__(self, work: Path):
         file = work / "scenes.npz"
@@ -79,7 +79,7 @@ class Scenes:
         self.ends = np.concatenate([[0], stored["counts"].cumsum()])
 
     def batch(self, step: int) -> tuple[Tensor, list[Objects]]:
-        """The batch of a step: images (B, 3, H, W), and what is in them."""
+        """Return the batch of a step: images (B, 3, H, W) and their targets."""
         draw = np.random.default_rng([7, step])
         upright = draw.random() < 0.3
         images, objects = [], []
@@ -100,13 +100,13 @@ class Scenes:
 
 
 def sampled(positive: Tensor, negative: Tensor, count: int, share: float) -> tuple[Tensor, Tensor]:
-    """Numbers of positives, at most this share of `count`, and of as many negatives as are left."""
+    """Sample `count` indices: positives up to this share of them, and negatives for the rest."""
     chosen = positive[torch.randperm(len(positive))[: int(count * share)]]
     return chosen, negative[torch.randperm(len(negative))[: count - len(chosen)]]
 
 
 def proposal_loss(found: list[Tensor], objects: list[Objects]) -> Tensor:
-    """Of the part "rpn": logits of sampled anchors, and offsets of those that hold an object."""
+    """Return the loss of the part "rpn": of the logits of sampled anchors, and the offsets of positive anchors."""
     every = torch.cat(
         [
             anchors(*value.shape[2:], stride, demo.SETTINGS.anchor_scale, RATIOS, value.device)
@@ -120,7 +120,7 @@ def proposal_loss(found: list[Tensor], objects: list[Objects]) -> Tensor:
         overlap = box_iou(each.boxes, every)
         best, which = overlap.max(0)
         positive, own = best >= 0.7, overlap.amax(1)
-        for row, most in zip(overlap, own, strict=True):  # every object has the anchors that fit it best
+        for row, most in zip(overlap, own, strict=True):  # the best anchors of an object are always positive
             if most >= 0.3:
                 fits = row == most
                 positive, which = positive | fits, torch.where(fits, (overlap == row).all(1).nonzero()[0, 0], which)
@@ -136,7 +136,7 @@ def proposal_loss(found: list[Tensor], objects: list[Objects]) -> Tensor:
 def head_losses(
     detector: Detector, maps: tuple[Tensor, ...], found: list[Tensor], objects: list[Objects]
 ) -> dict[str, Tensor]:
-    """Of box and mask heads, on sampled regions: of classes, of boxes, and of masks."""
+    """Return the losses of classes, boxes and masks on sampled regions, from the box head and the mask head."""
     size = tuple(side * STRIDES[0] for side in maps[0].shape[2:])
     rows, boxes, labels, aims, inside, masks, masked = [], [], [], [], [], [], []
     for index, each in enumerate(objects):
@@ -172,7 +172,7 @@ def head_losses(
 
 
 def make_optimizers(parts: nn.ModuleDict) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the Swin's blocks, AdamW for all else."""
+    """Return Muon for the matrices of the Swin's blocks, and AdamW for all other weights."""
     matrices, others, undecayed = [], [], []
     for name, value in parts.named_parameters():
         if value.ndim == 2 and ".attn.relative" not in name and ("backbone" in name or "linears" in name):
@@ -241,11 +241,11 @@ def train(work: Path, steps: int, threads: int) -> tuple[nn.ModuleDict, list[dic
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="Where the scenes, the state and the log are kept.")],
+    work: Annotated[Path, typer.Option(help="Folder that keeps the scenes, the state and the log.")],
     steps: Annotated[int, typer.Option()] = 12000,
     threads: Annotated[int, typer.Option()] = 1,
 ) -> None:
-    """Train, and write the weights in float16 with the log."""
+    """Train the bundled detector, and write its weights in float16 and the log."""
     work.mkdir(parents=True, exist_ok=True)
     parts, log = train(work, steps, threads)
     weights = {

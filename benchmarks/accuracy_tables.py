@@ -1,0 +1,251 @@
+"""Tables of accuracy: TinyViT on real images, the bundled ViT, the paper's tables, the released code, the detector."""
+
+from benchmarks.publish import markdown_table, measured, read, source
+
+from collections.abc import Sequence
+from statistics import mean, median, stdev
+from typing import Any
+
+from adalog.methods import labelled
+from adalog.study.markdown import markdown
+
+FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit", "percentile")
+
+
+def front_page_claims() -> str:
+    """Return one claim each of accuracy, size and speed, for the README."""
+    real, cost, speed = (
+        measured("realbench"),
+        read("cost"),
+        read("runtime-deit_small_patch16_224-avx512vnni"),
+    )
+    kept = mean(row["top1"] for row in group_rows(real)["w6a6", "adalog"]) / real["fp32"]["top1"]
+    size = next(sum(row["file_bytes"].values()) for row in cost["rows"] if row["bits"] == "w4a4")
+    errors = {row["name"]: row["logit_error"] for row in speed["rows"] if row["batch"] == 1}
+    ours, other = "native/w8a8:uniform", "openvino-int8-bf16"
+    if errors[ours] >= errors[other]:
+        raise ValueError(f"{ours} is less exact than {other}: compare the speed of another pair")
+    ratio = speed["ratios"][f"{ours}/b1"][other]
+    return (
+        f"- **Accurate**: at 6 bits TinyViT keeps {100 * kept:.0f} % of its full-precision accuracy (ImageNet "
+        "photographs, no training).\n"
+        f"- **Small**: DeiT-T at 4 bits is one file of {size / 1e6:.1f} MB.\n"
+        f"- **Fast**: DeiT-S at 8 bits takes {ratio:.2f} of the CPU time of OpenVINO's int8, with a smaller error of "
+        "the logits (uniform quantizers, one image, one AVX-512-VNNI thread, random weights)."
+    )
+
+
+def front_page_table() -> str:
+    """Return top-1 of full precision and five methods on TinyViT, for the README."""
+    result = measured("realbench")
+    rows = group_rows(result)
+    widths = ("w8a8", "w6a6", "w4a4")
+    lines = [["full precision", *[f"{100 * result['fp32']['top1']:.1f} %"] * len(widths)]]
+    for method in FRONT_PAGE:
+        cells = [labelled(method), *(percent(rows[width, method], "top1") for width in widths)]
+        lines.append([f"**{cell}**" for cell in cells] if method == "adalog" else cells)
+    note = (
+        f"Top-1 on {result['queries']:,} ImageNet photographs with TinyViT-5M (nearest-neighbour classification by its "
+        f"features). {result['calibration_images']} unlabelled images calibrate; nothing is trained. Source: "
+        "`benchmarks/results/realbench.json`."
+    )
+    return f"{markdown_table(['method', *map(str.upper, widths)], lines)}\n\n{note}"
+
+
+def real_table() -> str:
+    """Return top-1, agreement, tests and CPU seconds of every method on TinyViT."""
+    result = measured("realbench")
+    full = result["fp32"]
+    heads = ["bits", "method", "top-1", "points lost", "agreement", "p, fp32", "p, adalog", "calibration [CPU s]"]
+    interval = f"{100 * full['top1']:.1f} % ({100 * full['low']:.1f}-{100 * full['high']:.1f})"
+    lines = [["fp32", "", interval, *[""] * 5]]
+    for (bits, method), rows in group_rows(result).items():
+        lost = 100 * (full["top1"] - mean(row["top1"] for row in rows))
+        name = labelled(method) + " †" * any("renewed" in row for row in rows)
+        test = f"{median(row['mcnemar_p'] for row in rows):.2g}"
+        lines.append([bits.upper(), name, percent(rows, "top1"), f"{lost:.1f}", percent(rows, "agreement"), test])
+        lines[-1] += [p_adalog(rows), f"{mean(row['seconds'] for row in rows):.0f}"]
+    renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
+    note = (
+        f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate (seed "
+        f"{result['seed']}). Agreement: the share of images with the float model's prediction. p: McNemar's exact test "
+        "against full precision, and against adalog at the same bits. `easyquant` was measured before ties of its "
+        f"cosine went to the least squared error. {source('realbench')}"
+    )
+    if renewed:
+        note += (
+            f" †: measured again later on {' and '.join(renewed)}, without p against adalog; compare the seconds of "
+            f"these rows with one another only. {source('realbench-renewed')}"
+        )
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
+def seeds_table() -> str:
+    """Return means and standard deviations over several random calibration sets on TinyViT."""
+    result = read("realbench-draws")
+    heads = ["bits", "method", "seeds", "top-1", "agreement", "p, adalog", "calibration [CPU s]"]
+    lines = []
+    for (bits, method), rows in group_rows(result).items():
+        cells = [bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1"), percent(rows, "agreement")]
+        lines.append([*cells, p_adalog(rows), f"{mean(row['seconds'] for row in rows):.0f}"])
+    note = (
+        f"Mean ± standard deviation over random sets of {result['calibration_images']} support images. Full precision "
+        f"has {100 * result['fp32']['top1']:.1f} %. p: McNemar's test against adalog with the same seed, median over "
+        f"seeds. {source('realbench-draws')}"
+    )
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
+def worst_sites_table() -> str:
+    """Return the sites with the lowest SQNR under `adalog` on TinyViT, for each width."""
+    lines = []
+    for row in (rows[0] for (_, method), rows in group_rows(measured("realbench")).items() if method == "adalog"):
+        worst = sorted(row["sqnr"], key=row["sqnr"].__getitem__)[:5]
+        sites = ", ".join(f"{site} {row['sqnr'][site]:.1f} ({row['left'][site]})" for site in worst)
+        lines.append([row["bits"].upper(), f"{mean(row['sqnr'].values()):.1f}", sites])
+    heads = ["bits", "mean SQNR [dB]", "five sites with the lowest SQNR [dB]"]
+    return f"{markdown_table(heads, lines)}\n\n{source('realbench')}"
+
+
+def demo_table() -> str:
+    """Return top-1, agreement and file size of the bundled ViT."""
+    result = read("demo")
+    lines = [["fp32", "", f"{100 * result['fp32']['top1']:.2f} %", "", ""]]
+    for row in result["rows"]:
+        cells = [row["bits"].upper(), labelled(row["method"]), mean_text(row["top1"]), mean_text(row["agreement"])]
+        cells.append(f"{row['bytes']['mean'] / 1e6:.2f} MB")
+        lines.append([f"**{cell}**" for cell in cells] if row["method"] == "adalog" else cells)
+    seeds = result["seeds"]
+    averaged = f"Mean ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else f"Seed {seeds[0]}"
+    executors = dict.fromkeys(row["executor"] or "fake quantization" for run in result["runs"] for row in run["rows"])
+    note = (
+        f"{averaged}; {result['calibration_images']} images calibrate, {result['images']:,} test images evaluate, run "
+        f"by {' and '.join(executors)}. The standard error of one top-1 is about 0.7 points. {source('demo')}"
+    )
+    heads = ["bits", "quantizer after softmax and GELU", "top-1", "agreement", "file"]
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
+def paper_tables() -> str:
+    """Return the paper's tables on the bundled ViT, by `adalog tables 1 2 3 4 5 A B --models demo --seeds 3`."""
+    result = measured("tables-demo")
+    renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
+    for row in result["rows"]:
+        if "renewed" in row:
+            row["names"] = [f"{row['names'][0]} †", *row["names"][1:]]
+    note = (
+        "Size is that of the tensors, without the file's header. The command has gained rows since these tables were "
+        f"measured. {source('tables-demo')}"
+    )
+    if renewed:
+        note += (
+            f" †: measured again later on {' and '.join(renewed)} (`tables-demo-renewed*.json`); compare the seconds "
+            "of these rows with one another only; their p against adalog is against an adalog of their own run."
+        )
+    return f"{markdown(result, '## ').strip()}\n\n{note}"
+
+
+def released_table() -> str:
+    """Return our readings of baselines compared with what their released code computes, on the bundled ViT."""
+    result = read("tables-demo-twins")
+    bits = sorted({row["bits"] for row in result["rows"]}, reverse=True)
+    rows = {(row["names"][0], row["bits"]): row for row in result["rows"]}
+    lines = [
+        [labelled(method), *(mean_text(rows[method, width][name]) for width in bits for name in ("top1", "agreement"))]
+        for method in dict.fromkeys(name for name, _ in rows)
+    ]
+    seeds = len(result["rows"][0]["top1"]["values"])
+    note = (
+        f"Top-1 and agreement on {result['models']['demo']['images']:,} images, mean ± standard deviation over {seeds} "
+        f"seeds. {source('tables-demo-twins')}"
+    )
+    heads = ["method", *(f"{width.upper()} {name}" for width in bits for name in ("top-1", "agreement"))]
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
+def golden_table() -> str:
+    """Return how close methods are to outputs of their released code, and what `adalog` gains over AdaLog's."""
+    result = read("golden")
+    heads = ["setting", "layers", "largest ratio of errors", "within 0.1 %", "same q"]
+    lines = []
+    for name, row in result["files"].items():
+        cells = [name, str(row["sites"]), f"{row['max_mse_ratio']:.4f}", f"{100 * row['within_0.1_percent']:.0f} %"]
+        lines.append(cells + ["yes" if row[key] else "no" for key in ("q_equal", "activation_zero_points_equal")])
+    gains = [
+        [bits.upper(), f"{gain['calibration']:.3f}", f"{gain['held_out']:.3f}"]
+        for bits, gain in result["adalog_over_released"].items()
+    ]
+    note = (
+        "The ratio is a layer's squared error over that of the released code, on a random ViT of two blocks with eight "
+        f"images. {source('golden')}"
+    )
+    ratios = markdown_table([*heads, "same zero points of activations"], lines)
+    gained = markdown_table(["bits", "adalog / released, calibration images", "held-out noise"], gains)
+    return f"{ratios}\n\n{gained}\n\n{note}"
+
+
+def sides_table() -> str:
+    """Return top-1 with weights, activations, and both at 3 bits on the bundled ViT."""
+    result = read("sides")
+    bits = list(dict.fromkeys(row["bits"] for row in result["rows"]))
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in result["rows"]):
+        tops = {row["bits"]: mean_text(row["top1"]) for row in result["rows"] if row["method"] == method}
+        lines.append([labelled(method), *(tops.get(width, "") for width in bits)])
+    return f"{markdown_table(['method', *map(str.upper, bits)], lines)}\n\n{source('sides')}"
+
+
+def detector_table() -> str:
+    """Return the average precision of boxes and masks of the bundled detector, by method."""
+    result = read("detection-demo")
+    rows = group_rows(result)
+    bits = list(dict.fromkeys(width for width, _ in rows))
+    lines = []
+    for method in dict.fromkeys(method for _, method in rows):
+        cells = [labelled(method)]
+        for width in bits:
+            for name in ("box_ap", "mask_ap"):
+                values = [100 * row[name] for row in rows[width, method]]
+                cells.append(f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else ""))
+        lines.append([f"**{cell}**" for cell in cells] if method == "adalog" else cells)
+    seeds = len({row["seed"] for row in result["rows"]})
+    note = (
+        f"AP [%] on {result['images']} scenes; full precision has {100 * result['fp32']['box_ap']:.1f} for boxes and "
+        f"{100 * result['fp32']['mask_ap']:.1f} for masks. {result['calibration_images']} scenes calibrate "
+        f"({'seed 0' if seeds == 1 else f'mean ± standard deviation over {seeds} seeds'}). All parts are quantized; a "
+        f"file at W4A4 takes {rows['w4a4', 'adalog'][0]['bytes'] / 1e6:.2f} MB. {source('detection-demo')}"
+    )
+    cost = read("detector-cost")
+    note += (
+        f" Mask R-CNN with Swin-T and random weights, {cost['images']} images of {cost['size'][0]} x "
+        f"{cost['size'][1]}: the search takes {cost['cpu_seconds']:.0f} CPU seconds and {cost['peak_gib']:.1f} GiB, "
+        f"the file {cost['bytes'] / 1e6:.1f} MB. {source('detector-cost')}"
+    )
+    heads = ["method", *(f"{width.upper()} {kind}" for width in bits for kind in ("boxes", "masks"))]
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
+def group_rows(result: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Group the rows of a result by bits and method; the rows of all seeds come together."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["bits"], row["method"]), []).append(row)
+    return groups
+
+
+def percent(rows: Sequence[dict[str, Any]], name: str) -> str:
+    """Format a share in percent: its mean over rows, with the standard deviation if there are several."""
+    values = [100 * row[name] for row in rows]
+    return f"{mean(values):.1f}{f' ± {stdev(values):.1f}' if len(values) > 1 else ''} %"
+
+
+def p_adalog(rows: Sequence[dict[str, Any]]) -> str:
+    """Format the median p-value against `adalog`; empty if no row has one."""
+    values = [row["mcnemar_p_adalog"] for row in rows if row["mcnemar_p_adalog"] is not None]
+    return f"{median(values):.2g}" if values else ""
+
+
+def mean_text(value: dict[str, float]) -> str:
+    """Format a mean and its standard deviation in percent."""
+    deviation = f" ± {100 * value['std']:.2f}" if value["std"] else ""
+    return f"{100 * value['mean']:.2f}{deviation} %"
