@@ -18,21 +18,22 @@ ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds candidates fused gold
 	objective paper quantizers refine released reparam replacement rival_quantizers rivals rivals_models search \
 	straight_through ties)
 
-.PHONY: help demo test check portable lint clean distclean
+.PHONY: help demo test check portable lint docs clean distclean
 
 help:
-	@echo "make demo       set up $(DEMO), then quantize, run and judge the bundled model (ARGS=\"--seed 1\" for options)"
-	@echo "make test       set up $(TEST) with every extra, then lint, types and every test; some as other machines would"
+	@echo "make demo       set up $(DEMO), then quantize, run and evaluate the bundled model (ARGS=\"--seed 1\" for options)"
+	@echo "make test       set up $(TEST) with every extra, then run lint, types, docs and every test"
 	@echo "make check      lint, types and the tests that are not slow"
-	@echo "make portable   the tests that are not slow as four other machines would run them"
+	@echo "make portable   the tests that are not slow, as four other kinds of machine would run them"
 	@echo "make lint       lint, format and types only"
+	@echo "make docs       build the documentation strictly into build/site, without a network"
 	@echo "make clean      remove caches, build products and the demo's output"
 	@echo "make distclean  clean, and remove both environments and the compiled kernels"
 
 demo: $(DEMO)/.stamp
 	$(DEMO)/bin/adalog demo $(ARGS)
 
-test: lint
+test: lint docs
 	$(PYTEST)
 	$(OTHER_PROCESSOR) $(OTHER_LIBRARY) $(QUICK) $(ROUNDING)
 
@@ -50,6 +51,9 @@ lint: $(TEST)/.stamp
 	$(TEST)/bin/ruff format --check
 	$(TEST)/bin/mypy
 
+docs: $(TEST)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/python -m mkdocs build --strict
+
 # An environment is set up again only when the metadata, the pinned versions or the kernels, compiled then, change.
 KERNELS := src/adalog/runtime/native/native.cpp src/adalog/runtime/native/roof.cpp src/adalog/quantizers/elementwise.cpp
 
@@ -60,7 +64,7 @@ $(DEMO)/.stamp: pyproject.toml $(KERNELS) constraints/demo.txt
 
 $(TEST)/.stamp: pyproject.toml $(KERNELS) constraints/test.txt
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,imagenet,coco,openvino,test,dev]"
+	$(TEST)/bin/python -m pip install -c constraints/test.txt -e ".[timm,hf,imagenet,coco,openvino,test,dev,docs]"
 	@touch $@
 
 clean:

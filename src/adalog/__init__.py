@@ -1,16 +1,15 @@
-"""adalog: post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers.
+"""Post-training quantization of vision transformers to 2 to 8 bits with adaptive logarithm quantizers.
 
-The names below are imported when they are first asked for, so that `import adalog.run` never imports PyTorch.
+The package imports each exported name when it is first used, so `import adalog.run` does not import PyTorch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adalog.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from adalog._quantize import quantize
     from adalog.calibration.calibration import Calibration
     from adalog.choices import (
         BlockRefinement,
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from adalog.inputs.images import Preprocessing
     from adalog.methods import METHODS
     from adalog.model import QuantizedModel, load
-    from adalog.quantize import quantize
 
-# By module: the names that it has for the package.
+# The exported names of each module.
 _NAMES = {
+    "_quantize": "quantize",
     "calibration.calibration": "Calibration",
     "choices": "BlockRefinement Correction Evolution RangeSearch Reconstruction ReleasedSearch ScaleSearch Search",
     "config": "Config",
@@ -40,7 +39,6 @@ _NAMES = {
     "inputs.images": "Preprocessing",
     "methods": "METHODS",
     "model": "QuantizedModel load",
-    "quantize": "quantize",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -71,6 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import an exported name when it is first used."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'adalog' has no attribute {name!r}")
     module = import_module(f"adalog.{_MODULE_OF[name]}")
@@ -80,15 +79,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the exported names too, even if they are not imported yet."""
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """A package whose name `quantize` stays the function where Python would put the module `adalog.quantize` there."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _MODULE_OF or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

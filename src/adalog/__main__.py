@@ -1,4 +1,4 @@
-"""`python -m adalog` is the command `adalog`."""
+"""Run the command `adalog` by `python -m adalog`."""
 
 from adalog.cli import main
 

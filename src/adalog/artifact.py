@@ -1,9 +1,9 @@
-"""The only reader and writer of the artifact: one safetensors file that holds a program and its tensors.
+"""Read and write artifacts: safetensors files that hold a program and its tensors. No other module does either.
 
-Layout (docs/format.md). Metadata key "adalog": JSON with the format version, program, quantizers, config, ledger and
-provenance. Tensors: "codes/W" packed b-bit codes and the parameters of the quantizers of weights, "scale/W" and
-"zero_point/W" of a uniform one; "float/T" the rest.
-Reading runs no code: the program may name only the operations of `graph.operations.OPERATIONS`.
+The metadata key "adalog" holds JSON: the format, program, quantizers, config, ledger and provenance. For each quantized
+weight W there are the tensors "codes/W", packed codes, and the parameters of its quantizer, "scale/W" and
+"zero_point/W" if it is uniform. Each other tensor T is "float/T". docs/reference/format.md describes all fields.
+Reading runs no code: a program may only name the operations of `graph.operations.OPERATIONS`.
 """
 
 import json
@@ -29,9 +29,9 @@ from adalog.quantizers import MAX_BITS, MIN_BITS, QuantizedTensor, Quantizer, Un
 from adalog.quantizers.codec import check_shape, checked_weight, decode_quantizer, decode_weight, encode_quantizer, pack
 from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json
 
-FORMAT = 3
+FORMAT = 1
 KEY = "adalog"
-# The fields of the header, in the order of writing.
+# The fields of the header, in the order in which they are written.
 _FIELDS: dict[str, type] = {
     "format": int,
     "version": str,
@@ -46,8 +46,8 @@ _FIELDS: dict[str, type] = {
     "weights": dict,
     "dtypes": dict,
 }
-MAX_RULE = 4096  # operations of a rule for sizes, which is evaluated for each new shape
-DETECTOR = "adalog-detector"  # the metadata of a file of several artifacts: see adalog.detection.quantized
+MAX_RULE = 4096  # most operations of a rule for sizes, which is evaluated for each new shape
+DETECTOR = "adalog-detector"  # metadata key of a file with several artifacts: see adalog.detection.quantized
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 DTYPES |= {
     "float64": torch.float64,
@@ -64,16 +64,17 @@ DTYPES |= {
 
 
 def write(quantized: QuantizedProgram, path: Path) -> int:
-    """Save a quantized program, whole or not at all. Returns the size [bytes]."""
+    """Write a quantized program to a file atomically, and return its size [bytes]."""
     content = serialise(quantized)
     write_whole(path, content)
     return len(content)
 
 
 def serialise(quantized: QuantizedProgram) -> bytes:
-    """The artifact's bytes: the same program gives the same bytes.
+    """Return the bytes of an artifact. The same program gives the same bytes.
 
-    Raises ArtifactError or ProgramError for a program that `deserialise` would refuse, and for notes that are no JSON.
+    Raises ArtifactError or ProgramError for a program that `deserialise` would refuse, and for notes that JSON cannot
+    hold.
     """
     content = encoded(quantized)
     try:
@@ -84,8 +85,8 @@ def serialise(quantized: QuantizedProgram) -> bytes:
 
 
 def encoded(quantized: QuantizedProgram) -> bytes:
-    """The bytes of `serialise`, not yet read back: to tell their number."""
-    check(bool(quantized.example), "a model that was made without images has no inputs to tell: give it `example`")
+    """Return the bytes of `serialise` without reading them back, to find the size quickly."""
+    check(bool(quantized.example), "the model has no `example`, so the shapes of its inputs are unknown: set `example`")
     quantized.check(quantized.one_image())
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
@@ -121,19 +122,20 @@ def encoded(quantized: QuantizedProgram) -> bytes:
         check_text(header)
         text = json.dumps(header, separators=(",", ":"), allow_nan=False)
     except (RecursionError, TypeError, ValueError) as cause:
-        raise ArtifactError(f"a note or an argument is nothing that JSON holds: {one_line(cause)}") from cause
-    # One metadata key only: the order of several is not fixed, and the bytes must be.
+        raise ArtifactError(f"a note or an argument cannot be written as JSON: {one_line(cause)}") from cause
+    # There is only one metadata key, because safetensors does not fix the order of several.
     content = to_safetensors(tensors, {KEY: text})
     table_of(content)
     return content
 
 
 def _dtype_name(value: Tensor) -> str:
+    """Return the name of a tensor's dtype, a key of `DTYPES`."""
     return str(value.dtype).removeprefix("torch.")
 
 
 def _smallest(value: Tensor) -> Tensor:
-    """The value in float16 where that loses nothing, else as it is."""
+    """Return the value in float16 if that is exact, else unchanged."""
     if value.dtype == torch.float32:
         half = value.half()
         if torch.equal(half.float(), value):
@@ -142,6 +144,7 @@ def _smallest(value: Tensor) -> Tensor:
 
 
 def _encode(arg: Arg) -> Any:
+    """Return an argument of a node as JSON."""
     if isinstance(arg, Ref):
         return {"ref": arg.name}
     if isinstance(arg, torch.dtype):
@@ -160,6 +163,7 @@ def _encode(arg: Arg) -> Any:
 
 
 def _encode_node(node: Node) -> list[Any]:
+    """Return an operation as JSON."""
     kwargs = {key: _encode(value) for key, value in node.kwargs.items()}
     return [node.name, node.op, _encode(node.args), kwargs, node.scope]
 
@@ -168,73 +172,72 @@ def _encode_node(node: Node) -> list[Any]:
 
 
 def read(path: str | Path) -> bytes:
-    """A file's bytes."""
+    """Return a file's bytes. Raises ArtifactError if it cannot be read."""
     try:
         path = Path(path)
-        # A pipe or a device may have no end.
+        # Reading a pipe or a device might never end.
         odd = path.exists() and not (path.is_file() or path.is_dir())
-        check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` has made")
-        check(
-            not path.is_dir(), f"{path} is a folder: name the file in it, such as {path / 'model.adalog.safetensors'}"
-        )
+        check(not odd, f"{path} cannot be read: not a regular file; name one that `adalog quantize` made")
+        check(not path.is_dir(), f"{path} is a folder: name a file in it, such as {path / 'model.adalog.safetensors'}")
         return path.read_bytes()
-    except (OSError, ValueError, MemoryError) as cause:  # ValueError comes from a path that no file can have
+    except (OSError, ValueError, MemoryError) as cause:  # ValueError: no file can have this path
         raise ArtifactError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
 
 
 def deserialise(content: bytes, name: str = "the artifact") -> QuantizedProgram:
-    """The program that an artifact's bytes hold, after all of it has been checked and it has run once without data.
+    """Return the program in an artifact's bytes, after checking all of it and running it once without data.
 
-    It takes at most about 60 times the bytes in memory. Raises ArtifactError, which calls the bytes by `name`.
+    This takes at most about 60 times the bytes in memory. Raises ArtifactError, whose message calls the bytes `name`.
     """
     header = read_header(content, name)
     try:
         return _decode(header, parse_safetensors(content))
-    except Exception as cause:  # contents that no artifact has make the decoding raise anything
+    except Exception as cause:  # decoding may raise anything for contents that are not valid
         raise _damaged(name, cause) from cause
 
 
 def _damaged(name: str, cause: Exception) -> ArtifactError:
-    return ArtifactError(f"{name} is damaged: {one_line(cause)}; make it anew with `adalog quantize`")
+    """Return the error for an artifact that is not valid."""
+    return ArtifactError(f"{name} is damaged: {one_line(cause)}; make it again with `adalog quantize`")
 
 
 def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
-    """The JSON of an artifact of this format. Raises ArtifactError for bytes that are none."""
+    """Return the JSON of an artifact. Raises ArtifactError for bytes that are not an artifact of this format."""
     try:
         metadata = table_of(content)["__metadata__"]
         text = None if DETECTOR in metadata else metadata[KEY]
         check(text is None or set(metadata) == {KEY}, "the metadata has other keys too")
-    except Exception as cause:  # bytes that are no artifact make the parsing raise anything
+    except Exception as cause:  # parsing may raise anything for other bytes
         raise ArtifactError(
             f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
             "`adalog quantize`"
         ) from cause
     if text is None:
-        raise ArtifactError(
-            f"{name} is of no use here: it holds a detector, for `adalog evaluate --coco` and `adalog detect`"
-        )
+        raise ArtifactError(f"{name} holds a detector, which only `adalog evaluate --coco` and `adalog detect` can use")
     try:
         header: dict[str, Any] = parse_json(text)
         found = header["format"]
     except Exception as cause:
         raise _damaged(name, cause) from cause
     if type(found) is not int or found != FORMAT:
-        told = one_line(ArtifactError(str(found)))[:20]
-        raise ArtifactError(f"{name} has format version {told}, this package reads {FORMAT}: quantize the model again")
+        number = one_line(ArtifactError(str(found)))[:20]
+        raise ArtifactError(
+            f"{name} has the format {number}, but this version of adalog reads {FORMAT}: quantize the model again"
+        )
     return header
 
 
 def table_of(content: bytes) -> dict[str, Any]:
-    """The JSON at the start of a safetensors file. Raises ArtifactError or ValueError for bytes without one."""
+    """Return the JSON at the start of a safetensors file. Raises ArtifactError or ValueError if it is not valid."""
     length = int.from_bytes(content[:8], "little")
-    check(8 + length <= len(content), f"the file says it starts with {length} bytes of JSON, and has {len(content)}")
+    check(8 + length <= len(content), f"the file claims to start with {length} bytes of JSON, but has {len(content)}")
     check(length <= MAX_JSON, f"its JSON takes {length} bytes, more than {MAX_JSON}")
     table: dict[str, Any] = parse_json(content[8 : 8 + length].decode())
     return table
 
 
 def sizes(content: bytes) -> dict[str, int]:
-    """The bytes of an artifact by what they hold; they add up to its size."""
+    """Count the bytes of an artifact by what they hold. The counts sum to its size."""
     parts = {"header": len(content), "codes": 0, "scale": 0, "zero_point": 0, "float": 0}
     for tensor in tensor_sizes(content).values():
         for part, count in tensor.items():
@@ -244,7 +247,7 @@ def sizes(content: bytes) -> dict[str, int]:
 
 
 def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
-    """The bytes of each tensor by what they hold, in the order of the program's tensors."""
+    """Count the bytes of each tensor by what they hold, in the order of the program's tensors."""
     entries = table_of(content)
     counts: dict[str, dict[str, int]] = {name: {} for name in read_header(content)["dtypes"]}
     for key, entry in entries.items():
@@ -256,8 +259,9 @@ def tensor_sizes(content: bytes) -> dict[str, dict[str, int]]:
 
 
 def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> QuantizedProgram:
+    """Return the program that the header and the tensors of an artifact describe, and check all of it."""
     odd = sorted(_FIELDS.keys() ^ (header.keys() - {"rule"}))
-    check(not odd, f"the header lacks the fields, or has fields of its own: {', '.join(odd)}")
+    check(not odd, f"the header lacks fields, or has unknown ones: {', '.join(odd)}")
     for name, kind in _FIELDS.items():
         check(isinstance(header[name], kind), f"the header's {name} is of the type {type(header[name]).__name__}")
     check_text(dict(header))
@@ -272,7 +276,7 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
         elif key not in floats:
             odd.append(key)
     odd = sorted([*odd, *(floats - stored.keys())])
-    check(not odd, f"tensors and header do not name the same: {', '.join(odd[:3])}")
+    check(not odd, f"tensors and header do not have the same names: {', '.join(odd[:3])}")
     weights = {name: _decode_weight(name, entry, parts[name]) for name, entry in header["weights"].items()}
     tensors = {name: _decode_tensor(name, dtype, weights, stored) for name, dtype in header["dtypes"].items()}
     quantizers = {name: decode_quantizer(name, fields) for name, fields in header["quantizers"].items()}
@@ -283,9 +287,9 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
     known = {*inputs, *tensors, *(node.name for node in nodes)}
     check(any(True for _ in refs_of(output)), "the output holds no value")
     missing = [ref for ref in refs_of(output) if ref not in known]
-    check(not missing, f"the output reads {missing}, which nothing makes")
+    check(not missing, f"the output reads {missing}, which no node makes")
     rule = None if "rule" not in header else _decode_rule(header["rule"], inputs)
-    check(rule is None or bool(free), "there is a rule for sizes, and no size is free")
+    check(rule is None or bool(free), "there is a rule for sizes, but no size is free")
     program = Program(inputs, nodes, output, tensors, quantizers, weights, free, rule)
     config = Config.from_json(json.dumps(header["config"]))
     ledger = tuple(_decode_ledger_row(*row) for row in header["ledger"])
@@ -297,8 +301,8 @@ def _decode(header: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Quantize
 
 
 def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
-    """The name of an input, the input itself without images, and its dimensions whose sizes are free."""
-    check(isinstance(entry, list) and len(entry) in (3, 4), "an input is no [name, type, shape] or [..., free]")
+    """Return the name of an input, the input with zero images, and the dimensions whose sizes are free."""
+    check(isinstance(entry, list) and len(entry) in (3, 4), "an input is not [name, type, shape] or [..., free]")
     name, dtype, shape, free = (*entry, None)[:4]
     check(isinstance(name, str), f"an input has the name {name!r}")
     check_shape(f"input {name}", shape)
@@ -309,20 +313,21 @@ def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
 
 
 def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
-    """The program of sizes that tells which of them the model takes."""
+    """Return the program of sizes that decides which of them the model takes."""
     good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
-    check(good, "the rule for sizes is no [operations, output]")
+    check(good, "the rule for sizes is not [operations, output]")
     check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
     nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
     odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
     check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
     made = {node.name for node in nodes}
     refs = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
-    check(refs and len(output) > 0, "the rule for sizes puts out something else than sizes")
+    check(refs and len(output) > 0, "the rule for sizes outputs something other than sizes")
     return Program(tuple(inputs), nodes, output, {})
 
 
 def _decode_dtype(name: Any) -> torch.dtype:
+    """Return the dtype of this name."""
     check(isinstance(name, str) and name in DTYPES, f"the type {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -330,6 +335,7 @@ def _decode_dtype(name: Any) -> torch.dtype:
 def _decode_tensor(
     name: str, dtype: Any, weights: Mapping[str, QuantizedTensor], stored: Mapping[str, Tensor]
 ) -> Tensor:
+    """Return a tensor of the program in the dtype in which it is used."""
     wanted = _decode_dtype(dtype)
     value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
     same = value.dtype == wanted or (value.dtype, wanted) == (torch.float16, torch.float32)
@@ -339,8 +345,8 @@ def _decode_tensor(
 
 
 def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> QuantizedTensor:
-    """stored: the weight's tensors by what they hold. The kind of a weight's quantizer is written unless uniform."""
-    check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is no [bits, shape] or [..., kind]")
+    """Return a quantized weight from its tensors. A header entry without a kind means a uniform quantizer."""
+    check(isinstance(entry, list) and len(entry) in (2, 3), f"weight {name} is not [bits, shape] or [..., kind]")
     bits, shape, kind = (*entry, UniformQuantizer.kind)[:3]
     check(is_whole(bits, MIN_BITS, MAX_BITS), f"weight {name} has {bits!r} bits")
     check_shape(f"weight {name}", shape)
@@ -350,26 +356,26 @@ def _decode_weight(name: str, entry: Any, stored: Mapping[str, Tensor]) -> Quant
 def _decode_nodes(
     entries: Sequence[Any], before: Sequence[str], quantizers: Mapping[str, Quantizer]
 ) -> tuple[Node, ...]:
-    """The operations, each of which may read only values that exist before it."""
+    """Return the operations, and check that each reads only values that exist before it."""
     known = set(before)
     check(len(known) == len(before), "an input and a tensor have the same name")
     check(bool(entries), "the program has no operations")
     nodes = []
     for entry in entries:
-        check(isinstance(entry, list) and len(entry) == 5, "a node is no [name, operation, arguments, ..., scope]")
+        check(isinstance(entry, list) and len(entry) == 5, "a node is not [name, operation, arguments, ..., scope]")
         name, op, args, kwargs, scope = entry
         check(isinstance(name, str) and isinstance(scope, str), f"a node has the name {name!r} and scope {scope!r}")
         check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
         good = isinstance(args, list) and isinstance(kwargs, dict)
-        check(good, f"node {name} has no list of arguments and object of keyword arguments")
-        check(not kwargs.keys() & set(PLACEMENT), f"node {name} says where its value lies")
+        check(good, f"node {name} does not have a list of arguments and an object of keyword arguments")
+        check(not kwargs.keys() & set(PLACEMENT), f"node {name} chooses the device or layout of its value")
         node = Node(name, op, _decode_arg(args), {key: _decode_arg(value) for key, value in kwargs.items()}, scope)
         if op == FAKE_QUANTIZE:
             good = len(node.args) == 2 and isinstance(node.args[0], Ref) and isinstance(node.args[1], str)
-            check(good and not kwargs, f"node {name} quantizes no value")
-            check(node.args[1] in quantizers, f"node {name} names no quantizer of the file")
+            check(good and not kwargs, f"node {name} does not quantize a value")
+            check(node.args[1] in quantizers, f"node {name} names a quantizer that the file does not have")
         missing = [ref for ref in node.refs() if ref not in known]
-        check(not missing, f"node {name} reads {missing}, which is not there before it")
+        check(not missing, f"node {name} reads {missing}, which does not exist before it")
         check(name not in known, f"two values have the name {name}")
         known.add(name)
         nodes.append(node)
@@ -377,6 +383,7 @@ def _decode_nodes(
 
 
 def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str, sqnr: Any) -> LedgerRow:
+    """Return a row of the ledger."""
     words = (site, role, source, left, right)
     check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
     value = _decode_arg(sqnr)
@@ -385,6 +392,7 @@ def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str,
 
 
 def _decode_arg(value: Any) -> Arg:
+    """Return an argument of a node: the inverse of `_encode`."""
     if isinstance(value, list):
         return tuple(_decode_arg(item) for item in value)
     if not isinstance(value, dict):
@@ -399,23 +407,23 @@ def _decode_arg(value: Any) -> Arg:
         check(content in ("inf", "-inf", "nan"), f"a number is {content!r}")
         return float(content)
     check(kind in ("list", "dict", "output"), f"an argument is of the unknown kind {kind!r}")
-    check(isinstance(content, list), f"the items of a {kind} are no list")
+    check(isinstance(content, list), f"the items of a {kind} are not a list")
     if kind == "list":
         return [_decode_arg(item) for item in content]
     pairs = {key: _decode_arg(item) for key, item in content}
     good = len(pairs) == len(content) and all(isinstance(key, str) for key in pairs)
-    check(good, f"the keys of a {kind} are not different texts")
+    check(good, f"the keys of a {kind} are not distinct texts")
     return Output(pairs) if kind == "output" else pairs
 
 
 def inspect(content: bytes, name: str = "the artifact") -> dict[str, Any]:
-    """The contents of a file as JSON: bits, bytes by what they hold, ledger, float sites and operations, provenance."""
+    """Describe an artifact as JSON: what `describe` returns, with the format and the bytes by what they hold."""
     quantized = deserialise(content, name)
     return {"format": FORMAT, **describe(quantized), "bytes": sizes(content), "total_bytes": len(content)}
 
 
 def describe(quantized: QuantizedProgram) -> dict[str, Any]:
-    """The ledger and what stays float, as JSON; an SQNR that is not finite is null."""
+    """Describe a program as JSON: bits, config, ledger, what stays float, and provenance. An infinite SQNR is null."""
     return {
         "bits": quantized.config.bits,
         "config": json.loads(quantized.config.to_json()),

@@ -1,6 +1,6 @@
-"""The choices of how to search, and of the stages that follow: frozen dataclasses, each default with its source.
+"""Define the choices of a search and of the stages after it, as frozen dataclasses.
 
-They are apart from `Config`, so that `methods` can name them and `config` can read the table of methods.
+They are not in `config`, because `methods` needs them and `config` imports `methods`.
 """
 
 import dataclasses
@@ -25,21 +25,25 @@ FoldRanges = Literal["own", "deviations", "by-bits"]
 
 
 def check_whole(name: str, value: object, least: int) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} = {value!r} is not a whole number of at least {least}")
 
 
 def check_choice(name: str, value: object, allowed: Any) -> None:
+    """Raise ValueError unless the value is one of the Literal type `allowed`."""
     if value not in get_args(allowed):
         raise ValueError(f"{name} = {value!r} is none of {', '.join(get_args(allowed))}")
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """Raise ValueError unless the value is a number above `low` and at most `high`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
         raise ValueError(f"{name} = {value!r} is not above {low} and at most {high}")
 
 
 def check_span(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a pair of increasing positive factors."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise ValueError(f"{name} = {value!r} is not a pair of factors")
     check_number(name, value[0], 0)
@@ -47,11 +51,13 @@ def check_span(name: str, value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless the value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} = {value!r} is neither true nor false")
 
 
 def check_bits(name: str, bits: object) -> None:
+    """Raise ValueError unless the value is a number of bits, or 32 for float."""
     if not isinstance(bits, int) or not (MIN_BITS <= bits <= MAX_BITS or bits == FLOAT_BITS):
         raise ValueError(
             f"{name} = {bits!r} is not a whole number from {MIN_BITS} to {MAX_BITS}, or {FLOAT_BITS} for float"
@@ -60,21 +66,45 @@ def check_bits(name: str, bits: object) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """Algorithm 1 and the rounds around it.
+    """The search of AdaLog: Fast Progressive Combining Search (FPCS, Algorithm 1) and the rounds around it.
 
-    fold_ranges: how the channels of a norm get the ranges that a fold shares: each channel its "own", by its own error
-    (RepQ-ViT's reparameterization, Sec. 4.1), or all channels one range in standard "deviations" around the channel's
-    mean (ours, which fits other images better where codes are fine); "by-bits": their own up to 4 bits.
+    "Sec." and "Algorithm" refer to the AdaLog paper (Wu et al., ECCV 2024).
+
+    Args:
+        strategy: How the two hyperparameters of a quantizer are searched: "fpcs" (Algorithm 1), "alternating" (one
+            after the other), or "brute-force" (the whole grid).
+        init: Sizes of the grid of the first step. Default from Sec. 4.1: n = 16 x 8 = 128 points.
+        parents: Number of points that a step refines, each by 8 neighbours. Default from Sec. 4.1: 16 parents give n
+            evaluations per step.
+        steps: Number of steps after the first grid, p in the paper. Default from Sec. 4.1; the released code uses 6.
+        rounds: Number of times that each operand is searched. Chosen by measurement: docs/benchmarks. The released code
+            uses 3.
+        rough_rows: A step scores candidates on a sample of at least this many tokens, and the best candidates on eight
+            times as many. 0 always uses all tokens. Chosen by measurement: docs/benchmarks.
+        refit: Give each row of a weight the scale that fits its codes best, once the codes are found.
+            Chosen by measurement: docs/benchmarks.
+        reach: The lower bound lies between the percentiles 0 and `reach`, the upper one between 1 - `reach` and 1.
+            Chosen by measurement: docs/benchmarks. The paper uses 0.1.
+        fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
+            its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
+            in standard deviations around their mean, which is more accurate on other images if the codes are fine.
+            "by-bits": "own" up to 4 bits and "deviations" above. Chosen by measurement: docs/benchmarks.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
+
+    Examples:
+        >>> config = adalog.Config(search=adalog.Search(steps=2))  # a shorter search
     """
 
     strategy: Strategy = "fpcs"
-    init: tuple[int, int] = (16, 8)  # n = 128 = 16 x 8 points of the first step (Sec. 4.1)
-    parents: int = 16  # how many points a step refines; 16 x 8 children = n evaluations
-    steps: int = 4  # p (Sec. 4.1; the released code takes 6)
-    rounds: int = 1  # how often each operand is searched again; more rounds gain next to nothing (released: 3)
-    rough_rows: int = 256  # steps score this many tokens or more, survivors eight times as many (0: all, always)
-    refit: bool = True  # each row of a weight takes the scale that fits its codes best, once they are found
-    reach: float = 0.4  # bounds lie between the percentiles 0 and reach, 1 - reach and 1 (the paper: 0.1)
+    init: tuple[int, int] = (16, 8)
+    parents: int = 16
+    steps: int = 4
+    rounds: int = 1
+    rough_rows: int = 256
+    refit: bool = True
+    reach: float = 0.4
     fold_ranges: FoldRanges = "by-bits"
 
     def __post_init__(self) -> None:
@@ -90,18 +120,25 @@ class Search:
         for size in self.init:
             check_whole("init", size, 1)
         if math.prod(self.init) != 8 * self.parents:
-            raise ValueError(f"init = {self.init} is not 8 points for each of parents = {self.parents}")
+            raise ValueError(f"init = {self.init} does not have 8 points for each of parents = {self.parents}")
 
 
 @dataclass(frozen=True)
 class ReleasedSearch:
-    """The search of the authors' released code, quirk by quirk: see `search.released`.
+    """The search of the authors' released code, including its deviations from the paper (`adalog.search.released`).
 
-    progressive: whether the best scales of the first grid are refined (their FPCS); otherwise the grid alone decides.
+    Args:
+        progressive: Refine the best scales of the first grid, which is FPCS in the released code. If False, the first
+            grid alone decides.
+        steps: Number of steps, including the first grid. Default from the released code; the paper has p = 4 steps.
+        rounds: Number of times that each operand is searched. Default from the released code.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
     """
 
     progressive: bool = True
-    steps: int = 6  # including the first grid (the paper: p = 4)
+    steps: int = 6
     rounds: int = 3
 
     def __post_init__(self) -> None:
@@ -112,14 +149,24 @@ class ReleasedSearch:
 
 @dataclass(frozen=True)
 class RangeSearch:
-    """Every operand is quantized by its own values, without a look at the output: see `search.ranges`.
+    """A search that finds each quantizer from the operand's own values, without the output (`adalog.search.ranges`).
 
-    percentiles: candidate upper percentiles p; the lower end is 1 - p, and the p with the least own error wins.
-    symmetric_weights: codes reach as far below zero as above. unit_softmax: logarithms after softmax have the scale 1.
-    share: how the channels of a folded norm come to one scale. powers: how often that may be doubled for a channel
-    (FQ-ViT's K). round_zero_point: the shared zero point is a whole number (in the released RepQ-ViT it is not, and no
-    artifact stores that). in_order: an operand is observed once everything before its site is quantized (the released
-    RepQ-ViT).
+    MinMax, percentiles, FQ-ViT and RepQ-ViT use it. The defaults are those of MinMax.
+
+    Args:
+        percentiles: Candidate upper percentiles p; the lower end is 1 - p. The p with the smallest error of the operand
+            itself is used.
+        symmetric_weights: Quantize weights with ranges that reach as far below zero as above.
+        unit_softmax: Give logarithmic quantizers after softmax the scale 1.
+        share: How the channels of a folded norm get one scale: "none" (norms are not folded), "mean" (RepQ-ViT: the
+            mean over channels), or "power-of-two" (FQ-ViT: one scale, multiplied by a power of two per channel).
+        powers: Largest exponent for `share` = "power-of-two" (K in FQ-ViT, whose value is the default).
+        round_zero_point: Round the shared zero point to a whole number. In the released RepQ-ViT it is not rounded; an
+            artifact cannot store such a model.
+        in_order: Observe each operand with everything before its site quantized, as the released RepQ-ViT does.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
     """
 
     percentiles: tuple[float, ...] = (1.0,)
@@ -132,7 +179,7 @@ class RangeSearch:
 
     def __post_init__(self) -> None:
         if not isinstance(self.percentiles, tuple) or not self.percentiles:
-            raise ValueError(f"percentiles = {self.percentiles!r} is not a tuple of shares")
+            raise ValueError(f"percentiles = {self.percentiles!r} is not a tuple of numbers")
         for share in self.percentiles:
             check_number("percentiles", share, 0.5, 1.0)
         for name in ("symmetric_weights", "unit_softmax", "round_zero_point", "in_order"):
@@ -143,14 +190,24 @@ class RangeSearch:
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Symmetric scales are found in turn by the output's error: see `search.scales`.
+    """A search that finds symmetric scales, operand by operand, by the output's error (`adalog.search.scales`).
 
-    metric: "squared" error, 1 - "cosine" of the angle, or squared error weighted by the diagonal of the loss's
-    "hessian", from `probes` random gradients. span: the first multiple, and the end that none reaches. row_scales:
-    whether each row of a linear has a scale of its own; otherwise each of its splits (queries, keys, values) has one.
-    released: as in PTQ4ViT's code, there is one probe of rounding noise, the split after softmax is found with V not
-    quantized, and both halves of its values are added up. rough_stride: candidates are scored on every 5th row or image
-    first, and the 16 best of them on all (ours).
+    EasyQuant, PTQ4ViT and APQ-ViT use it. The defaults are those of PTQ4ViT, unless stated otherwise.
+
+    Args:
+        metric: The error: "squared", "cosine" (1 minus the cosine of the angle between the outputs), or "hessian" (the
+            squared error, weighted by the diagonal of the loss's Hessian).
+        span: Interval of the candidates, as multiples of the scale that covers all values. The upper end is excluded.
+        candidates: Number of candidates, spaced evenly over `span`.
+        rounds: Number of times that each operand is searched.
+        row_scales: Give each row of a linear its own scale. If False, each split (queries, keys, values) has one.
+        probes: Number of random gradients from which the Hessian's diagonal is estimated. Chosen by adalog.
+        released: Follow PTQ4ViT's code where it differs from the paper: one probe of rounding noise, a split after
+            softmax that is found with V not quantized, and both halves of its values added up.
+        rough_stride: Score all candidates on every n-th row or image first, and the best 16 on all. Chosen by adalog.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
     """
 
     metric: Metric = "hessian"
@@ -173,11 +230,20 @@ class ScaleSearch:
 
 @dataclass(frozen=True)
 class BlockRefinement:
-    """The scales of a block's sites are searched again by the error of the block's output: see `calibration.blockwise`.
+    """A stage that searches the scales of a block's sites again, by the error of the block's output (APQ-ViT).
 
-    candidates: how many multiples of a scale are tried, evenly over `span`. eliminated: this share of the output's
-    weighted errors, the smallest ones, does not count. These three are ours, since the paper's text was not at hand.
-    probes: as in `ScaleSearch`.
+    `adalog.calibration.blockwise` implements it. The defaults are adalog's own, because the text of the APQ-ViT paper
+    was not available.
+
+    Args:
+        candidates: Number of multiples of a scale to try, spaced evenly over `span`.
+        span: Smallest and largest multiple.
+        eliminated: Fraction of the output's weighted errors to ignore, the smallest ones first.
+        rounds: Number of times that each scale is searched.
+        probes: Number of random gradients, as in `ScaleSearch`.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
     """
 
     candidates: int = 16
@@ -196,12 +262,21 @@ class BlockRefinement:
 
 @dataclass(frozen=True)
 class Evolution:
-    """Scales of weights are perturbed block by block by the InfoNCE loss of the output: see `calibration.evolution`.
+    """A stage that perturbs the scales of weights block by block, by the InfoNCE loss of the model's output (Evol-Q).
 
-    passes: how often all blocks are visited. cycles: the mutants of a block per visit. population: how many sets of
-    scales survive. samples: how many of these are drawn for each mutant; the best of them is its parent. radius: how
-    far the scales of a mutant may be from its parent's; None: 1e-4 at 8 bits, 1e-3 below (as in Evol-Q's code, which
-    also picks the block and pass with the best top-1 on its test images; here no label is seen).
+    `adalog.calibration.evolution` implements it. The defaults are those of Evol-Q. Evol-Q's code also chooses the block
+    and pass with the best top-1 on its test images; adalog does not use labels.
+
+    Args:
+        passes: Number of times that all blocks are visited.
+        cycles: Number of mutants of a block per visit.
+        population: Number of sets of scales that survive.
+        samples: Number of survivors that are sampled for each mutant. The best of them is its parent.
+        temperature: Temperature of the InfoNCE loss.
+        radius: Largest difference between a mutant's scales and its parent's. None: 1e-4 at 8 bits, and 1e-3 below.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
     """
 
     passes: int = 10
@@ -221,12 +296,23 @@ class Evolution:
 
 @dataclass(frozen=True)
 class Correction:
-    """Weights and biases are fitted to the float network's outputs in closed form: see `calibration.compensate`.
+    """A stage that fits weights and biases to the outputs of the float network, in closed form.
 
-    images: how many unlabelled images are fitted; a site reads the first batches that give it 131,072 rows. ridge:
-    whether weights are fitted, or rounded alone. compensate: whether codes make up for each other's errors, or are the
-    nearest. target: what a site is fitted to, its own "output" in the float network or, where that is added to a
-    "stream", what the quantized stream lacks of the float sum.
+    `adalog.calibration.compensate` implements it, and the method "adalog+" uses it. The defaults were chosen by
+    measurement: docs/benchmarks.
+
+    Args:
+        images: Number of unlabelled images to fit. A site reads the first batches that give it 131,072 rows.
+        ridge: Fit the weights by ridge regression. If False, they are only rounded.
+        compensate: Choose codes that compensate for each other's errors. If False, each weight gets its nearest code.
+        target: What a site is fitted to. "output": its output in the float network. "stream": if the output is added to
+            a residual stream, the difference between the float stream and the quantized stream.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
+
+    Examples:
+        >>> config = adalog.Config(stages=(adalog.Correction(images=64),))
     """
 
     images: int = 128
@@ -243,18 +329,34 @@ class Correction:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Codes, biases and scales are trained by the float network's outputs: see `calibration.reconstruct`.
+    """A stage that trains codes, biases and scales by gradients to match the outputs of the float network.
 
-    scope: whether one "block" after another is trained by its output, or the "model" as one block; the method
-    `adalog++` has rates for the latter. images: how many unlabelled images are fitted, every eighth of which judges.
-    iterations: the steps of each block, with `batch` images each. weights: codes are the float weight's rounded up or
-    down ("adaround"), or "latent" values rounded straight through, whose scales are trained as well. scales: whether
-    activations' scales and zero points are trained. biases: whether biases are. loss: the squared error of the block's
-    output, all of it the same ("squared"), weighted by the squared gradients of the model's loss, image by image
-    ("fisher") or their average ("averaged"), or by a diagonal and a low-rank part of the Fisher information
-    ("low-rank"). drop: the share of a block's inputs and quantized activations that stay exact in a step. rate: of
-    codes and zero points, in units of codes. scale_rate: of the logarithms of scales, and of biases, in units of the
-    norm of their weight's row. Both fall to zero by a cosine.
+    `adalog.calibration.reconstruct` implements it, and the method "adalog++" uses it. The defaults were chosen by
+    measurement: docs/benchmarks.
+
+    Args:
+        images: Number of unlabelled images to fit. Every eighth of them is held out to evaluate the result.
+        iterations: Number of training steps per block.
+        batch: Number of images per step.
+        weights: How codes are trained. "adaround": each is the float weight rounded up or down. "latent": float values
+            are rounded with a straight-through gradient, and the scales of weights are trained too.
+        scales: Train the scales and zero points of activations.
+        biases: Train the biases.
+        loss: The squared error of the block's output. "squared": all elements count the same. "fisher": weighted by the
+            squared gradients of the model's loss, image by image. "averaged": weighted by their average over images.
+            "low-rank": with a diagonal and a low-rank part of the Fisher information.
+        drop: Fraction of a block's inputs and quantized activations that stay exact in a step (QDrop).
+        rate: Learning rate of codes and zero points, in units of codes. It falls to zero by a cosine.
+        scale_rate: Learning rate of the logarithms of scales, and of biases in units of the norm of their weight's row.
+            It falls to zero by a cosine.
+        scope: "block" trains one block after another by its output; "model" trains the whole model as one block. For
+            "model", use the smaller rates of the method "adalog++".
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
+
+    Examples:
+        >>> config = adalog.Config(stages=(adalog.Correction(images=1024), adalog.Reconstruction()))
     """
 
     images: int = 1024
@@ -287,7 +389,7 @@ AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
 Fitting = Correction | Reconstruction  # the stages that fit unlabelled images
 Stage = BlockRefinement | Evolution | Correction | Reconstruction
 
-# The kinds by their names in JSON.
+# Classes by the value of "kind" in JSON.
 SEARCH_KINDS: dict[str, Any] = {
     "bounds": Search,
     "released": ReleasedSearch,
@@ -303,6 +405,7 @@ STAGE_KINDS: dict[str, Any] = {
 
 
 def check_stages(stages: object) -> None:
+    """Raise ValueError unless the value is a tuple of stages in an order that is possible."""
     if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
         raise ValueError(f"stages = {stages!r} is not a tuple of stages, as in (Correction(),)")
     fitting = [stage for stage in stages if isinstance(stage, Fitting)]
@@ -310,56 +413,30 @@ def check_stages(stages: object) -> None:
     in_order = order == [kind for kind in ("correction", "block", "model") if kind in order]
     if not in_order or fitting != list(stages[len(stages) - len(fitting) :]):
         raise ValueError(
-            "stages that fit images come last, since others judge what they change beside exact inputs: at most one "
+            "stages that fit images come last, because the other stages evaluate changes on exact inputs: at most one "
             "Correction, then one Reconstruction of blocks, then one of the model"
         )
 
 
 def kind_to_json(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a search or stage with the name of its kind.
-
-    Files of format 3 call `parents` "keep". They name `fold_ranges` and `scope` only where these are not the default,
-    since the first of them were written before there was a choice.
-    """
+    """Return the fields of a search or stage, and the name of its kind, as JSON."""
     kind = next(name for name, kind in kinds.items() if type(choices) is kind)
-    fields = renamed(dataclasses.asdict(choices), {"parents": "keep"})
-    for field, default in (("fold_ranges", "by-bits"), ("scope", "block")):
-        if fields.get(field) == default:
-            del fields[field]
-    return {"kind": kind, **fields}
+    return {"kind": kind, **dataclasses.asdict(choices)}
 
 
 def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
-    """The choices that `kind_to_json` wrote; a kind that is not named is the first one.
+    """Return the search or stage that JSON fields describe. Without a "kind" it is the first of `kinds`.
 
-    name: of the field, for messages. Raises ValueError for choices that cannot be.
+    Messages call the field `name`. Raises ValueError for fields that the kind does not have.
     """
     if not isinstance(fields, dict):
-        raise ValueError(f"{name} = {fields!r} is no object")
-    fields = renamed(fields, {"keep": "parents"})
+        raise ValueError(f"{name} = {fields!r} is not an object")
     kind = fields.get("kind", next(iter(kinds)))
     if kind not in kinds:
         raise ValueError(f"{name} of the kind {kind!r} is none of {', '.join(kinds)}")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
     check_fields(kinds[kind], given)
     return kinds[kind](**given)
-
-
-def stages_to_json(stages: tuple[Stage, ...]) -> Any:
-    """The stages as format 3 has them: None for no stage, an object for one, else a list of objects."""
-    found = [kind_to_json(stage, STAGE_KINDS) for stage in stages]
-    return found if len(found) > 1 else found[0] if found else None
-
-
-def stages_from_json(name: str, given: Any) -> tuple[Stage, ...]:
-    """The stages that `stages_to_json` wrote. name: as of `kind_from_json`, which says what is raised."""
-    entries = [] if given is None else given if isinstance(given, list) else [given]
-    return tuple(kind_from_json(name, entry, STAGE_KINDS) for entry in entries)
-
-
-def renamed(fields: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The fields under other names: files of format 3 keep a few that Python no longer uses."""
-    return {names.get(key, key): value for key, value in fields.items()}
 
 
 def check_fields(kind: Any, given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""All choices of one quantized model, frozen, each default with its source."""
+"""Define `Config`, all choices of one quantized model, with the source of each default."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from adalog.choices import (
     SEARCH_KINDS,
+    STAGE_KINDS,
     AnySearch,
     Fitting,
     PostSoftmax,
@@ -29,9 +30,6 @@ from adalog.choices import (
     check_whole,
     kind_from_json,
     kind_to_json,
-    renamed,
-    stages_from_json,
-    stages_to_json,
 )
 from adalog.methods import METHODS
 from adalog.quantizers import Beyond, Rounding
@@ -39,63 +37,77 @@ from adalog.quantizers import Beyond, Rounding
 
 @dataclass(frozen=True)
 class Config:
-    """Bits, quantizers and search of one quantized model.
+    """The bits, quantizers and search of one quantized model.
 
-    Each field says what it decides, and where its default comes from. Raises ValueError for values that a choice cannot
-    have, and for choices that contradict each other.
+    "Sec.", "Table" and "Eq." refer to the AdaLog paper (Wu et al., ECCV 2024). Bits are 2 to 8, or 32 for float.
+
+    Args:
+        weight_bits: Bits of weights. Default: W4A4, the paper's main setting (Table 1).
+        activation_bits: Bits of activations. Default: W4A4, the paper's main setting (Table 1).
+        softmax_bits: Bits of the attention weights after softmax, S in the paper (Table 3).
+        input_bits: Bits of the images at the first convolution. Default: the convention of the field (Sec. 4.1).
+        post_softmax: Quantizer of the attention weights after softmax: "uniform", "log2", "log-sqrt2" or "adalog";
+            "split" and "max-kept" only with `ScaleSearch`. Default from the paper.
+        post_gelu: Quantizer of activations after GELU: "uniform", "twin", "log2", "log-sqrt2" or "adalog". Default from
+            the paper. All other activations get an asymmetric uniform quantizer (Sec. 3.1).
+        weights: Quantizer of weights: "uniform" (asymmetric, Sec. 3.1), or "symmetric" (half of the codes as zero
+            point, which some inference engines require). "symmetric" is only for `Search`; the searches of other
+            methods have fields of their own.
+        r: Denominator of the logarithm's base: log2(base) = q / r. Default from Sec. 4.1.
+        q_min: Smallest numerator q that is searched. Chosen by measurement: docs/benchmarks. The released code starts
+            at 10, but small values of q are best at 6 bits.
+        q_max: Largest numerator q that is searched. Default from the released code.
+        offset: The offset that lifts the negative tail of GELU (Eqs. 11-15; 0.17 in the paper). None: minus the
+            activation's minimum, found numerically.
+        beyond: What becomes of values beyond the last logarithmic level: "saturate" takes the last level (the paper);
+            "zero" adds a code for zero, so that there are 2**bits + 1 codes (the released code); "zero-coded" uses the
+            last code for zero. Chosen by measurement: docs/benchmarks.
+        rounding: Which logarithmic level a value takes: "log" rounds the logarithm (the paper), "nearest" takes the
+            nearest level. Chosen by measurement: docs/benchmarks.
+        tables: Width of the integers that represent logarithmic levels: "calibrated" chooses a width per site, "u8" and
+            "u16" are fixed. With "float", or with `beyond` = "zero", the model does not run in integers.
+        per_head: Give Q, K and V a scale per head (the released code) instead of one per tensor (Sec. 4.1).
+        fold_rows: Fold a norm only if its linears read at least this many rows in calibration. A head that reads one
+            token per image has only as many rows as images. Chosen by measurement: docs/benchmarks.
+        fold_head: Allow folding of the norm before the head. The released code does not fold it.
+        images: Number of images that calibrate. Default from Sec. 4.1.
+        pinned: Pairs (pattern, bits) for sites whose names match the pattern, in the syntax of file names. Bits are a
+            number for all operands, 32 for float, or text such as "w4a8", "w4", "a8s4" or "i4": w for weights, a for
+            activations (also after softmax, unless s is given), s for attention weights, i for images. If several
+            patterns match, the last one that names an operand decides.
+        search: How quantizers are found: `Search` (Algorithm 1), or the search of another method.
+        stages: Stages that change the result of the search, one after another, such as `Correction`.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have, or if fields contradict each other.
+
+    Examples:
+        >>> config = adalog.Config(weight_bits=3, activation_bits=4, pinned=(("head", 8),))
+        >>> config.bits
+        'w3a4'
     """
 
-    # Bits are 2 to 8, or 32 for float. W4A4 is the paper's main setting (Table 1).
     weight_bits: int = 4
     activation_bits: int = 4
-    softmax_bits: int = 4  # those of the attention weights; the paper's S bits (Table 3)
-    input_bits: int = 8  # those of the images at the first convolution: the field's convention (Sec. 4.1)
-
-    # The quantizers of activations that follow a power law; all others are asymmetric uniform (Sec. 3.1).
+    softmax_bits: int = 4
+    input_bits: int = 8
     post_softmax: PostSoftmax = "adalog"
     post_gelu: PowerLaw = "adalog"
-
-    # The quantizers of weights: asymmetric uniform (Sec. 3.1), or uniform with half of the codes as the zero point, the
-    # only weights that some engines take. It is a choice of `Search`; rivals' searches have their own.
     weights: Weights = "uniform"
-
-    # log2(base) = q / r: r = 37 (Sec. 4.1); q is searched from q_min to q_max. The released code has 10 ... 137; here
-    # it starts at 1, since small q win at 6 bits (docs/decisions).
     r: int = 37
     q_min: int = 1
     q_max: int = 137
-
-    # The offset that lifts GELU's negative tail (Eqs. 11-15; the paper: 0.17). None: minus the activation's minimum,
-    # found numerically.
     offset: float | None = None
-
-    # What becomes of values beyond the last level, and which level a value takes: see `log_quantize`. "zero-coded" and
-    # "nearest" fit in `bits` bits at the least loss (docs/decisions); the paper saturates and rounds the logarithm.
     beyond: Beyond = "zero-coded"
     rounding: Rounding = "nearest"
-
-    # The width of the integers that stand for logarithmic levels (docs/integer.md): "calibrated" chooses one per site,
-    # "u8" and "u16" are fixed. With "float" levels, or with `beyond` "zero", a model does not run in integers.
     tables: Tables = "calibrated"
-
-    # Whether Q, K and V have a scale per head (the released code) or per tensor (Sec. 4.1 as printed).
     per_head: bool = True
-
-    # A norm is folded if at least this many rows of calibration give its channels their scales. A head that reads one
-    # token per image has 32, and folding makes it worse: benchmarks/results/folds.json.
     fold_rows: int = 128
-    fold_head: bool = True  # whether the norm of the head may be folded (the released code does not fold it)
-
-    images: int = 32  # how many images calibrate (Sec. 4.1)
-
-    # (pattern, bits) for sites whose names match the pattern, as file names would. Bits are a number for all operands,
-    # 32 for float, or text such as "w4a8", "w4", "a8s4" or "i4": weights, activations (after softmax too, unless s is
-    # given), attention weights, images. Where several patterns match, the last that names an operand decides; `at` says
-    # what happens to sites that are searched together.
+    fold_head: bool = True
+    images: int = 32
     pinned: tuple[tuple[str, int | str], ...] = ()
-
-    search: AnySearch = field(default_factory=Search)  # Algorithm 1, or a rival's search
-    stages: tuple[Stage, ...] = ()  # what changes the result of the search, one after another (APQ-ViT, Evol-Q, ours)
+    search: AnySearch = field(default_factory=Search)
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
@@ -124,9 +136,22 @@ class Config:
 
     @staticmethod
     def preset(bits: str, method: str = "adalog") -> "Config":
-        """The choices of a method at bits such as "w4a4" or "w4a4s3" (weights, activations, softmax).
+        """Return the choices of a published method.
 
-        Raises ValueError for an unknown method and for bits of another form.
+        Args:
+            bits: Bits of weights and activations, such as "w4a4"; "w4a4s3" also gives the bits after softmax.
+            method: Name of the method, a key of `adalog.METHODS`.
+
+        Returns:
+            The choices of the method at these bits.
+
+        Raises:
+            ValueError: If the method is unknown, or if `bits` has another form.
+
+        Examples:
+            >>> config = adalog.Config.preset("w3a3", "adalog+")
+            >>> config.weight_bits, config.images_needed
+            (3, 128)
         """
         match = re.fullmatch(r"w(\d+)a(\d+)(?:s(\d+))?", bits)
         if match is None:
@@ -136,10 +161,24 @@ class Config:
         weight, activation, softmax = (int(digit or match[2]) for digit in match.groups())
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)
 
-    def fitting(self, images: int) -> "Config":
-        """These choices with so many images for the stages that fit any. Raises ValueError if there is none."""
+    def with_fitted_images(self, images: int) -> "Config":
+        """Return the choices with another number of images for the stages that fit images.
+
+        Args:
+            images: Number of unlabelled images that each of these stages fits.
+
+        Returns:
+            A copy of the choices.
+
+        Raises:
+            ValueError: If no stage fits images.
+
+        Examples:
+            >>> adalog.Config.preset("w4a4", "adalog++").with_fitted_images(256).images_needed
+            256
+        """
         if not self.images_fitted:
-            raise ValueError(f"{images} images are to be fitted, but no stage fits any: choose the method adalog+")
+            raise ValueError(f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+")
         stages = [
             dataclasses.replace(each, images=images) if isinstance(each, Fitting) else each for each in self.stages
         ]
@@ -147,24 +186,35 @@ class Config:
 
     @property
     def images_fitted(self) -> int:
-        """How many images the stages fit; 0 if none fits any."""
+        """The number of images that the stages fit; 0 if no stage fits images."""
         return max((stage.images for stage in self.stages if isinstance(stage, Fitting)), default=0)
 
     @property
-    def images_wanted(self) -> int:
-        """How many images the search and the stages take in all."""
+    def images_needed(self) -> int:
+        """The number of images that the search and the stages need: the larger of `images` and `images_fitted`."""
         return max(self.images, self.images_fitted)
 
     @property
     def bits(self) -> str:
-        """The bits in the form that `preset` reads."""
+        """The bits as text in the form that `preset` reads, such as "w4a4" or "w4a4s3"."""
         softmax = "" if self.softmax_bits == self.activation_bits else f"s{self.softmax_bits}"
         return f"w{self.weight_bits}a{self.activation_bits}{softmax}"
 
-    def at(self, sites: Iterable[str]) -> "Config":
-        """The choices for sites that are searched together, with the bits that are pinned for any of them.
+    def for_sites(self, sites: Iterable[str]) -> "Config":
+        """Return the choices for sites that are searched together, with the bits that are pinned for any of them.
 
-        Linears that share an activation (separate q, k and v), or a folded norm, are searched together.
+        Linears that share an activation (separate q, k and v) or a folded norm are searched together.
+
+        Args:
+            sites: Names of the sites.
+
+        Returns:
+            The choices, with these bits as `weight_bits` and so on; the same object if no pattern matches.
+
+        Examples:
+            >>> config = adalog.Config(pinned=(("head", 8), ("*.qkv", "w6")))
+            >>> config.for_sites(["head"]).bits, config.for_sites(["blocks.0.attn.qkv"]).bits
+            ('w8a8', 'w6a4')
         """
         names = list(sites)
         found = [bits for pattern, bits in self.pinned if any(fnmatchcase(name, pattern) for name in names)]
@@ -177,30 +227,42 @@ class Config:
 
     @staticmethod
     def defaults() -> dict[str, Any]:
-        """The default of every field, by name."""
+        """Return the default of every field.
+
+        Returns:
+            The defaults by the name of the field.
+        """
         return {entry.name: getattr(Config(), entry.name) for entry in dataclasses.fields(Config)}
 
     def to_json(self) -> str:
-        """All choices as JSON; a search or stage is an object whose "kind" names its class.
+        """Return all choices as JSON, as artifacts store them.
 
-        Files of format 3 call `pinned` and `Search.parents` "keep", and `stages` "refine"; `weights` is left out where
-        it is "uniform", as all weights were when the format was made.
+        Returns:
+            A JSON object with every field by name. The search and each stage is an object; its `kind` names its class.
         """
-        fields = dataclasses.asdict(self)
-        if self.weights == "uniform":
-            del fields["weights"]
-        fields |= {
-            "search": kind_to_json(self.search, SEARCH_KINDS),
-            "stages": stages_to_json(self.stages),
-        }
-        return json.dumps(renamed(fields, {"pinned": "keep", "stages": "refine"}), sort_keys=True)
+        search = kind_to_json(self.search, SEARCH_KINDS)
+        stages = [kind_to_json(stage, STAGE_KINDS) for stage in self.stages]
+        return json.dumps(dataclasses.asdict(self) | {"search": search, "stages": stages}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Config":
-        """The choices that `to_json` wrote. The names "pinned" and "stages" are read too."""
-        fields: dict[str, Any] = renamed(json.loads(text), {"keep": "pinned", "refine": "stages"})
+        """Return the choices that a JSON text describes: the inverse of `to_json`.
+
+        Args:
+            text: A JSON object. Fields that it does not have get their defaults.
+
+        Returns:
+            The choices.
+
+        Raises:
+            ValueError: If the text is not JSON, names an unknown field, or gives a field a value that it cannot have.
+        """
+        fields: dict[str, Any] = json.loads(text)
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
-        stages = stages_from_json("stages", fields.pop("stages", None))
+        entries = fields.pop("stages", [])
+        if not isinstance(entries, list):
+            raise ValueError(f"stages = {entries!r} is not a list")
+        stages = tuple(kind_from_json("stages", entry, STAGE_KINDS) for entry in entries)
         check_fields(Config, fields)
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
@@ -208,7 +270,7 @@ class Config:
 
 
 def _pinned_widths(bits: int | str) -> dict[str, int]:
-    """The fields of `Config` that pinned bits decide. Raises ValueError for text of another form."""
+    """Return the fields of `Config` that pinned bits set. Raises ValueError for text of another form."""
     if isinstance(bits, int):
         return dict.fromkeys(("weight_bits", "activation_bits", "softmax_bits", "input_bits"), bits)
     match = re.fullmatch(r"(?:w(\d+))?(?:a(\d+))?(?:s(\d+))?(?:i(\d+))?", bits, re.ASCII)
@@ -220,6 +282,7 @@ def _pinned_widths(bits: int | str) -> dict[str, int]:
 
 
 def _check_pinned(pinned: object) -> None:
+    """Raise ValueError unless the value is a tuple of (pattern, bits) with possible bits."""
     if not isinstance(pinned, tuple):
         raise ValueError(f"pinned = {pinned!r} is not a tuple of (pattern, bits)")
     for entry in pinned:

@@ -1,41 +1,41 @@
-"""The errors that the package raises. Each message says what is wrong, which value it was, and what to do."""
+"""The exceptions that adalog raises. Each message names what is wrong, its value, and the way out."""
 
 
 class AdalogError(Exception):
-    """Anything this package refuses to do."""
+    """Base class of all errors of adalog. Raised itself if a step fails that has no subclass of its own."""
 
 
 class CaptureError(AdalogError):
-    """A model that cannot be turned into a program."""
+    """Raised if a model cannot be turned into a program."""
 
 
 class CalibrationError(AdalogError):
-    """Images, or values inside the model, that cannot calibrate it."""
+    """Raised if the calibration images, or values inside the model, cannot calibrate it."""
 
 
 class ProgramError(AdalogError):
-    """An operation of a program that fails, or values of it that are too large."""
+    """Raised if an operation of a program fails, or if its values take too much memory."""
 
 
 class ArtifactError(AdalogError):
-    """A file that is not a whole and valid artifact."""
+    """Raised if a file is not a complete and valid artifact, or if a model cannot be stored in one."""
 
 
 class DataError(AdalogError):
-    """Images or labels that cannot be read, outputs they cannot judge, or a path that cannot be written."""
+    """Raised if images or labels cannot be read or do not match the outputs, or if a path cannot be written."""
 
 
 class RankError(AdalogError):
-    """Another process of the same job that has failed, cannot be reached, or does different work."""
+    """Raised if another process of the same job has failed, cannot be reached, or does different work."""
 
 
 def printable(text: str) -> str:
-    """The text on one line; what does not print, and a terminal may obey, is a question mark."""
+    """Return the text on one line, with "?" for characters that do not print and that a terminal may obey."""
     return "".join(character if character.isprintable() else "?" for character in " ".join(text.splitlines()))
 
 
 def one_line(cause: Exception) -> str:
-    """An exception's message on one line of at most 300 printable characters, with its class if that is not ours."""
+    """Return the first line of an exception's message: at most 300 characters, with its class unless adalog's own."""
     first = (str(cause).strip().splitlines() or [""])[0]
     text = printable(first if isinstance(cause, AdalogError) else f"{type(cause).__name__}: {first}".removesuffix(": "))
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,4 +1,4 @@
-"""Packages that only some parts need, and that come with an extra of this one."""
+"""Import optional packages, which the extras of adalog install."""
 
 import importlib
 from types import ModuleType
@@ -7,14 +7,14 @@ from adalog.errors import DataError, one_line
 
 
 def extra_module(name: str, extra: str) -> ModuleType:
-    """A module of an optional package. extra: the extra that brings the package.
+    """Import a module of an optional package that the extra `extra` installs.
 
-    Raises DataError that says what to install where the package is missing, or does not load.
+    Raises DataError, which says what to install, if the package is missing or cannot be imported.
     """
     package = name.partition(".")[0]
     try:
         return importlib.import_module(name)
-    except Exception as cause:  # such as a torchvision that was built for another torch
+    except Exception as cause:  # for example if torchvision was built for another version of torch
         missing = isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == package
         what = "is not installed" if missing else f"cannot be imported: {one_line(cause)}; install it again"
         raise DataError(f"{package} {what}: pip install 'adalog[{extra}]'") from cause

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all: a temporary one beside the target, then a rename."""
+"""Write files and folders atomically: to a temporary name in the same folder, then by a rename."""
 
 import errno
 import os
@@ -14,10 +14,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a temporary one beside it, then a rename.
+    """Write a file atomically: either all of it or nothing.
 
-    A link stays a link, and its target is written; a file that was there keeps its mode.
-    Raises DataError for a path that cannot be written, and OSError where the disk is full or fails.
+    A link stays a link, and its target is written. A file that is replaced keeps its mode.
+    Raises DataError if the path cannot be written, and OSError if the disk is full or fails.
     """
     try:
         _check_target(path)
@@ -39,9 +39,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a folder of files whole or not at all: a temporary one beside it, then a rename.
+    """Write a folder of files atomically: either all of them or nothing.
 
-    Raises as `write_whole` does, and DataError where something is at the path already.
+    Raises what `write_whole` raises, and DataError if the path exists already.
     """
     check_folder(path)
     try:
@@ -61,18 +61,18 @@ def write_folder(path: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Raise the DataError of `write_folder`, if it can be foreseen before there is anything to write."""
+    """Raise DataError if `write_folder` would certainly fail at this path."""
     try:
         there = path.exists() or path.is_symlink()
     except OSError as cause:
         raise write_error(path, cause) from cause
     if there:
-        raise DataError(f"{path} is there already: name a folder to make, or remove it")
+        raise DataError(f"{path} exists already: name a new folder, or remove it")
     check_writable(path)
 
 
 def check_writable(path: Path) -> None:
-    """Raise the DataError of `write_whole`, if it can be foreseen before there is anything to write."""
+    """Raise DataError if `write_whole` would certainly fail at this path."""
     try:
         _check_target(path)
         folder = next(parent for parent in Path(os.path.realpath(path)).parents if parent.exists())
@@ -85,20 +85,20 @@ def check_writable(path: Path) -> None:
 
 
 def _check_target(path: Path) -> None:
-    """Raise OSError where there is already something that is not a file which may be replaced."""
+    """Raise OSError if the path exists and is not a file that may be replaced."""
     if not path.exists():
         return
     if path.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not path.is_file():
         raise OSError(errno.EINVAL, "Not a regular file")
-    if not path.stat().st_mode & 0o222:  # said even to the superuser, who could write it
+    if not path.stat().st_mode & 0o222:  # refused even for the superuser, who could write it
         raise OSError(errno.EACCES, "Write-protected")
 
 
 def write_error(path: Path, cause: OSError) -> Exception:
-    """The error to raise where a file cannot be written: an OSError if the disk is full or fails, else a DataError."""
+    """Return the error to raise for a file that cannot be written: OSError if the disk is full, else DataError."""
     if cause.errno in _FULL:
-        told = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
-        return OSError(cause.errno, told)
+        message = f"{path} cannot be written: {cause.strerror}; free some space, or choose another folder"
+        return OSError(cause.errno, message)
     return DataError(f"{path} cannot be written: {cause.strerror}; choose a file in a folder that you may write to")

@@ -1,6 +1,6 @@
-"""Models as folders that the Hugging Face Hub holds: the artifact, what transformers asks for, and a model card.
+"""Save, find and upload models as folders for the Hugging Face Hub: artifact, files for transformers, model card.
 
-A folder is as untrusted as any file: it is read by `artifact`, and no code of it is run.
+A folder is as untrusted as any file: `artifact` reads it, and no code in it is run.
 """
 
 import json
@@ -31,11 +31,10 @@ def save(
     classes: Sequence[str] = (),
     figures: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model into a folder: the artifact, config.json, preprocessor_config.json and README.md, a model card.
+    """Write a model into a folder: the artifact, config.json, preprocessor_config.json and a model card, README.md.
 
-    classes: the names of the classes, in the order of the logits. figures: what was measured of the model, by name, for
-    the card. What transformers needs to prepare images is written where the artifact says how they are prepared. Raises
-    DataError where the folder cannot be written, ArtifactError where it says that wrongly.
+    preprocessor_config.json is written only if the provenance has `preprocessing`. `QuantizedModel.save_pretrained`
+    documents the arguments and errors.
     """
     names = _class_names(quantized, classes)
     config: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
@@ -48,7 +47,7 @@ def save(
             files[PREPROCESSING] = _json(_processor(preprocessing))
         except (AttributeError, LookupError, TypeError, ValueError) as cause:
             raise ArtifactError(
-                f"the artifact says wrongly how its images are prepared ({one_line(cause)}): quantize the model again"
+                f"the preprocessing that the artifact notes is not valid ({one_line(cause)}): quantize the model again"
             ) from cause
     content = artifact.serialise(quantized)
     files["README.md"] = card(quantized, len(content), figures or {}, prepared=PREPROCESSING in files)
@@ -60,27 +59,27 @@ def save(
     for name, written in contents.items():
         write_whole(folder / name, written)
     if PREPROCESSING not in files:
-        (folder / PREPROCESSING).unlink(missing_ok=True)  # of a model that was here before
+        (folder / PREPROCESSING).unlink(missing_ok=True)  # left by another model that was saved here
 
 
 def logits_of(output: Any) -> Any:
-    """The output of this name, or the first one; None where a model puts out nothing."""
+    """Return the output named "logits" or else the first one; None if the output is empty."""
     if isinstance(output, Mapping) and "logits" in output:
         return output["logits"]
     return next(iter(given_leaves(output)), None)
 
 
 def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[str]:
-    """A name for each column of the logits, LABEL_0 and so on where none are given; none for a model without logits."""
+    """Return a name for each logit, by default LABEL_0 and so on; the list is empty if the model has no logits."""
     inputs = quantized.one_image()
     output = logits_of(quantized.program.run_without_data(inputs)) if inputs else None
     count = output.shape[1] if isinstance(output, torch.Tensor) and output.ndim == 2 else 0
     names = [f"LABEL_{index}" for index in range(count)] if not len(classes) else list(classes)
     if isinstance(classes, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"classes = {classes!r} is no list of names")
+        raise ValueError(f"classes = {classes!r} is not a list of names")
     if len(names) != count or len(set(names)) != count:
         raise ValueError(
-            f"{len(names)} names of classes, {len(set(names))} different, are not one each for {count} logits"
+            f"classes has {len(names)} names, {len(set(names))} of them different: give one for each of {count} logits"
         )
     return names
 
@@ -89,31 +88,31 @@ _PIPELINE = [
     "With transformers:",
     "",
     "```python",
-    "import adalog.pipeline                     # lets transformers know the model's class",
+    "import adalog.pipeline                     # registers the model's class with transformers",
     "from transformers import pipeline",
     "",
-    'answers = pipeline("image-classification", model="OWNER/NAME")("image.jpg")',
+    'predictions = pipeline("image-classification", model="OWNER/NAME")("image.jpg")',
     "```",
     "",
 ]
 
 
 def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, prepared: bool = True) -> str:
-    """The model card: what is quantized and how, what was measured, and how to run it.
+    """Return the text of the model card.
 
-    size: bytes of the artifact. prepared: whether a file says how images are prepared, which transformers need.
+    size: bytes of the artifact. prepared: True if the folder has preprocessor_config.json, which transformers needs.
     """
     floats = len(quantized.float_sites())
-    told = [
-        f"- {len(quantized.ledger)} multiplications, {floats} of which stay float",
+    facts = [
+        f"- {len(quantized.ledger)} multiplications; {floats} of them stay float",
         f"- bits: {quantized.config.bits}",
     ]
     if quantized.config.pinned:
-        told[-1] += ", and other bits for some sites, as the table below has them"
-    told += [f"- the artifact `{FILE}` takes {size:,} bytes"]
+        facts[-1] += ", except for some sites; the table below lists the bits of each"
+    facts += [f"- the artifact `{FILE}` takes {size:,} bytes"]
     images = quantized.provenance.get("images")
     if isinstance(images, int):
-        told.append(f"- {images} unlabelled images calibrated it (seed {quantized.provenance.get('seed', 0)})")
+        facts.append(f"- calibrated on {images} unlabelled images (seed {quantized.provenance.get('seed', 0)})")
     measured = [f"| {_plain(name)} | {_plain(value)} |" for name, value in figures.items()]
     return "\n".join(
         [
@@ -128,7 +127,7 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
             "",
             "# A vision transformer, quantized with adalog",
             "",
-            *told,
+            *facts,
             "",
             *(["| measured | |", "|---|---|", *measured, ""] if measured else []),
             "## How to run it",
@@ -136,11 +135,11 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
             "```python",
             "import adalog",
             "",
-            f"# Images are prepared as {PREPROCESSING} says."
+            f"# {PREPROCESSING} describes how to prepare images."
             if prepared
-            else "# The artifact has no record of how images are prepared.",
-            'model = adalog.load("hf:OWNER/NAME")      # or a folder; it computes by fake quantization, in float',
-            'logits = model.compile("native")(images)  # in integers',
+            else "# The artifact does not record how to prepare images.",
+            'model = adalog.load("hf:OWNER/NAME")      # or a folder; runs by fake quantization in float',
+            'logits = model.compile("native")(images)  # runs the products in integers',
             "```",
             "",
             *(_PIPELINE if prepared else []),
@@ -156,48 +155,48 @@ def card(quantized: QuantizedProgram, size: int, figures: Mapping[str, str], *, 
 
 
 def locate(path: str, revision: str | None = None) -> Path:
-    """The file of an artifact that a path names: itself, that of a folder, or hf:OWNER/NAME of the Hub.
+    """Find the artifact that a path names: a file, the file in a folder (FOLDER or hf:FOLDER), or hf:OWNER/NAME.
 
-    A folder may also be named hf:FOLDER. A repository of the Hub is read from the cache, and downloaded where it is not
-    there yet; revision: a branch, tag or commit of it. Raises ArtifactError.
+    A repository of the Hub is downloaded if it is not in the cache. revision: its branch, tag or commit.
+    Raises ArtifactError if the file is missing, and ValueError for a revision of a file or folder.
     """
     name = path.removeprefix(PREFIX)
     folder = _folder(name)
     if folder is not None:
         if revision not in (None, "main"):
             raise ValueError(
-                f"revision = {revision!r} is of a repository of the Hub, {folder} is a folder: leave it out"
+                f"revision = {revision!r} is only for a repository of the Hub, but {folder} is a folder: leave it out"
             )
         if not (folder / FILE).is_file():
-            raise ArtifactError(f"{folder} has no {FILE}: give a folder that save_pretrained wrote")
+            raise ArtifactError(f"{folder} has no {FILE}: name a folder that save_pretrained wrote")
         return folder / FILE
     if not path.startswith(PREFIX):
         if revision is not None:
-            raise ValueError(f"revision = {revision!r} is of a repository of the Hub, {path} is none: leave it out")
+            raise ValueError(f"revision = {revision!r} is only for a repository of the Hub: leave it out for {path}")
         return Path(path)
     try:
         return Path(_hub().hf_hub_download(name, FILE, revision=revision))
     except AdalogError:
         raise
-    except Exception as cause:  # the network, a name that is none, a repository without such a file
+    except Exception as cause:  # no network, an invalid name, or a repository without such a file
         raise ArtifactError(
-            f"{path} cannot be loaded: {one_line(cause)}; give a repository of the Hub that holds {FILE}, or a folder"
+            f"{path} cannot be loaded: {one_line(cause)}; name a repository of the Hub that has {FILE}, or a folder"
         ) from cause
 
 
 def _folder(name: str) -> Path | None:
-    """The folder of this name; None where there is none."""
+    """Return the folder of this name, or None if there is none."""
     try:
         folder = Path(name).expanduser()
         return folder if folder.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # a name too long, or of a user that is not there
+    except (OSError, RuntimeError, ValueError):  # the name is too long, or names an unknown user
         return None
 
 
 def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private: bool = False) -> str:
-    """Upload a folder that `save` wrote to a repository of the Hub, and return its address.
+    """Upload a folder that `save` wrote to a repository of the Hub, which is made if needed; return its address.
 
-    The repository is made where there is none. Raises AdalogError where that fails.
+    Raises AdalogError if that fails.
     """
     try:
         api = _hub().HfApi()
@@ -206,11 +205,11 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
             repo_id=repository,
             folder_path=str(folder),
             commit_message=f"A model quantized to {quantized.config.bits}",
-            delete_patterns=[PREPROCESSING],  # of a model that was there before; what is uploaded stays
+            delete_patterns=[PREPROCESSING],  # left by another model; files of this upload are not deleted
         )
     except AdalogError:
         raise
-    except Exception as cause:  # the network, missing rights, a name that is none
+    except Exception as cause:  # no network, missing rights, or an invalid name
         raise AdalogError(
             f"{repository} cannot be written: {one_line(cause)}; log in, or choose another name"
         ) from cause
@@ -218,11 +217,12 @@ def push(quantized: QuantizedProgram, repository: str, folder: Path, *, private:
 
 
 def _hub() -> Any:
+    """Import huggingface_hub."""
     return extra_module("huggingface_hub", "hf")
 
 
 def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
-    """The same preprocessing as transformers' image processors write it, with the numbers of Pillow's resampling."""
+    """Convert a preprocessing to the fields of transformers' image processors."""
     from PIL import Image
 
     (height, width), resize = preprocessing["size"], preprocessing["resize"]
@@ -244,14 +244,15 @@ def _processor(preprocessing: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
+    """Return a value as the text of a JSON file."""
     return json.dumps(value, indent=1) + "\n"
 
 
 def _plain(text: object) -> str:
-    """A text in a cell of a table."""
+    """Escape a text for a cell of a Markdown table."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _plain_line(text: str) -> str:
-    """A line within a block of code, which it cannot end."""
+    """Escape a text for a line of a code block, so that it cannot end the block."""
     return " ".join(text.split("\n")).replace("`", "'")

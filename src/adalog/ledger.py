@@ -1,4 +1,4 @@
-"""The ledger: one row per site that says how it is quantized and at what loss, and the text around it."""
+"""Build and print the ledger: one row per site, with its quantizers and its SQNR."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +11,16 @@ from adalog.quantizers import Assignment
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One site: role, where its left operand comes from, both quantizers, and its output's SQNR [dB] in calibration.
+    """One site of the ledger.
 
-    Linears that share an activation (separate q, k, v) are searched together, and have one SQNR.
+    Args:
+        site: Name of the site.
+        role: Role of the product, such as "linear", "conv", "qk" or "av".
+        source: Kind of operation that makes the left operand.
+        left: Description of the left operand's quantizer, or "float".
+        right: Description of the right operand's quantizer, or "float".
+        sqnr: SQNR [dB] of the site's output on the calibration images. Linears that share an activation (separate
+            q, k and v) are searched together and have one SQNR.
     """
 
     site: str
@@ -25,14 +32,15 @@ class LedgerRow:
 
 
 def ledger_of(program: Program, assigned: Assigned, moved: Mapping[str, str]) -> list[LedgerRow]:
-    """The rows of the ledger of a float program with these assignments, in order of execution.
+    """Return the ledger of a float program with these assignments, in order of execution.
 
-    moved: the sites that have the bits pinned for another one, and its name.
+    moved: for each site whose bits were pinned for another site, the name of that site.
     """
     return [row for entry in assigned for row in _rows(program, *entry, moved)]
 
 
 def _rows(program: Program, group: SiteGroup, assignment: Assignment, moved: Mapping[str, str]) -> Iterator[LedgerRow]:
+    """Yield the rows of the sites that were searched together."""
     several = len(group.sites) > 1
     left = "float" if assignment.left is None else assignment.left.describe()
     for site in group.sites:
@@ -43,12 +51,12 @@ def _rows(program: Program, group: SiteGroup, assignment: Assignment, moved: Map
 
 
 def ledger_json(ledger: Sequence[LedgerRow]) -> list[dict[str, Any]]:
-    """The rows as JSON."""
+    """Return the rows as JSON."""
     return [asdict(row) for row in ledger]
 
 
 def ledger_table(ledger: Sequence[LedgerRow]) -> list[str]:
-    """The rows as text, after a header."""
+    """Return a header and the rows as lines of text."""
     header = ("site", "role", "source", "left", "right", "SQNR [dB]")
     rows = [(row.site, row.role, row.source, row.left, row.right, f"{row.sqnr:.1f}") for row in ledger]
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
@@ -56,13 +64,13 @@ def ledger_table(ledger: Sequence[LedgerRow]) -> list[str]:
 
 
 def float_lines(refusals: Mapping[str, str], operations: Mapping[str, int]) -> list[str]:
-    """The lines that say what stays float, and why.
+    """Return the lines of text that list what stays float, and why.
 
-    refusals: the reasons by name, as a model has them. operations: how many of each operation run in float32.
+    refusals: the reasons by name. operations: the number of operations in float32, by operation.
     """
-    told = ((name, *why.partition(": ")) for name, why in refusals.items())
+    reasons = ((name, *why.partition(": ")) for name, why in refusals.items())
     kept = ", ".join(f"{name} x {count}" for name, count in sorted(operations.items()))
     return [
-        *(f"{what}: {name}: {why}" for name, what, _, why in told),
-        f"in float32, since they multiply no two stored or computed tensors: {kept}",
+        *(f"{what}: {name}: {why}" for name, what, _, why in reasons),
+        f"in float32, because they do not multiply two tensors: {kept}",
     ]

@@ -1,4 +1,4 @@
-"""The compiled library: where it is, what it can do on this machine, and why it is missing where it is."""
+"""Find and load the compiled library, and tell which kernels run on this machine or why there are none."""
 
 import contextlib
 import ctypes
@@ -10,39 +10,40 @@ from typing import Any
 
 from adalog.errors import AdalogError
 
-ABI = 10  # the version of its interface
-LAYOUT = "a06b6a11"  # the digest of where the fields of its structures lie, which are those of `adalog.run.abi`
-Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes, of "Structure" and of "Structure.field"
-LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of their bits in `adalog_features`
+ABI = 10  # version of the library's interface
+LAYOUT = "a06b6a11"  # digest of the layout of the library's structures, which `adalog.run.abi` mirrors
+Offsets = dict[str, tuple[int, int]]  # (offset, size) in bytes by "Structure" and "Structure.field"
+LEVELS = ("scalar", "avx2", "avx512vnni", "amx", "neon", "i8mm")  # in the order of the bits in `adalog_features`
 
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library and a note that names it, or None and the reason why there is none that this package can use.
+    """Load the library: return it with a note that names its file, or None with the reason why it cannot be used.
 
-    It lies next to this file, or where the environment variable ADALOG_NATIVE says.
+    Its file lies next to this one, unless the environment variable ADALOG_NATIVE names another.
     """
     path = _path()
     if path is None:
         return None, (
-            "there is no adalog/_native*.so: the package was installed without a C++17 compiler, or it failed; have "
-            "g++, or name one in CXX, and install the package again (pip install --force-reinstall --no-deps ...)"
+            "there is no adalog/_native*.so: when adalog was installed, there was no C++17 compiler, or it failed; "
+            "install g++, or name another compiler in CXX, and install adalog again (pip install --force-reinstall "
+            "--no-deps ...)"
         )
     try:
         library = ctypes.CDLL(str(path))
         version = library.adalog_abi()
         library.adalog_features.restype = ctypes.c_uint
     except (OSError, AttributeError) as cause:
-        return None, f"{path} is no library of kernels: {str(cause).splitlines()[0]}"
+        return None, f"{path} is not a library of kernels: {str(cause).splitlines()[0]}"
     if version != ABI:
-        return None, f"{path} has interface {version}, this package needs {ABI}: install it again"
+        return None, f"{path} has interface {version}, this version of adalog needs {ABI}: install adalog again"
     if digest_of(layout_of(library)) != LAYOUT:
-        return None, f"{path} has other structures than this package, of another version: install it again"
+        return None, f"{path} belongs to another version of adalog, with other structures: install adalog again"
     return library, f"uses {path}"
 
 
 def layout_of(compiled: ctypes.CDLL) -> Offsets:
-    """The layout of the library's structures, as the library says it."""
+    """Return the layout of the library's structures, which the library itself reports."""
     offset, size = ctypes.c_int64(), ctypes.c_int64()
     pointers = [ctypes.POINTER(ctypes.c_int64)] * 2
     compiled.adalog_layout.restype, compiled.adalog_layout.argtypes = ctypes.c_char_p, [ctypes.c_int64, *pointers]
@@ -53,25 +54,26 @@ def layout_of(compiled: ctypes.CDLL) -> Offsets:
 
 
 def digest_of(layout: Offsets) -> str:
-    """A few digits that tell one layout from another."""
+    """Return a digest of a layout: 8 hex digits."""
     return f"{zlib.crc32(repr(sorted(layout.items())).encode()):08x}"
 
 
 def _path() -> Path | None:
+    """Return the path of the library's file, or None if there is none."""
     asked = os.environ.get("ADALOG_NATIVE")
     return Path(asked) if asked else next(iter(sorted(Path(__file__).parent.glob("_native*.so"))), None)
 
 
 def why() -> str:
-    """The reason why there are no kernels, or a note that names the library which holds them."""
+    """Return the reason why there are no kernels, or a note that names the library's file."""
     return load()[1]
 
 
 def levels() -> list[str]:
-    """The levels of kernels that run on this machine, slowest first; none where there is no library.
+    """Return the levels of kernels that run on this machine, slowest first. Without a library the list is empty.
 
-    The environment variable ADALOG_LEVEL excludes faster levels than the one it names, as an older processor would.
-    Raises AdalogError where it names no level.
+    The environment variable ADALOG_LEVEL excludes levels that are faster than the one it names.
+    Raises AdalogError if ADALOG_LEVEL is not the name of a level.
     """
     library, _ = load()
     found = library.adalog_features() if library else 0
@@ -80,7 +82,7 @@ def levels() -> list[str]:
 
 
 def held() -> str | None:
-    """The fastest level that the environment variable ADALOG_LEVEL allows; None where it is not set."""
+    """Return the fastest level that the environment variable ADALOG_LEVEL allows, or None if it is not set."""
     asked = os.environ.get("ADALOG_LEVEL") or None
     if asked is not None and asked not in LEVELS:
         raise AdalogError(f"ADALOG_LEVEL = {asked!r} is none of {', '.join(LEVELS)}: name one of these, or unset it")
@@ -88,12 +90,12 @@ def held() -> str | None:
 
 
 def about() -> dict[str, Any]:
-    """The library and its kernels as JSON.
+    """Describe the library and its kernels as JSON.
 
-    library: its file, relative to the package's folder if it lies there, or None. interface: the version that the
-    library has, and the one that this package needs. kernels: whether each level runs here. level: the one that is used
-    unless another is asked for, or None. held: the level that ADALOG_LEVEL names, or None. why: the reason why there
-    are no kernels, with the way out, or None.
+    library: its file, relative to the package's folder if it lies there, or None. interface: the version of the
+    library's interface and the version that adalog needs. kernels: for each level, True if it runs here. level: the
+    level used by default, or None. held: the level that ADALOG_LEVEL names, or None. why: the reason why there are no
+    kernels, or None.
     """
     path, found, interface = _path(), levels(), None
     if path is not None:

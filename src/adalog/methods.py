@@ -1,4 +1,4 @@
-"""The table of methods: one row per published system, with its choices in the shared frame."""
+"""Define the table of methods: one row per published method, with its choices for `Config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,9 +22,12 @@ from adalog.quantizers import FLOAT_BITS
 
 @dataclass(frozen=True)
 class Method:
-    """A published system: its paper, venue and year, and the choices that differ from the defaults of `Config`.
+    """A published method: its source, and its choices for `Config`.
 
-    label: what every table says beside the name (see `labelled`), where a row is not simply what its source describes.
+    Args:
+        source: The paper, with venue and year.
+        choices: Fields of `Config` by name. The other fields have their defaults.
+        label: A remark that tables show after the name, if the row is not exactly what its source describes.
     """
 
     source: str
@@ -32,33 +35,37 @@ class Method:
     label: str = ""
 
     def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The choices as JSON, without those that equal the defaults, which `Config.defaults` gives.
+        """Return the choices that differ from the defaults, as JSON that `Config.from_json` reads.
 
-        A search or stage is written as its kind and the fields that differ from that kind's defaults. The stages are
-        called "refine", as in files.
+        A search or stage is its kind and the fields that differ from the defaults of that kind.
+
+        Args:
+            defaults: The defaults of `Config`, from `Config.defaults()`.
+
+        Returns:
+            The choices by the name of the field.
         """
 
-        def told(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+        def changed(choices: Any, kinds: dict[str, Any]) -> dict[str, Any]:
             fields, usual = (kind_to_json(each, kinds) for each in (choices, type(choices)()))
             return {key: value for key, value in fields.items() if key == "kind" or value != usual.get(key)}
 
         plain = {name: value for name, value in self.choices.items() if value != defaults[name]}
         if "search" in plain:
-            plain["search"] = told(plain["search"], SEARCH_KINDS)
+            plain["search"] = changed(plain["search"], SEARCH_KINDS)
         if "stages" in plain:
-            stages = [told(stage, STAGE_KINDS) for stage in plain.pop("stages")]
-            plain["refine"] = stages if len(stages) > 1 else stages[0]
+            plain["stages"] = [changed(stage, STAGE_KINDS) for stage in plain["stages"]]
         return plain
 
 
 _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _REPQ_VIT = "RepQ-ViT (Li et al., ICCV 2023)"
 _PTQ4VIT = "PTQ4ViT (Yuan et al., ECCV 2022)"
-_RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as the released code of AdaLog has it
+_RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as in the released code of AdaLog
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _SPLIT_AND_TWIN = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
-# FQ-ViT and RepQ-ViT share these. Values beyond the codes are zero, as in the released codes that gave the published
-# figures, although the papers clip them.
+# FQ-ViT and RepQ-ViT share these. Values beyond the codes become zero, as in the released code that produced the
+# published results, although the papers clip them.
 _FLOAT_LOG: dict[str, Any] = {
     "post_gelu": "uniform",
     "beyond": "zero",
@@ -75,13 +82,13 @@ _FQ_VIT: dict[str, Any] = {
 _REPQ_VIT_SEARCH = RangeSearch(percentiles=(0.999, 0.9999, 0.99999), share="mean")
 _REPQ_VIT_CHOICES: dict[str, Any] = {**_FLOAT_LOG, "post_softmax": "log-sqrt2", "fold_head": False}
 
-# Reconstruction as published takes 20,000 steps of 32 images a block, for which a GPU is used; these rows take fewer.
+# Published reconstruction takes 20,000 steps of 32 images per block on a GPU. These rows take fewer steps.
 _BRECQ = Reconstruction(weights="adaround", loss="fisher", drop=0.0, biases=False, rate=0.1)
-_SHORTENED = f"in {_BRECQ.iterations} steps of {_BRECQ.batch} images a block (published: 20,000 of 32)"
+_SHORTENED = f"in {_BRECQ.iterations} steps of {_BRECQ.batch} images per block (published: 20,000 of 32)"
 
-# There is one row per method. A row "-released" computes what the authors' released code does, where that is not what
-# the row without this word computes; benchmarks/golden.py compares it with outputs of that code. The first
-# three rows differ from adalog in the quantizers of power-law activations alone.
+# There is one row per method. If the authors' released code differs from the paper, a second row with the suffix
+# "-released" computes what that code does, and benchmarks/golden.py compares it with outputs of that code. The first
+# three rows differ from "adalog" only in the quantizers of power-law activations.
 METHODS: dict[str, Method] = {
     "uniform": Method(f"{_ADALOG}: its rows of uniform quantizers, in its search", {**_UNIFORM}),
     # Eqs. 1-2
@@ -90,14 +97,14 @@ METHODS: dict[str, Method] = {
     "log-sqrt2": Method(
         f"{_ADALOG}: its rows of RepQ-ViT's quantizer", {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2"}
     ),
-    # Eqs. 5-15, our reading
+    # Eqs. 5-15 of the paper
     "adalog": Method(_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog"}),
-    # Ours: what we recommend. Weights and biases are fitted in closed form once the search is done.
+    # The recommended method of adalog: weights and biases are fitted in closed form after the search.
     "adalog+": Method(
         f"{_ADALOG}, then corrected in closed form (ours)",
         {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(),)},
     ),
-    # Ours: the most that this package gets out of as many images, in a multiple of the time.
+    # The most accurate method of adalog, which takes much longer.
     "adalog++": Method(
         f"{_ADALOG}, then corrected in closed form, and trained block by block and end to end (ours)",
         {
@@ -106,16 +113,17 @@ METHODS: dict[str, Method] = {
             "stages": (
                 Correction(images=Reconstruction().images),
                 Reconstruction(),
-                # Scales and biases, which are few, do most of this; larger steps of codes fit the images alone.
+                # Training mostly changes scales and biases here. Larger rates for codes would overfit the images.
                 Reconstruction(scope="model", drop=0.0, rate=0.003, scale_rate=0.003),
             ),
         },
     ),
-    # The paper taken literally: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), and each
-    # pair of hyperparameters takes one pass of Algorithm 1 on all data.
+    # The paper to the letter: codes saturate, the logarithm is rounded, scales are layer-wise (Sec. 4.1), and each pair
+    # of hyperparameters takes one pass of Algorithm 1 on all data.
     "adalog-paper": Method(
-        f"{_ADALOG}, to the letter but for percentiles and first points from samples, overlapping patches thinned, "
-        "weights searched again once their activation is found, and the image at 8 bits, of which it says nothing",
+        f"{_ADALOG}, to the letter, except that percentiles and first points come from samples, overlapping patches "
+        "are sampled, weights are searched again after their activation, and the image has 8 bits, which the paper "
+        "leaves open",
         {
             "beyond": "saturate",
             "rounding": "log",
@@ -125,7 +133,7 @@ METHODS: dict[str, Method] = {
             "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1, fold_ranges="own"),
         },
     ),
-    # The released code has 2**bits + 1 values, keeps the image in float, and does not fold the norm of the head.
+    # The released code has 2**bits + 1 levels, keeps the image in float, and does not fold the norm of the head.
     "adalog-released": Method(
         f"{_ADALOG}, its released code",
         {
@@ -143,7 +151,7 @@ METHODS: dict[str, Method] = {
     "minmax": Method(
         "minimum and maximum (Jacob et al., CVPR 2018)", {**_UNIFORM, "per_head": False, "search": RangeSearch()}
     ),
-    # The percentile is the one in FQ-ViT's comparison.
+    # FQ-ViT's comparison uses this percentile.
     "percentile": Method(
         "percentiles (Li et al., Fully Quantized Network for Object Detection, CVPR 2019)",
         {**_UNIFORM, "per_head": False, "search": RangeSearch(percentiles=(0.99999,))},
@@ -162,7 +170,7 @@ METHODS: dict[str, Method] = {
         f"{_PTQ4VIT}, its released code",
         {**_SPLIT_AND_TWIN, "offset": _RELEASED_OFFSET, "search": ScaleSearch(released=True)},
     ),
-    # It builds on PTQ4ViT, whose choices stay where APQ-ViT does not change them.
+    # APQ-ViT builds on PTQ4ViT and keeps its choices unless its paper changes them.
     "apq-vit": Method(
         "APQ-ViT (Ding et al., ACM MM 2022)",
         {
@@ -171,16 +179,17 @@ METHODS: dict[str, Method] = {
             "search": ScaleSearch(rounds=1),
             "stages": (BlockRefinement(),),
         },
-        label="our reading",  # the text of its paper was not at hand: see docs/decisions/17-the-rivals.md
+        label="our reading",  # the text of its paper was not available: see docs/design/evaluation.md
     ),
     "repq-vit": Method(_REPQ_VIT, {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH}),
-    # No file stores it: see `RangeSearch`.
+    # Artifacts cannot store this model: see `round_zero_point` of `RangeSearch`.
     "repq-vit-released": Method(
         f"{_REPQ_VIT}, its released code",
         {**_REPQ_VIT_CHOICES, "search": replace(_REPQ_VIT_SEARCH, round_zero_point=False, in_order=True)},
     ),
     "evol-q": Method("Evol-Q (Frumkin et al., ICCV 2023)", {**_FQ_VIT, "stages": (Evolution(),)}),
-    # BRECQ weights errors by the loss of labels; here it is the distance to the float network's outputs.
+    # BRECQ weights errors by the gradients of the loss on labels. Without labels, the loss is the distance to the
+    # outputs of the float network.
     "brecq": Method(
         f"BRECQ (Li et al., ICLR 2021) after the search of AdaLog, without labels, {_SHORTENED}",
         {**_UNIFORM, "stages": (_BRECQ,)},
@@ -193,20 +202,20 @@ METHODS: dict[str, Method] = {
         {**_UNIFORM, "stages": (replace(_BRECQ, loss="squared", drop=0.5),)},
     ),
     "aphq-vit": Method(
-        "APHQ-ViT (Wu et al., CVPR 2025): its averaged Hessian, by random probes, without its MLPs of ReLU; after the "
-        f"search of AdaLog, {_SHORTENED}",
+        "APHQ-ViT (Wu et al., CVPR 2025): its averaged Hessian from random probes, without its MLPs with ReLU; after "
+        f"the search of AdaLog, {_SHORTENED}",
         {**_UNIFORM, "stages": (replace(_BRECQ, loss="averaged", drop=0.5),)},
         label="our reading",
     ),
     "fima-q": Method(
-        "FIMA-Q (Wu et al., CVPR 2025): its diagonal and low-rank Fisher information, of 4 gradients on 64 images "
-        f"(published: 15, on all); after the search of AdaLog, {_SHORTENED}",
+        "FIMA-Q (Wu et al., CVPR 2025): its diagonal and low-rank Fisher information, from 4 gradients on 64 images "
+        f"(published: 15 on all images); after the search of AdaLog, {_SHORTENED}",
         {**_UNIFORM, "stages": (replace(_BRECQ, loss="low-rank", drop=0.5),)},
         label="our reading",
     ),
     "qwt": Method(
-        "QwT (Fu et al., CVPR 2025) on 512 images: what the stream lacks after a block is fitted in closed form, but "
-        "by the block's own weights and not by a linear beside it",
+        "QwT (Fu et al., CVPR 2025) on 512 images: the error of the stream after a block is compensated in closed "
+        "form, but by the block's own weights instead of an additional linear",
         {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=512, target="stream"),)},
         label="our reading",
     ),
@@ -216,9 +225,15 @@ METHODS: dict[str, Method] = {
         label="our reading",
     ),
 }
+"""The published methods by name. `Config.preset` takes these names.
+
+Examples:
+    >>> adalog.METHODS["repq-vit"].source
+    'RepQ-ViT (Li et al., ICCV 2023)'
+"""
 
 
 def labelled(name: str) -> str:
-    """A method's name with its label in brackets, as tables show it; any other name as it is."""
+    """Return a method's name with its label in brackets, as tables show it; other names are returned unchanged."""
     label = METHODS[name].label if name in METHODS else ""
     return f"{name} ({label})" if label else name

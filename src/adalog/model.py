@@ -1,4 +1,4 @@
-"""The quantized model: calling it, its summary, saving and loading."""
+"""Call, summarise, save and load a quantized model."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,31 @@ from adalog.runtime import Compiled, Executor
 
 
 class QuantizedModel(nn.Module):
-    """A model whose multiplications have quantized operands; its inputs and outputs are those of the original.
+    """A model whose multiplications have quantized operands, with the inputs and outputs of the original model.
 
-    It wraps a `QuantizedProgram`, whose fields are its properties. The tensors live in the program: `parameters()` and
-    `state_dict()` are empty, and `.to` and `.double` work. call: how the module that this one replaces was called; a
-    file does not hold it.
+    Calling it computes by fake quantization in float32. `compile` returns a model that computes the products in
+    integers. The tensors belong to `program`: `parameters()` and `state_dict()` are empty, but `.to` and `.double`
+    work. `adalog.quantize` and `adalog.load` return models of this class.
+
+    Args:
+        quantized: The quantized program to run.
+
+    Attributes:
+        quantized: The quantized program.
+        call: How the replaced module was called, if this model takes the place of a part of another model (argument
+            `within` of `adalog.quantize`); otherwise None. Files do not store it.
+
+    Examples:
+        >>> import adalog
+        >>> from adalog import demo
+        >>> images = demo.calibration_images()
+        >>> qmodel = adalog.quantize(demo.load_model(), images, adalog.Config.preset("w4a4"))
+        >>> qmodel(images).shape
+        torch.Size([64, 10])
+        >>> qmodel.config.bits
+        'w4a4'
+        >>> len(qmodel.ledger), qmodel.float_sites()
+        (40, [])
     """
 
     call: Call | None = None
@@ -37,38 +57,64 @@ class QuantizedModel(nn.Module):
 
     @property
     def program(self) -> Program:
+        """The operations, codes and quantizers."""
         return self.quantized.program
 
     @property
     def config(self) -> Config:
+        """The choices with which the model was quantized."""
         return self.quantized.config
 
     @property
     def ledger(self) -> list[LedgerRow]:
+        """One row per site: its role, both quantizers, and the SQNR [dB] of its output on the calibration images."""
         return list(self.quantized.ledger)
 
     @property
     def refusals(self) -> Mapping[str, str]:
+        """The reasons by name: why a LayerNorm was not folded, or why a multiplication stays float."""
         return self.quantized.refusals
 
     @property
     def provenance(self) -> Mapping[str, Any]:
+        """The seed, the number and digest of the calibration images, and the entries that `note` added."""
         return self.quantized.provenance
 
     @property
     def example(self) -> tuple[Tensor, ...]:
+        """The inputs with zero images, (0, ...) each, which give the shapes and dtypes; empty if unknown."""
         return self.quantized.example
 
     def note(self, **entries: Any) -> None:
-        """Add these entries to the provenance, or replace those of the same name."""
+        """Add entries to the provenance, which `save` stores. An entry replaces one of the same name.
+
+        Args:
+            **entries: Values that JSON can hold, by name. The command line notes `preprocessing`, for example.
+
+        Examples:
+            >>> qmodel.note(trained_on="CIFAR-10")
+            >>> qmodel.provenance["trained_on"]
+            'CIFAR-10'
+        """
         self.quantized = replace(self.quantized, provenance={**self.provenance, **entries})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The outputs of the original model, in their structure, for its positional inputs, (B, ...) each.
+        """Compute the outputs by fake quantization, in float32.
 
-        A model that replaces a module (`call`) takes the arguments of that module, and returns its classes; in a model
-        of half precision it takes and returns such values, and computes in float32.
-        Raises ValueError for inputs of another number, shape or dtype, and ProgramError where the program cannot run.
+        A model that takes the place of a module in another model (`call`) takes the arguments of that module instead,
+        and returns the same classes. If that model is in half precision, the inputs and outputs are too.
+
+        Args:
+            *inputs: The positional inputs of the original model, (B, ...) each.
+            **named: Keyword arguments, only for a model that takes the place of a module.
+
+        Returns:
+            The outputs of the original model, in the same structure of tuples, lists and dicts.
+
+        Raises:
+            ValueError: If the number, shapes or dtypes of the inputs are not those of the original model.
+            ProgramError: If the program cannot run on these inputs.
+            TypeError: If an input is given by name, but the model does not take the place of a module.
         """
         if self.call is not None:
             return self.call.output_of(self._in_own_type(self.call.tensors(inputs, named)))
@@ -79,7 +125,7 @@ class QuantizedModel(nn.Module):
         return self.program.run(inputs)
 
     def _in_own_type(self, given: Sequence[Tensor]) -> Any:
-        """The program's output for inputs that may be in half precision, in which it then is too."""
+        """Run the program in float32 and return the output in half precision if an input is."""
         halves = [value.dtype for value in given if value.dtype in (torch.float16, torch.bfloat16)]
         if not halves or any(value.dtype in halves for value in self.program.tensors.values()):
             return self.program.run(given)
@@ -92,35 +138,111 @@ class QuantizedModel(nn.Module):
         return self
 
     def compile(self, executor: str = "torch", **choices: Any) -> Compiled:  # type: ignore[override]
-        """This model, run in integers by the executor "reference", "torch" or "native": see `runtime.Compiled`."""
+        """Return a model that computes the products in integers.
+
+        Its predictions agree with those of this model up to rounding noise.
+
+        Args:
+            executor: "reference" (simple and slow), "torch" (PyTorch operations) or "native" (compiled kernels).
+            **choices: For "native" only: `threads`, the number of threads (default: as many as PyTorch uses);
+                `batch`, a batch size to prepare for; `level`, the kernels to use, one of
+                `adalog.library.LEVELS` (default: the fastest that run on this machine).
+
+        Returns:
+            A module with the inputs and outputs of this model. Operations other than products run in float.
+
+        Raises:
+            ArtifactError: If the model has no form in integers, for example because its levels are in float.
+            ValueError: If the executor does not run on this machine, or if a choice is wrong.
+
+        Examples:
+            >>> integers = qmodel.compile("torch")
+            >>> integers(images).argmax(1).eq(qmodel(images).argmax(1)).all()
+            tensor(True)
+        """
         return Compiled(self.quantized, executor, **choices)
 
     def float_sites(self) -> list[str]:
-        """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""
+        """List the multiplications that stay float; `refusals` has the reasons.
+
+        Returns:
+            The names of the sites with an operand that is neither fake-quantized nor a stored weight.
+        """
         return self.quantized.float_sites()
 
     def float_operations(self) -> dict[str, int]:
-        """How many of each operation run in float32: everything that is not a multiplication."""
+        """Count the operations that run in float32: everything that is not a multiplication.
+
+        Returns:
+            The number of operations by the name of the operation.
+        """
         return self.quantized.float_operations()
 
     def summary(self) -> str:
-        """The ledger as text: one row per site, then what stays float and why."""
+        """Return the ledger as text.
+
+        Returns:
+            A header, one row per site, and then what stays float and why.
+
+        Examples:
+            >>> print(qmodel.summary())
+            site                role    source      left                    right                SQNR [dB]
+            patch_embed.conv1   conv    input       8-bit uniform           4-bit uniform x 48   22.9
+            ...
+            blocks.0.attn.av    av      softmax     4-bit log 2^(17/37) u8  4-bit uniform x 3    25.1
+            ...
+        """
         return self.quantized.summary()
 
     def ledger_json(self) -> list[dict[str, Any]]:
-        """The ledger as JSON."""
+        """Return the ledger as JSON.
+
+        Returns:
+            One object per site, with the fields of `ledger`.
+        """
         return ledger_json(self.ledger)
 
     def save(self, path: str | Path) -> int:
-        """Write the artifact, whole or not at all; returns its size [bytes]."""
+        """Write the artifact: one safetensors file with the program, its codes and its scales.
+
+        The same model gives the same bytes. The file is written atomically: either all of it or nothing.
+
+        Args:
+            path: The file to write. Its folder is made if it does not exist.
+
+        Returns:
+            The size of the file [bytes].
+
+        Raises:
+            ArtifactError: If the model cannot be stored, for example because a note is not JSON.
+            ProgramError: If the program cannot run.
+            DataError: If the path cannot be written.
+            OSError: If the disk is full or fails.
+
+        Examples:
+            >>> size = qmodel.save("vit.w4a4.safetensors")
+            >>> again = adalog.load("vit.w4a4.safetensors")
+        """
         return artifact.write(self.quantized, Path(path))
 
     def save_pretrained(
         self, folder: str | Path, *, classes: Sequence[str] = (), figures: Mapping[str, str] | None = None
     ) -> None:
-        """Write a folder as the Hub holds it: the artifact, what transformers asks for, and a model card (`hub.save`).
+        """Write a folder for the Hugging Face Hub: the artifact, files for transformers, and a model card.
 
-        classes: names of the classes, in the order of the logits. figures: what was measured, by name, for the card.
+        Args:
+            folder: The folder to write. It is made if it does not exist.
+            classes: Names of the classes, in the order of the logits. Default: LABEL_0, LABEL_1 and so on.
+            figures: Measured results for the model card, by name, such as `{"top-1": "81 %"}`.
+
+        Raises:
+            DataError: If the folder cannot be written.
+            ArtifactError: If the noted `preprocessing` of the model is not valid.
+            ValueError: If `classes` is not one different name for each logit.
+
+        Examples:
+            >>> qmodel.save_pretrained("small-vit", figures={"top-1 on my test set": "81 %"})
+            >>> again = adalog.load("small-vit")
         """
         hub.save(self.quantized, Path(folder), classes=classes, figures=figures)
 
@@ -132,27 +254,55 @@ class QuantizedModel(nn.Module):
         classes: Sequence[str] = (),
         figures: Mapping[str, str] | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes to OWNER/NAME of the Hub; returns its address. Needs `adalog[hf]`."""
+        """Upload the folder that `save_pretrained` writes to the Hugging Face Hub. Needs `adalog[hf]`.
+
+        Args:
+            repository: The repository, as OWNER/NAME. It is made if it does not exist.
+            private: Make a new repository private.
+            classes: As in `save_pretrained`.
+            figures: As in `save_pretrained`.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            AdalogError: If the upload fails, or if huggingface_hub is not installed.
+            ValueError: If `classes` is not one different name for each logit.
+        """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, classes=classes, figures=figures)
             return hub.push(self.quantized, repository, Path(folder), private=private)
 
 
 def load(path: str | Path, *, revision: str | None = None) -> QuantizedModel:
-    """A saved model, for which this package and the file are enough.
+    """Load a saved model. The code of the original model is not needed, and nothing in the file is executed.
 
-    path: a file, a folder that `save_pretrained` wrote, or hf:OWNER/NAME, a repository of the Hub of which `revision`
-    may name a branch, tag or commit. Raises ArtifactError for what is not an artifact, or cannot be had.
+    Args:
+        path: A file that `QuantizedModel.save` wrote, a folder that `QuantizedModel.save_pretrained` wrote, or
+            hf:OWNER/NAME for a repository of the Hugging Face Hub, which is downloaded if it is not in the cache.
+        revision: A branch, tag or commit of the repository. Only for hf:OWNER/NAME.
+
+    Returns:
+        The model, in evaluation mode on the CPU.
+
+    Raises:
+        ArtifactError: If the file is not a complete and valid artifact, or if it cannot be read or downloaded.
+        ValueError: If `revision` is given for a file or a folder.
+
+    Examples:
+        >>> import adalog
+        >>> qmodel = adalog.load("vit.w4a4.safetensors")
+        >>> logits = qmodel(images)  # (B, 3, H, W), normalised as the original model expects
     """
     file = hub.locate(str(path), revision)
     return QuantizedModel(artifact.deserialise(artifact.read(file), str(path)))
 
 
 def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor | None, int]:
-    """The fastest way to run this model here: a callable, its executor, and how many calls to make at once.
+    """Return the fastest way to run the model here: a callable, its executor, and the number of parallel calls.
 
-    That is the executor "native", which uses `threads` threads itself; or the model itself, with no executor and one
-    call per thread, where "native" does not take it.
+    If the executor "native" takes the model, it uses `threads` threads itself in one call at a time. Otherwise this is
+    the model itself, without an executor and with one call per thread.
     """
     if library.levels():
         with contextlib.suppress(ArtifactError):
@@ -161,7 +311,7 @@ def quickest(model: QuantizedModel, threads: int) -> tuple[nn.Module, Executor |
 
 
 def _halved(value: Any, dtype: torch.dtype) -> Any:
-    """An output with its floating tensors in half precision."""
+    """Return an output with its floating-point tensors converted to half precision."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -1,6 +1,13 @@
-"""Importing this lets transformers know quantized models: pipeline("image-classification", model=FOLDER or OWNER/NAME).
+"""Register quantized models with transformers, so that its image classification pipeline runs them.
 
-The model answers with its integers where an executor runs them here. Needs `pip install 'adalog[hf]'`.
+Importing this module is enough. It needs `pip install 'adalog[hf]'`. The model runs in integers if the executor
+"native" runs on this machine.
+
+Examples:
+    >>> import adalog.pipeline
+    >>> from transformers import pipeline
+    >>> classify = pipeline("image-classification", model="small-vit")  # a folder, or OWNER/NAME on the Hub
+    >>> predictions = classify("image.jpg")
 """
 
 from typing import Any
@@ -15,13 +22,18 @@ from adalog.model import load, quickest
 
 
 class AdalogConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """What config.json of a saved folder says: the names of the classes."""
+    """The configuration in `config.json` of a saved folder: the names of the classes."""
 
     model_type = hub.MODEL_TYPE
 
 
 class AdalogForImageClassification(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """A saved model as transformers calls it: float32 pixel values on the CPU in, logits out."""
+    """A saved model with the interface of transformers: pixel values in float32 on the CPU in, logits out.
+
+    Args:
+        config: The configuration of the saved folder.
+        runs: The module that computes the logits from pixel values (B, 3, H, W).
+    """
 
     config_class = AdalogConfig
     main_input_name = "pixel_values"
@@ -32,9 +44,18 @@ class AdalogForImageClassification(PreTrainedModel):  # type: ignore[no-untyped-
 
     @classmethod
     def from_pretrained(cls, name: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
-        """The model of a folder, or of a repository of the Hub.
+        """Load the model from a folder or from a repository of the Hub.
 
-        options: `config` and `revision`, as transformers gives them; its others have no meaning here.
+        Args:
+            name: A folder that `QuantizedModel.save_pretrained` wrote, or OWNER/NAME on the Hub.
+            *arguments: Ignored.
+            **options: `config` and `revision` have the meaning that transformers gives them. The others are ignored.
+
+        Returns:
+            The model, in evaluation mode.
+
+        Raises:
+            ArtifactError: If the file is not a valid artifact, or if it cannot be read or downloaded.
         """
         revision = options.get("revision") or "main"
         config = options.get("config") or AdalogConfig.from_pretrained(name, revision=revision)
@@ -43,13 +64,24 @@ class AdalogForImageClassification(PreTrainedModel):  # type: ignore[no-untyped-
 
     @property
     def device(self) -> torch.device:
+        """The device of the inputs and outputs: the CPU."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the inputs and outputs: float32."""
         return torch.float32
 
     def forward(self, pixel_values: Tensor, **options: Any) -> ImageClassifierOutput:
+        """Compute the logits.
+
+        Args:
+            pixel_values: Preprocessed images, (B, 3, H, W).
+            **options: Ignored.
+
+        Returns:
+            The logits (B, classes), as transformers wraps them.
+        """
         return ImageClassifierOutput(logits=hub.logits_of(self.runs(pixel_values.float())))
 
 

@@ -1,4 +1,4 @@
-"""The quantized program: all that an artifact holds and an executor needs."""
+"""Hold a quantized program: everything that an artifact stores and an executor needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,17 +11,21 @@ from adalog.graph.operations import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS
 from adalog.graph.program import Program
 from adalog.ledger import LedgerRow, float_lines, ledger_table
 
-_TAKEN = 1024  # shapes that are known to be taken, and not tried again
+_TAKEN = 1024  # number of accepted shapes to remember, which are not checked again
 
 
 @dataclass(frozen=True)
 class QuantizedProgram:
-    """A program whose multiplications have quantized operands, with all that belongs to it.
+    """A program whose multiplications have quantized operands, with its choices and its history.
 
-    program: the operations, codes and quantizers. config: the choices. ledger: one row per site. refusals: LayerNorms
-    that were not folded and multiplications that stay float, and why. provenance: seed, number and digest of the
-    calibration images, and whatever a caller notes. example: the inputs without images, (0, ...) each, whose shapes and
-    dtypes are known; empty if they are not.
+    Args:
+        program: The operations, codes and quantizers.
+        config: The choices with which it was quantized.
+        ledger: One row per site.
+        refusals: Each LayerNorm that was not folded and each multiplication that stays float, with the reason.
+        provenance: The seed, the number and digest of the calibration images, and notes of the caller.
+        example: The inputs with zero images, (0, ...) each, which give the shapes and dtypes. Empty if these are
+            unknown.
     """
 
     program: Program
@@ -33,10 +37,10 @@ class QuantizedProgram:
     _taken: set[tuple[tuple[int, ...], ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError for inputs of another number, shape or dtype than `example`; sizes that are free may differ.
+        """Raise ValueError if the number, shapes or dtypes of the inputs differ from `example`, except for free sizes.
 
-        Raises ProgramError where the program cannot run on them; shapes that it takes are not tried again. The inputs
-        may be on the meta device.
+        Raises ProgramError if the program cannot run on them. Accepted shapes are remembered and not checked again.
+        The inputs may be on the meta device.
         """
         self._check_shapes(inputs)
         shapes = tuple(tuple(value.shape) for value in inputs)
@@ -47,6 +51,7 @@ class QuantizedProgram:
             self._taken.add(shapes)
 
     def _check_shapes(self, inputs: Sequence[Any]) -> None:
+        """Raise ValueError unless the inputs have the shapes and dtypes of `example`."""
         shapes = list(self.shapes().values())
         fits = len(inputs) == len(self.example) and all(
             isinstance(value, Tensor)
@@ -67,7 +72,7 @@ class QuantizedProgram:
             raise ValueError(f"the model takes {' and '.join(wanted)}; got {' and '.join(got) or 'nothing'}")
 
     def shapes(self) -> dict[str, list[int | str]]:
-        """The shape of each input by name, with a letter for each size that is free, as in ["B", 3, "H", "W"]."""
+        """Return the shape of each input by name, with a letter for each free size, as in ["B", 3, "H", "W"]."""
         found: dict[str, list[int | str]] = {}
         for name, value in zip(self.program.inputs, self.example, strict=True):
             found[name] = ["B", *value.shape[1:]]
@@ -76,30 +81,30 @@ class QuantizedProgram:
         return found
 
     def one_image(self) -> list[Tensor]:
-        """Inputs for one image, on the meta device."""
+        """Return inputs for one image on the meta device."""
         return [value.new_empty((1, *value.shape[1:]), device="meta") for value in self.example]
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "QuantizedProgram":
-        """The same program with a function (a move to a device, a cast) applied to every tensor; codes stay uint8."""
+        """Return the program with a function, such as a move or a cast, applied to every tensor; codes stay uint8."""
         example = tuple(function(value) if value.is_floating_point() else value for value in self.example)
         found = replace(self, program=self.program.map_tensors(function), example=example)
-        found._taken.update(self._taken)  # shapes stay
+        found._taken.update(self._taken)  # the function changes no shapes
         return found
 
     def float_sites(self) -> list[str]:
-        """Multiplications with an operand that is neither fake-quantized nor a stored weight; `refusals` says why."""
+        """List the multiplications with an operand that is neither fake-quantized nor a stored weight."""
         quantized = {node.name for node in self.program.nodes if node.op == FAKE_QUANTIZE} | set(self.program.weights)
         sites = [node for node in self.program.nodes if node.op in PRODUCTS or node.op in FLOAT_PRODUCTS]
         return [node.scope or node.name for node in sites if not {arg.name for arg in node.args[:2]} <= quantized]
 
     def float_operations(self) -> dict[str, int]:
-        """How many of each operation run in float32: everything that is not a multiplication."""
+        """Count the operations that run in float32, by operation: everything that is not a multiplication."""
         return self.program.float_operations()
 
     def summary(self) -> str:
-        """The ledger as text: one row per site, then what stays float and why."""
+        """Return the ledger as text: one row per site, then what stays float and why."""
         lines = ledger_table(self.ledger)
-        bits = f"bits {self.config.bits}{' but where others are pinned' if self.config.pinned else ''}"
+        bits = f"bits {self.config.bits}{', except at sites with pinned bits' if self.config.pinned else ''}"
         lines.append(f"{bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
         lines += [f"height and width of {name} are free" for name in self.program.free]
         lines += float_lines(self.refusals, self.float_operations())

@@ -1,7 +1,7 @@
-"""The processes of one job, as `torchrun` starts them: work that they share out, and what they tell each other.
+"""Share work between the processes (ranks) of one job, as `torchrun` starts them.
 
-Claims and results pass through the job's key-value store, which the launcher serves: claims are a counter in it,
-results are bytes. Tensors to add up (`Ranks.summed`) go from rank to rank by Gloo, in the memory of the processor.
+Ranks claim jobs and exchange results through the job's key-value store, which the launcher serves: a claim increments a
+counter, and results are bytes. Tensors to sum (`Ranks.summed`) go from rank to rank by Gloo, in CPU memory.
 """
 
 import itertools
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
-_PIECE = 4 << 20  # bytes of one value in the store: a TCPStore refuses those above 8 MiB
-_POLL = 0.1  # seconds between looks at the store
-_WAITS = timedelta(days=7)  # how long a rank may be busy before it sends its part of a sum
-_LAST_WORDS = 10.0  # seconds for which a rank that fails waits for the rank that failed first to say why
+_PIECE = 4 << 20  # bytes of one value in the store: a TCPStore refuses more than 8 MiB
+_POLL = 0.1  # seconds between queries of the store
+_WAITS = timedelta(days=7)  # time for which a rank may be busy before it sends its part of a sum
+_LAST_WORDS = 10.0  # seconds for which a failing rank waits for the rank that failed first to report the reason
 
 
 @dataclass(frozen=True)
 class Coded(Generic[T]):
-    """How a result travels: `write` makes bytes of it, `read` makes it again of its name and these."""
+    """The encoding of a result: `write` converts it to bytes, and `read` restores it from its name and the bytes."""
 
     write: Callable[[T], bytes]
     read: Callable[[str, bytes], T]
@@ -42,14 +42,14 @@ JSON: Coded[Any] = Coded(lambda value: json.dumps(value).encode(), lambda _, con
 
 
 class Memory:
-    """The store of a job that is one process; its methods are those of `torch.distributed.Store` that are used here."""
+    """The store of a job with one process, with the methods of `torch.distributed.Store` that this module uses."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._lock = Lock()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first, and return it."""
+        """Add to the number of a key, which starts at 0, and return the sum."""
         with self._lock:
             value = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(value).encode()
@@ -60,24 +60,31 @@ class Memory:
         self._values[key] = value
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key."""
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of the keys are there."""
+        """Return True if all of the keys have values."""
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key, and return True if it had a value."""
         return self._values.pop(key, None) is not None
 
 
 class Ranks:
-    """This process, among those of one job; by default it is alone, and then torch.distributed is not imported.
+    """The processes (ranks) of one job, as seen from this one. By default this process is alone.
 
-    rank: its number, of `world`. local: its number among the `neighbours` on this machine. restarts: how often the
-    launcher has started the job anew. All ranks have to make the same calls in the same order. A rank that dies is for
-    the launcher to notice: `torchrun` ends the others then, and starts all of them again where it may.
+    All ranks must make the same calls in the same order. If a rank dies, the launcher has to notice: `torchrun` then
+    ends the other ranks, and starts all of them again if it may. torch.distributed is imported only for several ranks.
+
+    Args:
+        store: The job's key-value store. None: memory of this process.
+        rank: Number of this process, from 0 to `world` - 1.
+        world: Number of processes.
+        local: Number of this process among those on this machine.
+        neighbours: Number of processes on this machine.
+        restarts: Number of times that the launcher has restarted the job.
     """
 
     def __init__(
@@ -93,11 +100,11 @@ class Ranks:
         self.rank, self.world, self.local, self.neighbours, self.restarts = rank, world, local, neighbours, restarts
         self._store: Any = store or Memory()
         self._calls = itertools.count()
-        self._group: Any = None  # made by the first sum
+        self._group: Any = None  # created by the first sum
 
     @staticmethod
     def expected() -> int:
-        """How many ranks the variables that `torchrun` sets tell of; 1 where they do not all stand."""
+        """Return the number of ranks from the environment variables of `torchrun`; 1 unless all of them are set."""
         world = _number("WORLD_SIZE", 1)
         if world < 1:
             raise RankError("the variable WORLD_SIZE is 0: start the job by `torchrun`, or unset it")
@@ -105,9 +112,9 @@ class Ranks:
 
     @staticmethod
     def of_environment() -> "Ranks":
-        """The ranks of the job that `torchrun` started, by the variables that it sets; alone where there are none.
+        """Return the ranks of the job that `torchrun` started, or this process alone if `torchrun` did not start it.
 
-        Raises RankError where the job's store cannot be reached, and for variables that are no numbers.
+        Raises RankError if the job's store cannot be reached, or if an environment variable is not a number.
         """
         restarts = _number("TORCHELASTIC_RESTART_COUNT", 0)
         if Ranks.expected() == 1:
@@ -120,12 +127,12 @@ class Ranks:
 
         with _reached():
             store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=5)))
-        store = PrefixStore(f"adalog/{restarts}", store)  # the launcher may serve one store to all starts of a job
+        store = PrefixStore(f"adalog/{restarts}", store)  # restarts of a job may share one store
         return Ranks(store, rank, world, local=local, neighbours=neighbours, restarts=restarts)
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """True for the rank that prints and writes."""
         return self.rank == 0
 
     def shared(
@@ -138,13 +145,17 @@ class Ranks:
         known: Mapping[str, T] | None = None,
         finished: Callable[[str, T, bool], None] | None = None,
     ) -> dict[str, T]:
-        """The results of all jobs of these names, on every rank. The rank that claims a job does it.
+        """Share jobs between the ranks, and return the results of all jobs on every rank.
 
-        Jobs are claimed in this order, so long ones belong first. make: does the job of a name; its result must not
-        depend on the rank. threads: jobs that this rank does at a time. known: results that this rank has already; the
-        others need not have them. finished(name, result, own): called in the calling thread of every rank for each job
-        that was not known, as it is done by any rank; own: whether this rank did it.
-        Raises what a job on this rank raises, and RankError where another rank has failed or shares other jobs.
+        Jobs are claimed in the order of `names`, so long ones should come first. A rank does the jobs that it claims.
+
+        make: does the job of a name. The result must not depend on the rank.
+        threads: number of jobs that this rank does at a time.
+        known: results that this rank has already; other ranks need not have them.
+        finished: called as finished(name, result, own) in the calling thread of every rank, once for each job that was
+            not known. own is True if this rank did the job.
+
+        Raises what a job on this rank raises, and RankError if another rank failed or shares other jobs.
         """
         found = self.agreed(names, known or {}, coded)
         waiting = [name for name in names if name not in found]
@@ -154,7 +165,7 @@ class Ranks:
             if finished is not None:
                 finished(name, result, own)
 
-        if self.world == 1 and threads == 1:  # in the calling thread, which an interrupt reaches
+        if self.world == 1 and threads == 1:  # in the calling thread, so that an interrupt stops it
             for name in waiting:
                 take(name, make(name), True)
         else:
@@ -169,7 +180,7 @@ class Ranks:
         threads: int,
         take: Callable[[str, T, bool], None],
     ) -> None:
-        """Do the jobs in threads, and take the results of all ranks as they come."""
+        """Do jobs in threads, and pass the results of all ranks to `take` as they arrive."""
         board, left = self._board(), len(waiting)
         done: queue.SimpleQueue[tuple[str, T] | BaseException] = queue.SimpleQueue()
         stopped = Event()
@@ -203,7 +214,7 @@ class Ranks:
             board.close()  # after the last claim
 
     def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T] = JSON) -> dict[str, T]:
-        """Those of the named results that any rank knows, on every rank, in the order of the names."""
+        """Return on every rank the named results that any rank knows, in the order of the names."""
         if self.world == 1:
             return {name: known[name] for name in names if name in known}
         board = self._board()
@@ -213,7 +224,7 @@ class Ranks:
         return found
 
     def by_first(self, make: Callable[[], T], coded: Coded[T] = JSON) -> T:
-        """What `make` gives on rank 0, on all ranks."""
+        """Call `make` on rank 0, and return its result on all ranks."""
         board = self._board()
         with _reached():
             if self.first:
@@ -225,13 +236,13 @@ class Ranks:
         return made
 
     def summed(self, count: int, make: "Callable[[int], Tensor]", like: "Tensor") -> "Tensor":
-        """The sum of what `make` gives for 0 to `count` - 1, on all ranks, with the same bits on any number of them.
+        """Return on all ranks the sum of `make(0)` to `make(count - 1)`, bit for bit the same for any number of ranks.
 
-        Neighbours are added in pairs, pairs of pairs next, and so on. Whole runs of them are made by one rank, and the
-        same rank makes them in each call with the same count. make: gives new tensors with the shape, dtype and device
-        of `like`. Raises RankError where another rank has ended.
+        Neighbours are added in pairs, then pairs of pairs, and so on. Each rank makes whole runs of neighbours, and the
+        same runs in each call with the same count. make: returns new tensors with the shape, dtype and device of
+        `like`. Raises RankError if another rank has ended.
         """
-        size = 1  # of a run, a power of two
+        size = 1  # length of a run, a power of two
         while size < count and -(-count // (2 * size)) >= self.world:
             size *= 2
 
@@ -251,7 +262,7 @@ class Ranks:
         return total(0, 1 << (runs - 1).bit_length(), lambda run: found[run], runs)
 
     def _gathered(self, value: "Tensor") -> "list[Tensor]":
-        """The tensors that all ranks have here, in the order of the ranks."""
+        """Return the tensors that all ranks pass here, in the order of the ranks."""
         if self.world == 1:
             return [value]
         from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -262,31 +273,31 @@ class Ranks:
                     self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.world, _WAITS)
                 except RuntimeError as cause:
                     raise RankError(
-                        f"Gloo finds no way to the other processes of this job ({one_line(cause)}): name the network "
+                        f"Gloo cannot connect to the other processes of this job ({one_line(cause)}): name the network "
                         "interface by the variable GLOO_SOCKET_IFNAME"
                     ) from cause
             sent = value.cpu().contiguous()
             found = [sent.new_empty(sent.shape) for _ in range(self.world)]
             try:
                 self._group.allgather([found], [sent]).wait()
-            except RuntimeError as cause:  # Gloo tells of no other failure than that of a connection
+            except RuntimeError as cause:  # Gloo only raises this if a connection fails
                 raise RankError("another process of this job has failed") from cause
         return [each.to(value.device) for each in found]
 
     def meet(self) -> None:
-        """Wait for all ranks. Raises RankError where one has failed."""
+        """Wait for all ranks. Raises RankError if one has failed."""
         board = self._board()
         with _reached():
             self._store.add(f"{board.key}/here", 1)
             board.wait_for(lambda: self._store.add(f"{board.key}/here", 0) == self.world)
 
     def failed(self, tell: Callable[[], int], *, alike: bool = False) -> int:
-        """The exit code of a job that this rank fails, by `tell`, which says why and returns the code.
+        """Report that this rank fails, and return the exit code of the job.
 
-        Only the first rank that fails says why; the others end with the same code. alike: all ranks fail for the same
-        reason, which rank 0 says.
+        tell: prints the reason and returns the exit code. Only the first rank that fails calls it; the others return
+        the same code. alike: True if all ranks fail for the same reason, which rank 0 then reports.
         """
-        with suppress(RuntimeError):  # the store may have ended before this rank
+        with suppress(RuntimeError):  # the store may be gone already
             if self.first if alike else self._store.add("failing", 1) == 1:
                 code = tell()
                 self._store.set("failed", str(code).encode())
@@ -298,6 +309,7 @@ class Ranks:
         return tell() if self.first else 1
 
     def _board(self) -> "_Board":
+        """Return a board for the next call."""
         return _Board(self._store, f"call{next(self._calls)}", self.rank, self.world)
 
 
@@ -305,16 +317,18 @@ ALONE = Ranks()
 
 
 def _number(name: str, default: int) -> int:
-    """The whole number, from 0 on, that a variable of the environment holds; the default where there is none."""
+    """Return the whole number in an environment variable, or the default if it is not set."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise RankError(f"the variable {name} is {text!r}, no whole number: start the job by `torchrun`, or unset it")
+        raise RankError(
+            f"the variable {name} is {text!r}, not a whole number: start the job by `torchrun`, or unset it"
+        )
     return int(text)
 
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Say what it means where the store of the job does not answer."""
+    """Raise RankError instead of the error of a store that does not respond."""
     try:
         yield
     except RuntimeError as cause:
@@ -324,16 +338,16 @@ def _reached() -> Iterator[None]:
 
 
 class _Board:
-    """What the ranks tell each other in one call of `Ranks`, under a key of its own in the job's store."""
+    """The messages between the ranks in one call of `Ranks`, under a key of their own in the job's store."""
 
     def __init__(self, store: Any, key: str, rank: int, world: int):
         self.key, self._store, self._rank, self._world = key, store, rank, world
         self._put_keys: list[str] = []
-        self._seen = 0  # how many of the results that were told this rank has looked at
+        self._seen = 0  # number of results in the store that this rank has read
         self._own: set[str] = set()
 
     def agreed(self, names: Sequence[str], known: Mapping[str, T], coded: Coded[T]) -> dict[str, T]:
-        """The results that any rank knows before there are claims; the same on every rank."""
+        """Return the results that any rank knows before jobs are claimed; the same on every rank."""
         mine = [name for name in names if name in known]
         self._put(f"rank{self._rank}", json.dumps([list(names), mine]).encode())
         plans = [json.loads(self._awaited(f"rank{rank}")) for rank in range(self._world)]
@@ -349,11 +363,11 @@ class _Board:
         return {n: known[n] if n in known else coded.read(n, self._awaited(f"known/{n}")) for n in told}
 
     def claim(self) -> int:
-        """A number that no other call of any rank gets, from 0 on."""
+        """Return the number of the next job: each number once, over all ranks."""
         return int(self._store.add(f"{self.key}/claimed", 1)) - 1
 
     def tell(self, name: str, result: T, coded: Coded[T]) -> None:
-        """Give all ranks the result of a job that was done here."""
+        """Send the result of a job that was done here to all ranks."""
         if self._world > 1:
             self._own.add(name)
             self._put(f"result/{name}", coded.write(result))
@@ -361,7 +375,7 @@ class _Board:
             self._put(f"told/{number}", name.encode())
 
     def news(self) -> list[tuple[str, bytes]]:
-        """Results of other ranks that were not there before. Raises RankError where a rank has failed."""
+        """Return new results of other ranks. Raises RankError if a rank has failed."""
         if self._world == 1:
             return []
         self._check()
@@ -370,7 +384,7 @@ class _Board:
         return [(name, self._awaited(f"result/{name}")) for name in names if name not in self._own]
 
     def wait_for(self, ready: Callable[[], T]) -> T:
-        """What `ready` gives as soon as that is true. Raises RankError where a rank has failed."""
+        """Call `ready` until its result is true, and return it. Raises RankError if a rank has failed."""
         pause = _POLL / 32
         while not (found := ready()):
             self._check()
@@ -379,7 +393,7 @@ class _Board:
         return found
 
     def close(self) -> None:
-        """Remove what this rank has put into the store, once all ranks have read everything."""
+        """Delete this rank's keys from the store, once all ranks have read them."""
         if self._world == 1:
             self._store.delete_key(f"{self.key}/claimed")
             return
@@ -389,22 +403,24 @@ class _Board:
             self._store.delete_key(key)
 
     def _check(self) -> None:
+        """Raise RankError if another rank has failed."""
         if self._store.check(["failed"]):
             raise RankError("another process of this job has failed")
 
     def _put(self, key: str, content: bytes) -> None:
-        """Store bytes of any length in pieces; the number of pieces comes last."""
+        """Store bytes of any length in pieces. The number of pieces is stored last."""
         pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
         for number, piece in enumerate(pieces):
             self._set(f"{self.key}/{key}/{number}", piece)
         self._set(f"{self.key}/{key}", str(len(pieces)).encode())
 
     def _set(self, key: str, content: bytes) -> None:
+        """Store a value, and remember the key for `close`."""
         self._put_keys.append(key)
         self._store.set(key, content)
 
     def _awaited(self, key: str) -> bytes:
-        """The bytes of a key, once they are there."""
+        """Wait until a key has a value, and return its bytes."""
         whole = f"{self.key}/{key}"
         self.wait_for(lambda: self._store.check([whole]))
         return b"".join(self._store.get(f"{whole}/{number}") for number in range(int(self._store.get(whole))))

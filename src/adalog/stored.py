@@ -1,4 +1,4 @@
-"""What files hold, read without PyTorch: JSON that is checked, and codes as a stream of bits."""
+"""Read the contents of files without PyTorch: checked JSON, and codes as a bit stream."""
 
 import json
 import math
@@ -9,21 +9,22 @@ import numpy.typing as npt
 
 from adalog.errors import ArtifactError
 
-# The most bytes of JSON. Python objects take about forty times their JSON; a model of 40 blocks takes 1 % of this.
+# The most bytes of JSON that a file may have. A model of 40 blocks has far fewer. Python objects take much more memory
+# than their JSON, so this also limits the memory that a hostile file can claim.
 MAX_JSON = 2**23
-_UNITS = 1 << 15  # of a bit stream, taken at once, so that temporaries stay in the cache
+_UNITS = 1 << 15  # units of a bit stream that are unpacked at once, so that temporaries stay in the cache
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def check(holds: bool, message: str) -> None:
-    """Raise ArtifactError with this message unless something holds."""
+    """Raise ArtifactError with this message unless the condition holds."""
     if not holds:
         raise ArtifactError(message)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text in which no object has a key twice, and all numbers are finite."""
+    """Parse a JSON text. Raises ArtifactError if an object has a key twice, or if a number is not finite."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -31,7 +32,7 @@ def parse_json(text: str) -> Any:
         return values
 
     def finite(number: str) -> float:
-        check(math.isfinite(float(number)), f"{number} is no number of JSON")
+        check(math.isfinite(float(number)), f"{number} is not a number of JSON")
         return float(number)
 
     return json.loads(text, object_pairs_hook=once, parse_float=finite, parse_constant=finite)
@@ -51,14 +52,14 @@ def check_text(value: Any) -> None:
 
 
 def is_whole(value: Any, low: int, high: float = math.inf) -> bool:
-    """Whether a value of JSON is a whole number in [low, high]."""
+    """Return True if a value of JSON is a whole number in [low, high]."""
     return type(value) is int and low <= value <= high
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
-    """Codes as a bit stream, least significant bit first: (bytes,).
+    """Pack codes of any shape into a bit stream (bytes,), least significant bit first.
 
-    codes: any shape. Raises ValueError for a code that is not below 2**bits.
+    Raises ValueError for a code that is not below 2**bits.
     """
     flat = codes.reshape(-1)
     if flat.size and int(flat.max()) >= 2**bits:
@@ -68,16 +69,16 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(packed: Bytes, bits: int, count: int) -> Bytes:
-    """The `count` codes of a bit stream: (count,).
+    """Unpack `count` codes from a bit stream: (count,).
 
-    Raises ArtifactError for a stream of another length, or with bits other than zero after the last code.
+    Raises ArtifactError for a stream of another length, or if a bit after the last code is not zero.
     """
     size = -(-count * bits // 8)
     check(len(packed) == size, f"{count} codes of {bits} bits take {size} bytes, the file has {len(packed)}")
     check(
         not size or int(packed[-1]) >> (count * bits - 8 * (size - 1)) == 0, "the bits after the last code are not zero"
     )
-    # The stream is units of so many whole bytes, which hold so many whole codes.
+    # The stream consists of units: each has a whole number of bytes and a whole number of codes.
     bytes_of, codes_of = bits // math.gcd(bits, 8), 8 // math.gcd(bits, 8)
     word = np.uint8 if bytes_of == 1 else np.uint32 if bytes_of < 4 else np.uint64
     units = -(-size // bytes_of)

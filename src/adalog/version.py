@@ -1,4 +1,4 @@
-"""The version of the package, and of its code."""
+"""The version of the package, and a hash of its code."""
 
 import functools
 import hashlib
@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 
 @functools.cache
 def source_hash() -> str:
-    """The first 16 digits of the SHA-256 of the package's own files: whatever may change a result changes it.
+    """Return the first 16 hex digits of a SHA-256 over every file that may change a result.
 
-    Counted are the Python and C++ sources and the JSON beside them, by their names in the package.
+    These are the Python, C++ and JSON files of the package, with their paths in it.
     """
     folder, found = Path(__file__).parent, hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".json")):

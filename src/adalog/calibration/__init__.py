@@ -1,1 +1,1 @@
-"""What runs between a captured program and its assignments: observing, searching, refining."""
+"""Calibrate a captured program: observe its values, search its quantizers, and refine the result."""

@@ -1,4 +1,4 @@
-"""A program run from any of its values to any others, on all images or on a few at a time."""
+"""Run a program from any of its values to any others, on all images or on a few at a time."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,14 +12,15 @@ from adalog.graph.operations import FAKE_QUANTIZE
 from adalog.graph.program import Node, Program, Ref, map_refs
 from adalog.graph.tracing import Axis, image_axes, keeps_images_apart, sizes, trace
 
-Chunk = dict[str, Tensor]  # values of some of the images by name, the program's inputs among them
+Chunk = dict[str, Tensor]  # the program's inputs and other values, by name, for some of the images
 
 
 def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str, int]) -> Program:
-    """The part of a program that leads from known values to an output.
+    """Return the part of a program that computes an output from known values.
 
-    It takes the program's inputs, which come first, and the known values. Values that depend on tensors alone, such as
-    position tables, are computed within it. fixed: the sizes, by name, for the number of images that it is to take.
+    The result takes the program's inputs first, then the known values. It computes values that depend on stored tensors
+    alone, such as position tables, by itself. fixed: the sizes, by name, for the number of images that the result runs
+    on.
     """
     known = [name for name in known if name not in program.inputs]
     nodes = tuple(_with_numbers(node, fixed) for node in program.nodes if node.name not in known)
@@ -27,7 +28,7 @@ def cut(program: Program, known: Iterable[str], output: Any, fixed: Mapping[str,
 
 
 def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:
-    """The node with these numbers in place of what it reads by their names."""
+    """Return the node with the references to these names replaced by their numbers."""
     if fixed.keys().isdisjoint(node.refs()):
         return node
 
@@ -40,10 +41,10 @@ def _with_numbers(node: Node, fixed: Mapping[str, int]) -> Node:
 
 
 class Batches:
-    """Stretches of a program, run on chunks of its images.
+    """Parts of a program, run on chunks of its images.
 
-    Sizes and axes are those of the program that this was made with; another one with the same values by name, such as
-    the quantized one, may be run in its place.
+    Sizes and axes come from the program that this object was made with. Another program with the same names of values,
+    such as the quantized one, can be run in its place.
     """
 
     def __init__(self, program: Program, images: Sequence[Tensor]):
@@ -54,11 +55,11 @@ class Batches:
 
     @cached_property
     def axes(self) -> dict[str, Axis]:
-        """The axis of images of each value, where its shapes tell it."""
+        """The image axis of each value, for the values whose shapes determine it."""
         return image_axes(self.program, list(self.images.values()))
 
     def sizes(self, count: int) -> dict[str, int]:
-        """The sizes in the program by name, for this number of images."""
+        """Return the sizes in the program, by name, for this number of images."""
         if count not in self._sizes:
             self._sizes[count] = sizes(trace(self.program, list(self.images.values()), count))
         return self._sizes[count]
@@ -71,9 +72,9 @@ class Batches:
         watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None,
         steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Chunk:
-        """The values of these names, computed from given ones, for the images of the chunk.
+        """Compute the named values from the given ones, for the images of the chunk.
 
-        watch, steps: those of `Program.run`.
+        watch, steps: passed to `Program.run`.
         """
         output = {name: Ref(name) for name in names}
         stretch = cut(program or self.program, given, output, self.sizes(self.count_of(given)))
@@ -81,7 +82,7 @@ class Batches:
         return result
 
     def keeps_apart(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
-        """Whether the first two images of a chunk have alone what they have together, in all values of these names."""
+        """Return True if the first two images of a chunk give the same named values alone as together."""
         for node in (program or self.program).nodes:
             if node.op == FAKE_QUANTIZE and node.name not in self.axes and node.args[0].name in self.axes:
                 self.axes[node.name] = self.axes[node.args[0].name]
@@ -94,11 +95,11 @@ class Batches:
         return keeps_images_apart(run, names, self.axes)
 
     def count_of(self, chunk: Chunk) -> int:
-        """The number of images in a chunk."""
+        """Return the number of images in a chunk."""
         return len(chunk[self.program.inputs[0]])
 
     def part(self, chunk: Chunk, first: int, count: int) -> Chunk:
-        """The values of a chunk for some of its images; they share its memory."""
+        """Return the values of a chunk for `count` images from number `first` on, as views."""
         result = {}
         for name, value in chunk.items():
             axis = self.axes[name]
@@ -106,14 +107,14 @@ class Batches:
         return result
 
     def split(self, chunk: Chunk, size: int) -> list[Chunk]:
-        """A chunk in parts of `size` images, the last of which may have fewer."""
+        """Split a chunk into parts of `size` images; the last part may have fewer."""
         count = self.count_of(chunk)
         if size >= count:
             return [chunk]
         return [self.part(chunk, first, min(size, count - first)) for first in range(0, count, size)]
 
     def joined(self, chunks: Sequence[Chunk]) -> Chunk:
-        """The chunk of all images from its parts."""
+        """Join the parts of a chunk into one chunk of all images."""
         if len(chunks) == 1:
             return chunks[0]
         result = dict(self.images)
@@ -124,12 +125,12 @@ class Batches:
 
 
 def size_in_bytes(value: Any) -> int:
-    """The bytes of a tensor or of several; a number has none."""
+    """Return the size of a tensor, or of several tensors, in bytes; numbers count as 0."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(size_in_bytes, value)) if isinstance(value, (tuple, list)) else 0
 
 
 def in_own_memory(value: Tensor) -> Tensor:
-    """The tensor, or a copy where it is part of something larger, which it would keep from being freed."""
+    """Return the tensor, copied if it is part of a larger storage that it would keep from being freed."""
     return value.clone() if value.untyped_storage().nbytes() > size_in_bytes(value) else value

@@ -1,4 +1,4 @@
-"""How the errors of a block's output count while it is reconstructed: alike, or by what they change behind it."""
+"""Measure the error of a block's output during reconstruction, by its size or by its effect on the model's loss."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,24 +13,25 @@ from adalog.choices import BlockLoss
 from adalog.errors import CalibrationError
 from adalog.graph.program import leaves_of
 
-# (the differences of a block's output on some images, the numbers of these images) -> their mean error.
+# (differences of a block's output on some images, indices of these images) -> mean error.
 BlockError = Callable[[Tensor, Tensor], Tensor]
-# From the model's outputs that depend on the block's, by their places among all, to the gradient of a loss by each.
+# Maps the model's outputs that depend on the block's output, by their index among all outputs, to the gradient of a
+# loss with respect to each of them.
 Slope = Callable[[Mapping[int, Tensor]], Sequence[Tensor]]
 
-# FIMA-Q's gradients: how often they are taken anew while a block is trained (15 times there), and on how many images.
+# The number of gradients that FIMA-Q's loss takes while a block is trained (15 in FIMA-Q), and the images per gradient.
 RENEWALS = 4
 _IMAGES = 64
-# Directions of the changes with less than this share of the largest one's power are rounding.
+# Directions of change with less than this fraction of the largest power count as rounding noise.
 _EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
 class BlockOutput:
-    """A block's output in the float network, on all images, and what is behind it.
+    """A block's output in the float network on all images, and the model's outputs that depend on it.
 
-    values: the model's inputs and this output, by name. outputs: names of the model's outputs. apart: whether the
-    images can be told apart in them; gradients of all are taken together otherwise.
+    values: the model's inputs and this output, by name. outputs: the names of the model's outputs. apart: True if the
+    images can be separated in these values; otherwise gradients are taken on all images together.
     """
 
     blocks: Blocks
@@ -40,32 +41,34 @@ class BlockOutput:
     apart: bool
 
     def batches(self, numbers: Tensor) -> Iterator[Tensor]:
-        """The numbers of images, as many at a time as gradients are taken of."""
+        """Yield image indices in the batches that gradients are taken on."""
         yield from numbers.split(BATCH) if self.apart else [numbers]
 
     def picked(self, numbers: Tensor) -> Chunk:
         return picked(self.blocks, self.values, numbers)
 
     def gradient(self, chunk: Chunk, value: Tensor, slope: Slope) -> Tensor:
-        """The gradient of a loss by the block's output, at this value of it.
+        """Compute the gradient of a loss with respect to the block's output, at this value of the output.
 
-        chunk: as `picked` gives it.
+        chunk: a chunk from `picked`. Raises CalibrationError if the model has no differentiable output.
         """
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
             found = self.leaves({**chunk, self.name: leaf})
             outputs = {index: each for index, each in enumerate(found) if each.requires_grad}
             if not outputs:
-                raise CalibrationError("the model puts out nothing that has a gradient, which this loss needs")
+                raise CalibrationError(
+                    "the model has no differentiable output, but this loss needs one. Use loss = 'squared'."
+                )
             return torch.autograd.grad(list(outputs.values()), leaf, slope(outputs))[0]
 
     def leaves(self, chunk: Chunk) -> list[Tensor]:
-        """The model's outputs that are tensors."""
+        """Return the model's outputs that are tensors."""
         found = self.blocks.values(chunk, self.outputs)
         return [value for name in self.outputs for value in leaves_of(found[name]) if isinstance(value, Tensor)]
 
     def by_image(self, values: Tensor) -> Tensor:
-        """Values of the block's output, (images, values of one); one row where images cannot be told apart."""
+        """Return values of the block's output as one row per image, or one row if images cannot be separated."""
         axis = self.blocks.axis(self.name) if self.apart else None
         if axis is None:
             return values.flatten()[None]
@@ -74,7 +77,10 @@ class BlockOutput:
 
 
 def block_error(loss: BlockLoss, output: BlockOutput, fitted: Tensor, seed: int) -> BlockError:
-    """The error that a choice of `Reconstruction.loss` stands for. fitted: the numbers of the images to train with."""
+    """Return the error function for a choice of `Reconstruction.loss`.
+
+    fitted: the indices of the training images.
+    """
     if loss == "squared":
         return lambda difference, numbers: difference.square().mean()
     if loss == "low-rank":
@@ -83,10 +89,10 @@ def block_error(loss: BlockLoss, output: BlockOutput, fitted: Tensor, seed: int)
 
 
 class FisherWeights:
-    """Squared errors weighted by squared gradients of the model's loss: BRECQ's diagonal of the Fisher information.
+    """Squared errors weighted by squared gradients of the model's loss (BRECQ's diagonal Fisher information).
 
-    The loss is the distance to the float network's outputs (`hessian_probe`), since no labels are known. averaged: each
-    value weighs what it does on average over all images (APHQ-ViT).
+    The loss is the distance to the float network's outputs (`hessian_probe`), because labels are not known. averaged:
+    weight each value by its average over all images (APHQ-ViT).
     """
 
     def __init__(self, output: BlockOutput, seed: int, *, averaged: bool):
@@ -107,7 +113,7 @@ class FisherWeights:
             self._mean = self._squares.unflatten(self._dim, (-1, each)).mean(self._dim)
 
     def weights(self, numbers: Tensor) -> Tensor:
-        """The weights of the output's values on these images."""
+        """Return the weights of the output's values on these images."""
         if self._mean is not None:
             return torch.cat([self._mean] * len(numbers), self._dim)
         return picked(self._blocks, {self._name: self._squares}, numbers)[self._name]
@@ -117,14 +123,14 @@ class FisherWeights:
 
 
 class LowRankFisher:
-    """A low-rank and a diagonal part of the Fisher information: FIMA-Q (Wu et al., CVPR 2025).
+    """A low-rank and a diagonal part of the Fisher information (FIMA-Q, Wu et al., CVPR 2025).
 
-    The formulas are those of a public reproduction of its released code.
+    The formulas follow a public reproduction of FIMA-Q's released code.
 
-    A gradient of the loss at the quantized output is the Fisher information times the output's change. So k gradients
-    and changes, their magnitudes averaged over images, G and D, (k, values), make the part of rank k,
-    a^T (D D^T)^-1 a with a = G |difference|, and the mean of G weighs the diagonal part. Both have the mean 1 where the
-    last gradient was taken, and count alike.
+    The gradient of the loss at the quantized output is the Fisher information times the change of the output. k
+    gradients and k changes, with their magnitudes averaged over images, form the matrices G and D, (k, values). The
+    part of rank k is a^T (D D^T)^-1 a with a = G |difference|. The mean of G weights the diagonal part. Both parts are
+    scaled to mean 1 at the point of the last gradient, and they count equally.
     """
 
     def __init__(self, output: BlockOutput, numbers: Tensor):
@@ -136,7 +142,10 @@ class LowRankFisher:
 
     @torch.no_grad()
     def renew(self, quantized: Callable[[Tensor], Tensor]) -> None:
-        """Take another gradient. quantized: from numbers of images to the block's output as it is quantized now."""
+        """Take another gradient and update both parts.
+
+        quantized: maps image indices to the block's output as it is quantized now.
+        """
         output, differences = self._output, []
         gradient, change = torch.zeros(()), torch.zeros(())
         for numbers in output.batches(self._numbers):
@@ -154,7 +163,7 @@ class LowRankFisher:
         self._gradients.append(gradient / sum(rows))
         self._changes.append(change / sum(rows))
         changes = torch.stack(self._changes).double()
-        # Changes that are equal but for rounding count once: differences of theirs would weigh errors by noise.
+        # Changes that differ only by rounding count as one. Their differences would weight errors by noise.
         self._inverse = torch.linalg.pinv(changes @ changes.t(), hermitian=True, rtol=_EQUAL).to(gradient.dtype)
         parts = [torch.stack(self._parts(each)) * count for each, count in zip(differences, rows, strict=True)]
         low, diagonal = (torch.stack(parts).sum(0) / sum(rows)).clamp(min=torch.finfo(torch.float32).tiny)
@@ -172,7 +181,7 @@ class LowRankFisher:
 
 
 def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
-    """The values of a chunk of all images for some of them."""
+    """Return the values of a chunk of all images for the selected images."""
     if len(numbers) == blocks.count:
         return dict(chunk)
     axes = {name: blocks.axis(name) for name in chunk}
@@ -183,7 +192,7 @@ def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:
 
 
 def put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor) -> None:
-    """Write the values of some images into those of all images, for a value of this name."""
+    """Write the values of some images into the tensor for all images, along the image axis of the named value."""
     axis = blocks.axis(name)
     if axis is None:
         whole.copy_(some)
@@ -192,5 +201,5 @@ def put(blocks: Blocks, whole: Tensor, name: str, numbers: Tensor, some: Tensor)
 
 
 def _places(axis: tuple[int, int], numbers: Tensor) -> Tensor:
-    """The entries of some images along their axis."""
+    """Return the positions of some images along their axis."""
     return (numbers[:, None] * axis[1] + torch.arange(axis[1], device=numbers.device)).flatten()

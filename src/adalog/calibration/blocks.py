@@ -1,8 +1,8 @@
-"""A program cut into blocks, and what each block is given on the images, within a limit of memory.
+"""Split a program into blocks and compute the inputs of each block, within a memory limit.
 
-Whoever changes a model block by block (scales judged by a block's output, weights learned by gradients) takes the
-blocks one after the other from here: `Blocks.inputs` of a block, `Blocks.cut` for the program that computes it, and
-`Blocks.change` once the block is replaced by a quantized one.
+A method that changes a model block by block (choosing scales by a block's output, training weights by gradients) takes
+the blocks in order. `Blocks.inputs` returns the inputs of a block, `Blocks.cut` the program that computes the block,
+and `Blocks.change` replaces the block by a quantized one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,27 +17,29 @@ from adalog.graph.program import Program, Ref
 from adalog.graph.sites import Block
 from adalog.graph.tracing import Axis, trace
 
-# The most images that are run together. Larger batches leave the cache and take fresh memory for every value, and
-# whoever has seen enough stops only between batches.
+# The most images that run together. Larger batches do not fit the cache and allocate new memory for every value.
+# A caller that has read enough images can stop only between batches.
 BATCH = 32
 
 
 class Blocks:
-    """The blocks of a program with what they are given on all images; about `memory` bytes are held at a time.
+    """The blocks of a program and their inputs on all images, with about `memory` bytes held at a time.
 
-    Where the inputs of all blocks and the values of one forward of all images fit, one forward makes the inputs, and
-    they stay. Else 3/8 of the memory hold the input of one block, 3/8 that of the next one while it is made, and 1/4
-    the values of a batch of images. So blocks in order cost one forward in all, and a block before the last one that
-    was asked for starts from the images again. An input of more than 3/8 of the memory is held for as many of the first
-    images as fit, in place of the input before. `batches` makes the rest a batch at a time, if it is read so far, and
-    `inputs` all of it whenever it is asked for: from the images again, as it then does the block behind it.
+    If the inputs of all blocks and the values of one forward of all images fit in memory, one forward computes the
+    inputs, and they are kept. Otherwise 3/8 of the memory holds the input of one block, 3/8 the input of the next block
+    while it is computed, and 1/4 the values of a batch of images. Reading the blocks in order then costs one forward in
+    total. Reading a block before the last one that was read starts from the images again.
 
-    Batches, of `BATCH` images at most, give what all images at once give, up to rounding. They are tried on two images;
-    where these have not alone what they have together, all images go at once, whatever the memory. The images, the
-    program's tensors and what a caller holds on to are not counted.
+    An input larger than 3/8 of the memory is held for as many of the first images as fit, and replaces the previous
+    input. `batches` computes the remaining images batch by batch, as far as it is read. `inputs` computes the whole
+    input on every call.
 
-    To go on after an interruption, make a new object with the program as it was: the input of the first block that is
-    asked for is made from the images. memory: None for no limit.
+    Batches hold at most `BATCH` images and give the same values as all images at once, up to rounding. This is checked
+    on two images. If it does not hold, all images run at once, whatever the memory limit. The images, the program's
+    tensors and values that a caller keeps do not count towards the limit.
+
+    To resume after an interruption, make a new object with the program as it was. The input of the first block that is
+    read is then computed from the images. memory: None for no limit.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class Blocks:
         *,
         like: "Blocks | None" = None,
     ):
-        """like: blocks of the float program, which say what keeps its images apart in this quantized one too.
+        """Plan which inputs fit in memory.
 
-        In a quantized program one code at a threshold would look as if images were mixed. Its blocks are changed in
-        order, so the inputs of later ones are not made along.
+        like: the blocks of the float program. They determine which values keep images apart in this quantized program.
+        In a quantized program, one code at a rounding threshold would look as if images were mixed. With `like`, blocks
+        are changed in order, so the inputs of later blocks are not computed ahead.
         """
         self.blocks = tuple(blocks)
         self._batches = Batches(program, images)
@@ -62,7 +65,7 @@ class Blocks:
         self._bytes = {name: size_in_bytes(shapes[name]) for name in names}
         self._held: Chunk = {}
         self._ahead = like is None
-        # Values that keep their images apart; values that do not, or of which it is not known.
+        # Values that keep their images apart, and values that do not or for which this is not known.
         self._apart: set[str] = set(program.inputs) if like is None else like._apart
         self._mixed: set[str] = set() if like is None else like._mixed
         outs = {block.value_out: shapes[block.value_out] for block in blocks}
@@ -80,25 +83,26 @@ class Blocks:
         return self._batches.images
 
     def is_float(self, name: str) -> bool:
-        """Whether the output of this name, of a block, is a tensor of floats."""
+        """Return True if this output of a block is a floating-point tensor."""
         return name in self._float
 
     def axis(self, name: str) -> Axis:
-        """The axis of images of a value, where its shapes tell it."""
+        """Return the image axis of a value; None if all images share it or its shapes do not determine it."""
         return self._batches.axes.get(name)
 
     def cut(self, number: int, program: Program | None = None, count: int | None = None) -> Program:
-        """The program of a block alone, which takes the model's inputs and, unless it is the first, the block's input.
+        """Return the program that computes the output of one block.
 
-        It puts out the block's output. program: another one with the same blocks, such as the quantized one. count: the
-        number of images that it is to take; all, if not given. It may be run with gradients.
+        It takes the model's inputs and, unless the block is the first one, the block's input. It can be run with
+        gradients. program: another program with the same blocks, such as the quantized one. count: the number of images
+        that the result runs on; all images by default.
         """
         block = self.blocks[number]
         fixed = self._batches.sizes(count or self.count)
         return cut(program or self._batches.program, [block.value_in], Ref(block.value_out), fixed)
 
     def nodes(self, number: int) -> Program:
-        """The operations of a block alone with sizes left open: to be rewritten, and then to be given to `run`."""
+        """Return a block's operations with open sizes, to be rewritten and then passed to `run`."""
         alone, program = self.cut(number), self._batches.program
         made = {node.name for node in alone.nodes}
         nodes = tuple(node for node in program.nodes if node.name in made)
@@ -109,7 +113,7 @@ class Blocks:
 
     @torch.no_grad()
     def inputs(self, number: int) -> Chunk:
-        """What a block takes, on all images: the model's inputs and the block's, by name, as `cut` takes them."""
+        """Return what `cut` takes, on all images: the model's inputs and the block's input, by name."""
         images, name = self._batches.images, self.blocks[number].value_in
         if name in images:
             return dict(images)
@@ -128,14 +132,14 @@ class Blocks:
 
     @torch.no_grad()
     def batches(self, number: int) -> Iterator[Chunk]:
-        """What a block takes, in batches of consecutive images."""
+        """Yield the inputs of a block in batches of consecutive images."""
         name = self.blocks[number].value_in
         whole = name in self._batches.images or self._held_count(name) == self.count or self._all_fit
         if whole or self._bytes[name] <= self._limit or not self._splits(self._source(number), [name]):
             chunk = self.inputs(number)
             yield from self._batches.split(chunk, self.batch if self._splits(chunk, ()) else self.count)
             return
-        # Whole batches, so that those of two programs begin at the same images whatever each of them holds.
+        # Hold whole batches only, so that the batches of two programs start at the same images.
         first = self._limit * self.count // self._bytes[name] // self.batch * self.batch
         if first and name not in self._held:
             self._held = self._joined(self._made(number, 0, first), [name], first)
@@ -145,7 +149,7 @@ class Blocks:
         yield from self._made(number, first, self.count)
 
     def keeps_apart(self, number: int, names: Collection[str]) -> bool:
-        """Whether these values of a block, and its input, can be made in batches of images."""
+        """Return True if a block's input and these values of the block can be computed in batches of images."""
         if self.count < 2:
             return False
         source, names = self._source(number), [self.blocks[number].value_in, *names]
@@ -155,9 +159,9 @@ class Blocks:
     def streamed(
         self, number: int, names: Collection[str], program: Program | None = None, *, apart: bool = True
     ) -> Iterator[Chunk]:
-        """Values of a block by name, for one batch of consecutive images after another; for all at once if not apart.
+        """Yield named values of a block for one batch of consecutive images after another.
 
-        apart: what `keeps_apart` says of these values. program: as of `run`.
+        apart: the result of `keeps_apart` for these values; if False, all images form one batch. program: as in `run`.
         """
         for chunk in self.batches(number) if apart else [self.inputs(number)]:
             yield self._batches.run(chunk, names, program)
@@ -169,15 +173,18 @@ class Blocks:
         program: Program | None = None,
         steps: Mapping[str, Callable[..., Any]] | None = None,
     ) -> Chunk:
-        """Values of a program for the images of a chunk at once, also with gradients. Its arguments: as of `run`."""
+        """Compute named values for the images of a chunk at once; this also works with gradients.
+
+        The arguments are as in `run`.
+        """
         return self._batches.run(chunk, names, program, steps=steps)
 
     @torch.no_grad()
     def run(self, given: Chunk, names: Collection[str], program: Program | None = None) -> Chunk:
-        """Values of a program on all images, computed from given ones, in batches that the memory allows.
+        """Compute named values on all images from given ones, in batches that fit in memory.
 
-        given: as of `inputs`, perhaps with more that `run` has made. program: another one with the same blocks, or the
-        `nodes` of one, rewritten.
+        given: the result of `inputs`, optionally with further values from `run`. program: another program with the same
+        blocks, or a rewritten result of `nodes`.
         """
         if not self._splits(given, names, program):
             return self._batches.run(given, names, program)
@@ -188,17 +195,17 @@ class Blocks:
         return self._joined(chunks, names, self.count)
 
     def change(self, number: int, program: Program) -> None:
-        """Go on with another program, which differs from the one so far in this block and those behind it only."""
+        """Switch to another program, which may differ only in this block and the blocks after it."""
         behind = {block.value_in for block in self.blocks[number + 1 :]}
         self._held = {name: value for name, value in self._held.items() if name not in behind}
         self._batches.program = program
 
     def _source(self, number: int) -> Chunk:
-        """What is held, for all images, of the last block before this one, or the images: to make its input of."""
+        """Return the nearest input up to this block that is held for all images, or else the model's inputs."""
         return self._source_of(number, self.count)[0]
 
     def _source_of(self, number: int, count: int) -> tuple[Chunk, int]:
-        """The same where the first `count` images are enough, and the number of images that it has."""
+        """Return the nearest input that is held for at least `count` images, and for how many it is held."""
         for block in reversed(self.blocks[: number + 1]):
             held = self._held_count(block.value_in)
             if held >= count:
@@ -206,14 +213,14 @@ class Blocks:
         return dict(self._batches.images), self.count
 
     def _held_count(self, name: str) -> int:
-        """The number of images, the first ones, for which a block's input is held."""
+        """Return for how many images, counted from the first one, a block's input is held."""
         if name not in self._held or self._all_fit:
             return self.count if name in self._held else 0
         axis = self._batches.axes.get(name)
         return self.count if axis is None else self._held[name].shape[axis[0]] // axis[1]
 
     def _made(self, number: int, first: int, end: int) -> Iterator[Chunk]:
-        """A block's input in batches, from one image to another, made of the nearest input before that is held."""
+        """Yield a block's input in batches, for images `first` to `end`, from the nearest input that is held."""
         while first < end:
             source, held = self._source_of(number, first + 1)
             until = min(end, held)
@@ -225,7 +232,7 @@ class Blocks:
         return {name: chunk[name] for name in self._batches.images}
 
     def _joined(self, chunks: Iterator[Chunk], names: Collection[str], count: int) -> Chunk:
-        """The values of these names for `count` images from chunks of consecutive ones."""
+        """Join chunks of consecutive images into the named values for `count` images."""
         result: Chunk = {}
         before = 0
         for chunk in chunks:
@@ -242,7 +249,7 @@ class Blocks:
         return result
 
     def _splits(self, given: Chunk, names: Collection[str], program: Program | None = None) -> bool:
-        """Whether values may be given, and others made of them, in batches; new ones are tried on two images."""
+        """Return True if all these values can be handled in batches; new names are tested on two images."""
         if self.batch >= self.count:
             return False
         return self._keep_apart(self._batches.images, given, None) and self._keep_apart(given, names, program)
@@ -257,7 +264,7 @@ class Blocks:
 
 
 def _peak(program: Program, shapes: Mapping[str, Any]) -> int:
-    """The most bytes of values that one forward of all images holds at a time."""
+    """Return the most bytes that the values of one forward of all images take at a time."""
     live: dict[str, int] = {}
     most = 0
     for node, dead in zip(program.nodes, program._last_uses(), strict=True):

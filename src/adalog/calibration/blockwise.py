@@ -1,7 +1,8 @@
-"""APQ-ViT: one scale after another multiplied by what lowers the error of its block's output most.
+"""Refine scales by the error of the block's output (APQ-ViT).
 
-With a block's output B and its error e, the loss is the sum of H e^2 over the largest such values only, where H is the
-mean squared gradient of the model's loss by B. The smallest values, a given share of all, are eliminated.
+Each scale in turn is multiplied by the factor that lowers the error of its block's output most. For a block's output B
+with error e, the loss is the sum of H e^2 over its largest terms. H is the mean squared gradient of the model's loss
+with respect to B. A given fraction of the terms, the smallest ones, is left out.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_blocks
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer
 
-Sides = list[Quantizer | QuantizedTensor | None]  # the right side of each assignment, then its left one
+Sides = list[Quantizer | QuantizedTensor | None]  # the right side, then the left side of each assignment
 
 
 def refined_blocks(
@@ -29,16 +30,16 @@ def refined_blocks(
     gradients: Mapping[str, Tensor],
     memory: int | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with other scales, each block by itself on what the float program gives it.
+    """Return the assignments with refined scales; each block is refined on its inputs in the float program.
 
-    Sites for which a norm was folded stay as they are. gradients: squared, by the name of each block's output. Besides
-    what `Blocks` holds, the outputs of one block are held twice, and the values that the operations behind one of its
-    sites read.
+    Sites with a folded norm keep their scales. gradients: squared, by the name of each block's output. In addition to
+    the memory of `Blocks`, this holds the outputs of one block twice, and the values that the operations after one site
+    read.
     """
     current = list(assigned)
     blocks = Blocks(program, images, find_blocks(program), memory)
     for number, block in enumerate(blocks.blocks):
-        names = {node.name for node in blocks.nodes(number).nodes}  # without those of a second head
+        names = {node.name for node in blocks.nodes(number).nodes}  # not the nodes of a second head
         indices = [
             index
             for index, (group, assignment) in enumerate(current)
@@ -61,11 +62,11 @@ def _refined_block(
     alone, given = blocks.nodes(number), blocks.inputs(number)
     wanted = blocks.run(given, [output], alone)[output]
     start: Sides = [side for _, each in assigned for side in (each.right, each.left)]
-    # The quantizer of softmax's output stays: what attention weighs most is to stay as it is.
+    # The quantizer of softmax's output stays, so that the largest attention weights keep their values.
     fixed = [stays for group, _ in assigned for stays in (False, group.first.left_source.kind == "softmax")]
 
     def near(best: Sides, index: int) -> Callable[[Sides], float]:
-        """The loss of quantizers that differ from the best at one index: values before that site are computed once."""
+        """Return the loss of quantizers that differ from `best` at one index; earlier values are computed once."""
         state = _with_sides(assigned, best)
         whole = rewritten(alone, state)
         known = _read_by(whole, state[index // 2][0].nodes)
@@ -83,7 +84,7 @@ def _refined_block(
 
 
 def _with_sides(assigned: Assigned, sides: Sides) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with these sides; the same object where nothing changes."""
+    """Return the assignments with these sides; an unchanged assignment stays the same object."""
     changed = []
     for (group, assignment), right, left in zip(assigned, sides[::2], sides[1::2], strict=True):
         assert left is None or isinstance(left, Quantizer)
@@ -93,7 +94,7 @@ def _with_sides(assigned: Assigned, sides: Sides) -> list[tuple[SiteGroup, Assig
 
 
 def _read_by(program: Program, names: Collection[str]) -> list[str]:
-    """The computed values that these nodes, their quantizers and all nodes that depend on them read from elsewhere."""
+    """Return the computed values that these nodes, their quantizers and all their dependents read from elsewhere."""
     quantizers = {node.name for node in program.nodes if node.op == FAKE_QUANTIZE}
     later = {ref for node in program.nodes if node.name in names for ref in node.refs()} & quantizers
     later |= set(names)
@@ -112,10 +113,10 @@ def refine_block(
     choices: BlockRefinement,
     fixed: Sequence[bool],
 ) -> Sides:
-    """The quantizers with scales multiplied, one quantizer after another, where that lowers the loss.
+    """Multiply the scale of one quantizer after another by the factor that lowers the loss most, if any does.
 
-    near(best, index): the loss as a function of quantizers that differ from `best` at this index. fixed: whether each
-    quantizer stays as it is.
+    near(best, index): returns the loss as a function of quantizers that differ from `best` only at this index. fixed:
+    True for each quantizer that must not change.
     """
     low, high = choices.span
     factors = torch.linspace(low, high, choices.candidates, dtype=torch.float64).tolist()
@@ -138,7 +139,10 @@ def refine_block(
 
 
 def largest_errors(error: Tensor, weights: Tensor, eliminated: float) -> float:
-    """The sum of weights * error^2 over the largest such values. eliminated: the fraction of values left out."""
+    """Return the sum of weights * error^2 over its largest terms.
+
+    eliminated: the fraction of terms that is left out.
+    """
     weighted = (error.square() * weights).flatten()
     kept = weighted.numel() - int(eliminated * weighted.numel())
     if kept < weighted.numel():

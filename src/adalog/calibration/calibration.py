@@ -1,4 +1,4 @@
-"""A captured model with the operands of its sites, and the steps that make a quantized model of it."""
+"""Capture a model, observe the operands of its sites, search their quantizers, and build the quantized model."""
 
 import copy
 import functools
@@ -47,15 +47,18 @@ from adalog.version import source_hash
 
 F = TypeVar("F", bound=Callable[..., Any])
 _HALVES = (torch.float16, torch.bfloat16)
-MEMORY = 2 << 30  # bytes: half of them hold the sites' operands, half the temporaries of the searches of all jobs
+MEMORY = 2 << 30  # bytes: one half for the operands of the sites, the other for the temporaries of all searches
 
 
 @dataclass(frozen=True)
 class Searched:
     """The result of the search of one product.
 
-    product: the operands as they were searched. seconds: the CPU time that the search took in its thread, even if it
-    was made for other choices that share it.
+    Args:
+        group: The sites that were searched together.
+        product: The operands of the search.
+        assignment: The quantizers that were found.
+        seconds: CPU time of the search in its thread, even if it was made earlier for other choices that share it.
     """
 
     group: SiteGroup
@@ -65,30 +68,70 @@ class Searched:
 
     @property
     def sites(self) -> tuple[Site, ...]:
+        """The sites that were searched together."""
         return self.group.sites
 
     def mean_square_error(self) -> float:
-        """The mean squared error over all elements of the product's output."""
+        """Return the mean squared error over all elements of the product's output.
+
+        Returns:
+            The mean squared error.
+        """
         left, right = self.product.left, self.product.right
         noise = self.product.output_power(self.assignment.left, self.assignment.right)[1]
         return noise / (left.values[..., 0].numel() * right.values.shape[-2])
 
 
 def _alone(function: F) -> F:
-    """The function without gradients, and out of the caller's inference mode: results serve stages that take gradients.
+    """Wrap a function so that it runs without gradients and outside the caller's inference mode.
 
-    Each thread has these settings for itself.
+    Stages take gradients through the results, which tensors of inference mode do not allow. Each thread has its own
+    settings of this kind.
     """
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 class Calibration:
-    """A captured model with the operands that its sites have in one forward of the calibration images.
+    """A captured model with the operands of its sites, taken from one forward of the calibration images.
 
-    Quantizing again with other choices repeats only the searches whose choices differ.
+    Quantizing again with other choices repeats only the searches whose choices differ. The operands are those of the
+    float network, as in the released code. If all of them fit in memory, they are kept for further choices; otherwise
+    each call runs another forward. If a single operand, or its search, does not fit, only every n-th row of it is used
+    (every n-th image or window for attention and convolutions).
+
+    Args:
+        model: The model to quantize, in evaluation mode. It is not changed.
+        images: Images (N, 3, H, W), which all calibrate; or several positional inputs, (N, ...) each. An input that is
+            not a tensor is a constant.
+        unlabelled: Images that stages after the search may fit, as `images`. Default: the calibration images.
+        seed: Seed of all random choices of searches and stages.
+        memory: Bytes, half for the operands and half for the temporaries of the searches. The model, the images and the
+            results take additional memory.
+        sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
+
+    Attributes:
+        program: The captured model.
+        images: The calibration images, as a tuple of inputs.
+        unlabelled: The images that stages may fit, as a tuple of inputs.
+        sites: The multiplications that can be quantized.
+        pairs: The norms that may be folded, with the linears that read them.
+        groups: The sites that are searched together, in order of execution.
+        seed: The seed.
+
+    Raises:
+        CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
+        CalibrationError: If the model has no multiplication to quantize, or if the images are not finite.
+        ValueError: If `memory` is too small for 1,024 rows of an operand.
+
+    Examples:
+        >>> import adalog
+        >>> from adalog import demo
+        >>> calibration = adalog.Calibration(demo.load_model(), demo.calibration_images()[:32])
+        >>> w4a4 = calibration.quantize(adalog.Config.preset("w4a4"))
+        >>> w3a3 = calibration.quantize(adalog.Config.preset("w3a3"))  # on the same operands
     """
 
-    @torch.inference_mode(False)  # some searches and stages take gradients, which this mode forbids
+    @torch.inference_mode(False)  # some searches and stages take gradients, which inference mode forbids
     def __init__(
         self,
         model: nn.Module,
@@ -99,16 +142,6 @@ class Calibration:
         memory: int = MEMORY,
         sizes: Sizes = "fixed",
     ):
-        """images: (N, 3, H, W), all of which calibrate; or several positional inputs, (N, ...) each.
-
-        An input that is not a tensor is a constant. unlabelled: images that stages after the search may fit; by default
-        those that calibrate. sizes: as of `capture`. Operands are those of the float network, as in the released
-        algorithm. memory: bytes, half of them for operands and half for the searches' temporaries; the model, the
-        images and results come on top. If all operands fit (those of DeiT-T take 0.8 GB at 32 images), they stay for
-        further configurations; otherwise each configuration takes a forward. Where one operand, or its search, does not
-        fit, every n-th row is taken, or for attention and convolutions every n-th image or window (`Observed`).
-        Raises ValueError for a memory too small for 1,024 rows, CalibrationError without sites or for infinite images.
-        """
         inputs = _in_float32(batched(images))
         self.images = _finite(inputs)
         self.unlabelled = self.images if unlabelled is None else _more_like(self.images, unlabelled)
@@ -118,7 +151,7 @@ class Calibration:
         self.seed = seed
         self.groups = group_sites(self.sites, self.pairs)
         if not self.sites:
-            raise CalibrationError(f"{type(model).__name__} has no multiplication that could be quantized")
+            raise CalibrationError(f"{type(model).__name__} has no multiplication that can be quantized")
         self._blocks = find_blocks(self.program)
         self._memory = memory
         self._shapes = trace(self.program, self.images)
@@ -129,8 +162,8 @@ class Calibration:
         self._shared = Shared(
             self.program, self.images, self.groups, self._blocks, self._observed, seed, self._unfolded
         )
-        self._found: dict[Any, Any] = {}  # folds and assignments, by all that they depend on
-        self._assigned: dict[Any, Assignment] = {}  # of whole searches, those of other ranks too
+        self._found: dict[Any, Any] = {}  # folds and assignments, by everything that they depend on
+        self._assigned: dict[Any, Assignment] = {}  # results of whole searches, including those of other ranks
         self._seconds: dict[Any, float] = {}
 
     def quantize(
@@ -143,15 +176,29 @@ class Calibration:
         start: Assigned = (),
         ranks: Ranks = ALONE,
     ) -> QuantizedModel:
-        """The model quantized under these choices.
+        """Quantize the model with these choices.
 
-        jobs: how many sites are searched at once, in threads; the result does not depend on it. partial: a file from
-        which finished searches are read, and to which new ones are added; once the result is saved it can be removed.
-        start: assignments that `assign` gave; searches of bounds begin from them and never end worse. ranks: the
-        processes that share out the searches, each of which has made this calibration; all get the same model.
+        Args:
+            config: The bits, quantizers and search.
+            progress: Called as `progress(done, total, name)` whenever a site or step is done.
+            jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
+            partial: A file from which finished searches are read, and to which new ones are added. Remove it once the
+                result is saved.
+            start: Assignments from `assign`. The search of `Search` begins from them and never ends with a larger
+                error.
+            ranks: The processes that share the searches. Each has made the same calibration, and all get the same
+                model. Default: this process alone.
+
+        Returns:
+            The quantized model.
+
+        Raises:
+            CalibrationError: If there are fewer images than the stages fit, or if values inside the model are not
+                finite.
+            ValueError: If a pattern of `config.pinned` matches no site.
         """
         assigned = self.assign(config, progress, jobs=jobs, partial=partial, start=start, ranks=ranks)
-        return QuantizedModel(self.finished(assigned, config))
+        return QuantizedModel(self.build_program(assigned, config))
 
     @_alone
     def assign(
@@ -164,7 +211,23 @@ class Calibration:
         start: Assigned = (),
         ranks: Ranks = ALONE,
     ) -> list[tuple[SiteGroup, Assignment]]:
-        """The assignment of every group under these choices, in order of execution. Its arguments are `quantize`'s."""
+        """Search the quantizers of every group of sites, and run the stages.
+
+        Args:
+            config: As in `quantize`.
+            progress: As in `quantize`.
+            jobs: As in `quantize`.
+            partial: As in `quantize`.
+            start: As in `quantize`.
+            ranks: As in `quantize`.
+
+        Returns:
+            Each group with its assignment, in order of execution.
+
+        Raises:
+            CalibrationError: As in `quantize`.
+            ValueError: As in `quantize`.
+        """
         check_pinned(config, self.sites)
         check_images(config, self.unlabelled)
         self._shared.prepare(config)
@@ -205,14 +268,24 @@ class Calibration:
         return assigned
 
     @_alone
-    def finished(self, assigned: Assigned, config: Config) -> QuantizedProgram:
-        """The quantized program that these assignments give. config: the choices under which they were found."""
-        reasons = ((pair.name, pair.refusal or self._unfolded(pair, config.at(pair.sites))) for pair in self.pairs)
+    def build_program(self, assigned: Assigned, config: Config) -> QuantizedProgram:
+        """Build the quantized program from the assignments of all groups.
+
+        Args:
+            assigned: Each group with its assignment, as `assign` returns them.
+            config: The choices with which they were found.
+
+        Returns:
+            The quantized program. `QuantizedModel` wraps it.
+        """
+        reasons = (
+            (pair.name, pair.refusal or self._unfolded(pair, config.for_sites(pair.sites))) for pair in self.pairs
+        )
         refusals = {name: f"not folded: {reason}" for name, reason in reasons if reason}
         refusals |= {site.name: f"stays float: {site.refusal}" for site in find_refused(self.program)}
         for group, assignment in assigned:
             if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
-                refusals |= {site.name: f"stays float: kept at {FLOAT_BITS} bits" for site in group.sites}
+                refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
@@ -221,12 +294,34 @@ class Calibration:
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
-        """The assignments of all products, or of those of these sites, with all their operands, whatever the memory."""
-        found = {each.group.name: each for each in self.searched(config, sites)}
+        """Search products and return their assignments together with their operands, even if these exceed the memory.
+
+        Args:
+            config: The bits, quantizers and search. Stages are not run.
+            sites: Names of sites. Only their products are searched. Default: all products.
+
+        Returns:
+            One result per product, in order of execution.
+
+        Raises:
+            ValueError: If a name or a pattern of `config.pinned` matches no site.
+        """
+        found = {each.group.name: each for each in self.iter_search(config, sites)}
         return [found[group.name] for group in self.groups if group.name in found]
 
-    def searched(self, config: Config, sites: Collection[str] | None = None) -> Iterator[Searched]:
-        """The same one after the other, in the order in which operands are observed."""
+    def iter_search(self, config: Config, sites: Collection[str] | None = None) -> Iterator[Searched]:
+        """Search products one after the other, and yield each result: `search` within the memory.
+
+        Args:
+            config: As in `search`.
+            sites: As in `search`.
+
+        Yields:
+            One result per product, in the order in which operands are observed.
+
+        Raises:
+            ValueError: As in `search`.
+        """
         check_pinned(config, self.sites)
         _check_known(sites or (), self.sites)
         self._shared.prepare(config)
@@ -235,26 +330,48 @@ class Calibration:
                 yield self._search(group, config)
 
     @torch.no_grad()
-    def judge(self, searched: Searched, config: Config) -> Searched:
-        """The assignment that another calibration found, on the operands that the images of this one give."""
+    def evaluate(self, searched: Searched, config: Config) -> Searched:
+        """Evaluate an assignment that another calibration found on the images of this one.
+
+        Args:
+            searched: A result of `search` of another calibration of the same model.
+            config: The choices with which it was found.
+
+        Returns:
+            The same assignment with the operands from these images, for `mean_square_error`.
+        """
         group = next(group for group in self.groups if group.name == searched.group.name)
         fold, format_ = searched.assignment.fold, searched.product.left.format
         return replace(searched, product=self._product(group, choices_of(group, config), fold, format_))
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by this gradient of a loss with respect to the only output, (N, ...), not by random ones."""
+        """Weight errors by the gradient of a given loss, instead of by random gradients.
+
+        This affects the metric "hessian" of `ScaleSearch`, and `BlockRefinement`.
+
+        Args:
+            gradient: Gradient of the loss with respect to the model's only output, (N, ...).
+        """
         self._shared.probe(gradient)
         for known in (self._found, self._assigned, self._seconds):
             known.clear()
 
     def operand(self, name: str) -> Tensor:
-        """The operand of this name in full precision; every n-th row or image of it where it exceeds the memory."""
+        """Return an operand in full precision.
+
+        Args:
+            name: Name of the value in the program, such as `left` of a site.
+
+        Returns:
+            The values; only every n-th row or image of them if they exceed the memory.
+        """
         return self._observed.seen([name])[name]
 
     # --- one group ---
 
     @_alone
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
+        """Search the group's product, or return the cached result; of several formats, keep the best SQNR."""
         begun, seconds, tried = time.thread_time(), 0.0, []
         config, ordered = choices_of(group, whole), self._shared.ordered(whole)
         fold, shared = self._fold(group, whole, ordered)
@@ -278,12 +395,12 @@ class Calibration:
             if start is not None:  # without a start these choices may find other quantizers
                 del self._found[key], self._found[tabled]
             begun, spent = time.thread_time(), time.thread_time() - begun
-            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # a known assignment takes no time
+            self._seconds[tabled] = max(spent, self._seconds.get(tabled, 0.0))  # a cached assignment takes no time
             seconds += self._seconds[tabled]
         return replace(max(tried, key=lambda searched: searched.assignment.sqnr), seconds=seconds)
 
     def _product(self, group: SiteGroup, config: Config, fold: Fold | None, activation: Format) -> Product:
-        """The group's product, with its operands in the float network."""
+        """Return the group's product, with its operands in the float network."""
         seen = self._observed.seen(self._requests[group.name].names)
         left, right = operands_of(self.program, group, seen, config, fold, activation)
         return Product(group.first.role, left, right, fold)
@@ -291,11 +408,11 @@ class Calibration:
     def _fold(
         self, group: SiteGroup, whole: Config, ordered: Mapping[str, Tensor] | None
     ) -> tuple[Fold | None, UniformQuantizer | None]:
-        """The fold of the group's norm, and the quantizer that comes with it; None where the method has none."""
+        """Return the fold of the group's norm and the quantizer that its channels share, or None for each."""
         pair = group.pair
         if pair is None or self._unfolded(pair, choices_of(group, whole)):
             return None, None
-        search, bits = whole.search, whole.at(pair.sites).activation_bits
+        search, bits = whole.search, whole.for_sites(pair.sites).activation_bits
         key = ("fold", pair.norm.name, bits, search, self._shared.order(whole))
         if key not in self._found:
             seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
@@ -307,52 +424,73 @@ class Calibration:
     # --- all groups ---
 
     def fingerprint(self, config: Config, start: Mapping[str, Assignment] | None = None) -> str:
-        """A digest of all that decides what the searches and stages find. ValueError where no file stores that."""
+        """Return a digest of everything on which the results of the searches and stages depend.
+
+        Args:
+            config: The choices.
+            start: Assignments from which searches begin, by the name of the group.
+
+        Returns:
+            The digest. A partial file with another digest is not used.
+
+        Raises:
+            ValueError: If the results of this search cannot be stored.
+        """
         check_storable(config.search)
         strides = [self._observed.stride(request.names) for request in self._requests.values()]
         begun = [(name, assignment_json(each)) for name, each in sorted((start or {}).items())]
         fitted = take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ()
-        memory = self._memory if config.stages else 0  # for these it decides what is summed together
+        memory = self._memory if config.stages else 0  # the order of sums in a stage depends on the memory
         images = [("image", value) for value in (*self.images, *fitted)]
         graph = self.program.inputs, self.program.nodes, self.program.output
         choices = (graph, config.to_json(), self.seed, memory, strides, source_hash(), torch.__version__, begun)
         return fingerprint(choices, (*self.program.tensors.items(), *images, *self._shared.probes()))
 
     def _key(self, group: SiteGroup, config: Config) -> Any:
-        """All that the assignment of a group hangs on, besides what this calibration has."""
+        """Return the cache key of a group's assignment: everything that it depends on besides this calibration."""
         return group.name, replace(choices_of(group, config), pinned=(), stages=()), self._shared.order(config)
 
     def _splits(self) -> list[list[SiteGroup]]:
-        """The groups in splits whose operands are held together, in order."""
+        """Split the groups into lists whose operands are held in memory together, in order."""
         stage = {group.name: self._observed.stage(self._requests[group.name].names) for group in self.groups}
         ordered = sorted(self.groups, key=lambda group: stage[group.name])
         return [list(groups) for _, groups in groupby(ordered, key=lambda group: stage[group.name])]
 
     def product(self, group: SiteGroup, assignment: Assignment, config: Config) -> Product:
-        """The group's product, with its operands in the float network, folded as the assignment has it."""
+        """Return the product of a group, with its operands in the float network.
+
+        Args:
+            group: The sites that are searched together, one of `groups`.
+            assignment: The assignment whose fold is applied to the operands.
+            config: The choices.
+
+        Returns:
+            The product.
+        """
         choices = choices_of(group, config)
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
 
 
 def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:
-    """Assignments from which searches begin by the names of their groups; ValueError unless all groups have one."""
+    """Return the assignments from which searches begin, by group. Raises ValueError unless all groups have one."""
     given = {group.name: assignment for group, assignment in start}
     if given and given.keys() != {group.name for group in groups}:
         raise ValueError(
             "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
-            "since several sites share a fold"
+            "because several sites share a fold"
         )
     return given
 
 
 def _check_known(names: Collection[str], sites: Sequence[Site]) -> None:
+    """Raise ValueError for names that are not names of sites."""
     unknown = set(names) - {site.name for site in sites}
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `sites` lists all {len(sites)}")
+        raise ValueError(f"{', '.join(sorted(unknown))}: no such site; `Calibration.sites` lists all {len(sites)}")
 
 
 def _of_float32(model: nn.Module) -> nn.Module:
-    """The model; a copy where weights or buffers are of inference mode, or in half precision, then in float32."""
+    """Return the model, or a copy in float32 if weights or buffers are in half precision or of inference mode."""
     values = (*model.parameters(), *model.buffers())
     halves = any(value.dtype in _HALVES for value in values)
     if halves or any(value.is_inference() for value in values):
@@ -361,7 +499,7 @@ def _of_float32(model: nn.Module) -> nn.Module:
 
 
 def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The inputs, those in half precision in float32, and copies of those that were made in inference mode."""
+    """Return the inputs, with half precision converted to float32 and tensors of inference mode copied."""
 
     def taken(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -373,7 +511,7 @@ def _in_float32(inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors among the inputs; what holds NaN or infinite values is refused."""
+    """Return the tensors among the inputs. Raises CalibrationError for NaN or infinite values."""
     images = tuple(value for value in inputs if isinstance(value, Tensor))
     if any(value.is_meta for value in images):
         raise CalibrationError("the calibration images are on the meta device, which holds no values: give images")
@@ -383,28 +521,29 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _more_like(images: Sequence[Tensor], given: Tensor | Sequence[Any]) -> tuple[Tensor, ...]:
-    """Other images as tensors; those that have other channels, dimensions or types are refused."""
+    """Return the unlabelled images as tensors. Raises CalibrationError for other channels, dimensions or dtypes."""
     more = _finite(_in_float32(batched(given)))
     told, wanted = ([(value.ndim, value.shape[1:2], value.dtype) for value in values] for values in (more, images))
     if told != wanted:
         raise CalibrationError(
-            f"the unlabelled images are {_told(more)}, and those that calibrate {_told(images)}: only their number "
-            "and height and width may differ"
+            f"the unlabelled images are {_told(more)}, but the calibration images are {_told(images)}: only the "
+            "number, height and width may differ"
         )
     return more
 
 
 def _told(images: Sequence[Tensor]) -> str:
+    """Describe the shapes and dtypes of images for a message."""
     return " and ".join(f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in images)
 
 
 def _fits(start: Assignment, config: Config) -> bool:
-    """Whether the left quantizer of an assignment has the bits that these choices ask for."""
+    """Return True if the left quantizer of an assignment has the bits of these choices."""
     return start.left is not None and start.left.bits == config.activation_bits
 
 
 def digest(images: Sequence[Tensor]) -> str:
-    """A short fingerprint of the calibration images, all inputs together."""
+    """Return a short digest of images, over all inputs."""
     if not images:
         return ""
     content = hashlib.sha256()

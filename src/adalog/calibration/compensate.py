@@ -1,19 +1,19 @@
-"""Correction in closed form: weights and biases that make up for what quantization has done so far, site by site.
+"""Correct weights and biases in closed form for the effects of quantization, site by site.
 
-Sites are taken in order of execution. Each is fitted to its output in the float network, from the quantized inputs that
-it really gets once everything before it is quantized and corrected. With centred inputs x and wanted outputs y over all
-rows of the images, the weight W is to minimise
+Sites are corrected in order of execution. Each site is fitted to its output in the float network, from the inputs that
+it gets once everything before it is quantized and corrected. Let x be the centred inputs and y the centred targets over
+all rows of the images. The weight W minimises
 
-    sum |y - W x|^2 + ridge |W - W_0|^2,
+    sum |y - W x|^2 + ridge |W - W_0|^2
 
-where W_0 is the float weight, and the bias takes what the means leave. Without codes the solution is that of the normal
-equations; its codes are chosen one column after another, each of which hands its error to those that follow (GPTQ,
-Frantar et al., ICLR 2023; with wanted outputs that are the float network's, as in GPTAQ, Li et al., ICML 2025), and
-then one at a time as long as the error falls. Only second moments of the rows are held.
+with the float weight W_0, and the bias matches the means. Without codes, the normal equations give the solution. Its
+codes are chosen one column after another, and each column passes its error on to the columns that follow (GPTQ, Frantar
+et al., ICLR 2023; the targets are the float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes
+change as long as the error falls. Only second moments of the rows are held.
 
-A site whose output is added to a stream may be fitted to what the quantized stream lacks of the float sum instead, so
-that it makes up for the errors of the sites before it too. Where QwT (Fu et al., CVPR 2025) puts another linear beside
-a block for that, here the block's own weights do it, and the file stays as it is.
+If a site's output is added to a stream, the site can instead be fitted to the difference between the float sum and the
+quantized stream. It then also compensates for the errors of earlier sites. QwT (Fu et al., CVPR 2025) adds another
+linear to each block for this purpose. Here the block's own weights do it, and the artifact needs no new parts.
 """
 
 import math
@@ -35,33 +35,33 @@ from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
 from adalog.search.objective import gram_matrix
 
-# Every n-th image is held out of a fit to choose the strength of its ridge, and of four images or fewer none is.
+# Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
 _HELD_OUT = 4
-# Strengths of the ridge that are tried, as shares of the inputs' mean variance; the weight stays as it is by the last.
+# Candidate ridge strengths, as fractions of the inputs' mean variance. The last one keeps the weight.
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
-# The strength where no image is held out to choose it.
+# The ridge strength if no image is held out to choose it.
 _RIDGE = 1e-2
-# Where the weight itself is not fitted, this share of the mean variance keeps the inputs' moments definite.
+# If the weight is not fitted, this fraction of the mean variance keeps the inputs' moments positive definite.
 _DAMPING = 1e-2
-# What a sum of squares in float32 is off by, as a share of it, for each column of the moments.
+# The relative error of a sum of squares in float32, per column of the moments.
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
-# Inputs whose variance is below this share of their mean square are constant but for rounding.
+# Inputs whose variance is below this fraction of their mean square are constant except for rounding noise.
 _ROUNDING = 1e-10
-# The bytes that the patches of a convolution may take at a time.
+# The most bytes that the patches of a convolution take at a time.
 _PATCHES = 2**26
-# A site is fitted to this many rows at least, if it has them, and to no more batches of images than they take.
+# A site is fitted to at least this many rows, if it has them. Batches of images after that are not read.
 _ROWS = 2**17
-# How often all codes are gone through once more, at most.
+# The most passes that change codes after the first choice.
 _SWEEPS = 4
-# For so many inputs codes are chosen before what these leave is taken off all later inputs, by one product.
+# The codes of this many inputs are chosen before one product updates all later inputs.
 _BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over rows of products of inputs x and wanted outputs y, both less an origin: by group of a convolution.
+    """Sums over rows of products of inputs x and targets y, each relative to an origin, per group of a convolution.
 
-    x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64; G is 1 for a linear.
+    x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64. G is 1 for a linear.
     """
 
     count: int
@@ -73,7 +73,7 @@ class Moments:
 
     @staticmethod
     def of(x: Tensor, y: Tensor) -> "Moments":
-        """x: (G, T, K), y: (G, T, O)."""
+        """Return the moments of the rows x, (G, T, K), and y, (G, T, O)."""
         turned = y.transpose(1, 2)
         found = (x.sum(1), y.sum(1), gram_matrix(x.mT), turned @ x, y.square().sum(1))
         return Moments(x.shape[1], *(value.double() for value in found))
@@ -89,7 +89,7 @@ class Moments:
         )
 
     def about(self, x: Tensor, y: Tensor) -> "Moments":
-        """The moments about another origin, (G, K) and (G, O)."""
+        """Return the moments about another origin, (G, K) and (G, O), given relative to the current one."""
         return Moments(
             self.count,
             self.x - self.count * x,
@@ -103,7 +103,7 @@ class Moments:
         return self.x / self.count, self.y / self.count
 
     def error(self, weight: Tensor) -> Tensor:
-        """The sum of |y - W x|^2 over the rows, by output: (G, O). weight: (G, O, K)."""
+        """Return the sum of |y - W x|^2 over the rows, per output: (G, O). weight: (G, O, K)."""
         return self.yy - 2 * (weight * self.yx).sum(2) + ((weight @ self.xx) * weight).sum(2)
 
 
@@ -116,12 +116,13 @@ def corrected(
     partial: Partial | None = None,
     progress: Progress | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with other codes, scales and biases for every weight that has codes.
+    """Return the assignments with corrected codes, scales and biases for every quantized weight.
 
-    Sites of attention, and weights that stay float, keep what they have, and so do layers whose calls belong to several
-    pieces of the program, since what a later one reads hangs on the weight. memory: bytes for the values that are held
-    at a time, those of both networks together; the moments of one site come on top. partial: sites that are done are
-    read from it, and written to it.
+    Three kinds of sites keep their assignments: sites of attention, float weights, and layers that are called in
+    several pieces of the program, because the inputs of a later call depend on the weight. memory: bytes for the values
+    held at a time, for both networks together; the moments of one site come on top. partial: finished sites are read
+    from it, and new ones are added. Raises CalibrationError if the products of a site's inputs or outputs overflow or
+    vanish.
     """
     current = list(assigned)
     share = None if memory is None else memory // 2
@@ -149,8 +150,8 @@ def corrected(
                         found = _refitted(program, group, assignment, seen, choices)
                     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
                         raise CalibrationError(
-                            f"{group.name} cannot be corrected: its inputs or outputs are too large or too small for "
-                            f"their products ({one_line(cause)})"
+                            f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
+                            f"vanish ({one_line(cause)}). Pin this site to 32 bits to keep it in float."
                         ) from cause
                     if partial is not None:
                         partial.add(key, found)
@@ -164,7 +165,10 @@ def corrected(
 
 @dataclass(frozen=True)
 class _Seen:
-    """The moments of a group's rows about an origin, (G, K) and (G, O): of the images that are fitted, and held out."""
+    """The moments of a group's rows about an origin, for the fitted and for the held-out images.
+
+    origin: (G, K) and (G, O).
+    """
 
     fit: Moments
     held: Moments | None
@@ -172,7 +176,7 @@ class _Seen:
 
 
 def _stream(program: Program, group: SiteGroup) -> tuple[str, str] | None:
-    """The sum in which a group's output is added to a stream, and the stream before; None where it is not added."""
+    """Return the name of the sum that adds a group's output to a stream, and the stream's name; None if not added."""
     output, readers = group.first.node.name, program.consumers()
     users = readers.get(output, [])
     if len(group.nodes) > 1 or len(users) != 1 or users[0].op != "aten.add.Tensor" or users[0].kwargs:
@@ -189,11 +193,11 @@ def _seen(
     program: Program,
     stream: tuple[str, str] | None = None,
 ) -> _Seen:
-    """What a group's sites read in the quantized network, and are to put out.
+    """Collect the moments of a group's inputs in the quantized network and of its targets.
 
-    Of all images, or of the first batches that give enough rows. Every fourth image is held out, unless there are few,
-    or images cannot be told apart. stream: as `_stream` says; the sites then are to put out what the quantized stream
-    lacks of the float sum.
+    The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
+    there are few images or they cannot be separated. stream: the result of `_stream`; the target is then the difference
+    between the float sum and the quantized stream.
     """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
@@ -205,7 +209,7 @@ def _seen(
     given = quantized.streamed(number, [*dict.fromkeys(reads), *beside[1:]], program, apart=apart)
     sums: list[Moments | None] = [None, None]
     origin: tuple[Tensor, Tensor] | None = None
-    begun = 0  # the number of a batch's first image
+    begun = 0  # the index of the batch's first image
     for one, other in zip(wanted, given, strict=True):
         for read, names, axis in zip(reads, outputs, axes, strict=True):
             dim, each = (0, 1) if axis is None else axis
@@ -218,7 +222,7 @@ def _seen(
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
                 held = _held(group, inputs, axis, first, x.shape[1])
-                first += inputs.shape[dim]  # a piece of a convolution's batch may hold a part of an image
+                first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
                 for index, chosen in enumerate((~held, held)):
                     if bool(chosen.any()):
@@ -234,9 +238,9 @@ def _seen(
 
 
 def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
-    """Which rows are of images that are held out: (rows,).
+    """Return a mask of the rows that belong to held-out images: (rows,).
 
-    axis: that of the images, and how many entries each has there. first: the number of the first entry.
+    axis: the image axis and the number of entries per image. first: the index of the first entry.
     """
     if axis is None:
         return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
@@ -252,7 +256,10 @@ def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first:
 def _pieces(
     group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Program
 ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Inputs and outputs of a batch, in pieces whose patches take little memory; a linear's are whole."""
+    """Yield the inputs and outputs of a batch in pieces, so that a convolution's patches take little memory.
+
+    A linear's batch is one piece.
+    """
     if group.first.role == "linear":
         yield x, list(outputs)
         return
@@ -264,7 +271,7 @@ def _pieces(
 
 
 def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Program) -> tuple[Tensor, Tensor]:
-    """Inputs and outputs of a group's sites as the rows of a product: (G, T, K) and (G, T, O)."""
+    """Return the inputs and outputs of a group's sites as the rows of a product: (G, T, K) and (G, T, O)."""
     node = group.first.node
     if group.first.role == "linear":
         return x.flatten(0, -2)[None], torch.cat([value.flatten(0, -2) for value in outputs], dim=-1)[None]
@@ -279,7 +286,7 @@ def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Pro
 def _refitted(
     program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction
 ) -> Assignment:
-    """The assignment of a group with the codes, scales and bias that fit what was seen."""
+    """Return the group's assignment with codes, scales and bias fitted to the observed moments."""
     right = assignment.right
     weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
     if assignment.fold is not None:
@@ -308,16 +315,16 @@ def _refitted(
     )
     found = stored.dequantize().double().reshape(start.shape)
     bias = (mean_y - (found @ mean_x[..., None])[..., 0]).flatten()
-    signal = whole.yy if both.count > 1 else mean_y.square()  # one row alone is its own mean
+    signal = whole.yy if both.count > 1 else mean_y.square()  # a single row equals its mean
     sqnr = decibels(float(signal.sum()), float(whole.error(found).sum()))
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
 
 def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedTensor:
-    """A weight's codes, or the nearest ones where its assignment has a quantizer alone.
+    """Return the codes of a weight, choosing the nearest ones if its assignment has only a quantizer.
 
-    weight: (O, K), folded if its norm is. The codes have the shape in which a search saw it: (G, O / G, K) if its
-    scales are (G, O / G, 1).
+    weight: (O, K), folded if its norm is. The codes have the shape that a search used: (G, O / G, K) if the scales are
+    (G, O / G, 1).
     """
     if isinstance(right, QuantizedTensor):
         return right
@@ -326,7 +333,7 @@ def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedT
 
 
 def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
-    """The strength of the ridge, as a share of the mean variance, whose solution is best on the rows held out."""
+    """Return the ridge strength, a fraction of the mean variance, with the least error on the held-out rows."""
     origin = fit.means()
     inside, outside = fit.about(*origin), held.about(*origin)
 
@@ -337,9 +344,9 @@ def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
 
 
 def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """The quadratic form whose least value is wanted, (G, K, K), and the weight, (G, O, K), that has it.
+    """Return the quadratic form of the error, (G, K, K), and the weight that minimises it, (G, O, K).
 
-    floor: (G,), a variance below which inputs count as constant but for rounding.
+    floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
     variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1)
     variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
@@ -347,7 +354,7 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
     unit = torch.eye(start.shape[2], dtype=torch.float64, device=start.device)
     added = (_DAMPING if math.isinf(ridge) else ridge) * variance[:, None, None]
     root, failed = torch.linalg.cholesky_ex(moments.xx + added * unit)
-    if failed.any():  # a few channels far larger than the rest: sums in float32 are off by more than what was added
+    if failed.any():  # a few channels are so large that float32 sums err by more than `added`
         largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]
         added = torch.maximum(added, largest * (_OF_SUMS * start.shape[2]))
         root = torch.linalg.cholesky(moments.xx + added * unit)
@@ -358,10 +365,10 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
 
 
 def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Codes (G, O, K), and scales, with a small error e A e^T, summed over rows e of target less what codes stand for.
+    """Choose codes (G, O, K) and scales with a small quadratic error.
 
-    target: (G, O, K). form: A, (G, K, K), positive definite. levels: the quantizer to begin with, whose zero points
-    stay; (G, O, 1).
+    The error is the sum of e A e^T over the rows e of the target minus the dequantized codes. target: (G, O, K). form:
+    A, (G, K, K), positive definite. levels: the initial quantizer, (G, O, 1); its zero points stay.
     """
     codes = _in_turn(target, form, levels)
     for _ in range(_SWEEPS):
@@ -374,7 +381,7 @@ def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Qu
 
 
 def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
-    """Codes chosen column by column, those that matter most first; each hands its error to the columns that follow."""
+    """Choose codes column by column, the most important first; each passes its error on to later columns."""
     order = form.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     sorted_form = form.gather(1, order[:, :, None].expand_as(form)).gather(2, order[:, None].expand_as(form))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(sorted_form))
@@ -392,10 +399,11 @@ def _in_turn(target: Tensor, form: Tensor, levels: Quantizer) -> Tensor:
 
 
 def _by_rows(choose: Callable[[int, Tensor], Tensor], left: Tensor, form: Tensor) -> None:
-    """Choose something for each row of `left`, (G, K, O), in turn; each choice changes the rows that follow.
+    """Choose a value for each row of `left`, (G, K, O), in turn, and update the rows after it.
 
-    choose(row, what is left of it): how much of the form's row of this number, (G, K, K), is taken off what is left
-    behind it, (G, 1, O). In the same block of rows it is taken off at once, and elsewhere by one product per block.
+    choose(row, value of the row): returns the multiples, (G, 1, O), of this row of the form, (G, K, K), that are
+    subtracted from the rows after it. Within the same block of rows they are subtracted at once, and elsewhere by one
+    product per block.
     """
     for start in range(0, left.shape[1], _BLOCK):
         end = min(start + _BLOCK, left.shape[1])
@@ -407,7 +415,7 @@ def _by_rows(choose: Callable[[int, Tensor], Tensor], left: Tensor, form: Tensor
 
 
 def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Tensor:
-    """Codes, each in turn replaced by the one that is best beside all others."""
+    """Replace each code in turn by the best one given all other codes."""
     codes, levels = codes.mT.clone(memory_format=torch.contiguous_format), levels.map(lambda value: value.mT)
     values, diagonal = levels.dequantize(codes), form.diagonal(dim1=1, dim2=2)
 
@@ -421,7 +429,7 @@ def _swept(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Te
 
 
 def _least_squares(target: Tensor, form: Tensor, codes: Tensor, levels: Quantizer) -> Quantizer:
-    """The scales with the least error for these codes; a scale that would not be positive stays."""
+    """Return the quantizer with least-squares scales for these codes; a scale stays if it would not be positive."""
     units = levels.integer(codes).to(target.dtype)
     seen = units @ form
     scale = (seen * target).sum(2, keepdim=True) / (seen * units).sum(2, keepdim=True)

@@ -1,8 +1,8 @@
-"""Evol-Q: weights' scales perturbed block by block, judged by what the model puts out.
+"""Perturb the scales of weights block by block, and keep the best ones by the model's output (Evol-Q).
 
-With outputs o_i of the quantized and f_j of the float model, normalised to length 1, the loss is InfoNCE: the mean over
-images i of -log(exp(o_i f_i / t) / sum_j exp(o_i f_j / t)). The scales s of a block become |s + u|, with u uniform in
-[-radius, radius].
+Let o_i be the outputs of the quantized model and f_j those of the float model, normalised to length 1. The loss is
+InfoNCE: the mean over images i of -log(exp(o_i f_i / t) / sum_j exp(o_i f_j / t)). A mutation replaces the scales s of
+a block by |s + u|, with u uniform in [-radius, radius].
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from adalog.graph.sites import find_blocks
 from adalog.graph.tracing import trace
 from adalog.quantizers import MAX_BITS, Assignment, QuantizedTensor, Quantizer
 
-Weight = Quantizer | QuantizedTensor  # codes that are chosen already stay
+Weight = Quantizer | QuantizedTensor  # the codes of a QuantizedTensor stay
 
 
 def evolved(
@@ -32,10 +32,10 @@ def evolved(
     generator: torch.Generator,
     memory: int | None = None,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with the scales of weights evolved, block by block.
+    """Return the assignments with the weight scales evolved, block by block.
 
-    Each pass goes from the last block to the first. A block's input depends on no block behind it, so the inputs that
-    the program has at the start of a pass serve all of its blocks.
+    Each pass goes from the last block to the first. A block's input does not depend on the blocks after it, so the
+    inputs computed at the start of a pass serve all blocks.
     """
     blocks, output = find_blocks(program), _first_output(program, images)
     wanted = Blocks(program, images, blocks, memory).run(dict(zip(program.inputs, images, strict=True)), [output])
@@ -65,7 +65,7 @@ def evolved(
 
 
 def _weights(assigned: Assigned, nodes: set[str]) -> dict[int, Weight]:
-    """The weights of a block, by their place in the list."""
+    """Return the weights of a block, by their index in the assignments."""
     found: dict[int, Weight] = {}
     for index, (group, assignment) in enumerate(assigned):
         stored = group.first.role in ("linear", "conv") and nodes.issuperset(group.nodes)
@@ -86,13 +86,18 @@ def _with_weights(
 
 
 def _first_output(program: Program, images: Sequence[Tensor]) -> str:
-    """The name of the first floating tensor among a model's outputs."""
+    """Return the name of the model's first floating-point output.
+
+    Raises CalibrationError if there is none.
+    """
     names = list(refs_of(program.output))
     values = trace(program, images, names=names)
     found = (name for name in names if isinstance(values[name], Tensor) and values[name].is_floating_point())
     first = next(found, None)
     if first is None:
-        raise CalibrationError("the model puts out no floats, which this method compares")
+        raise CalibrationError(
+            "the model has no floating-point output for this method to compare. Choose another method."
+        )
     return first
 
 
@@ -103,22 +108,22 @@ def evolve(
     generator: torch.Generator,
     least: float | None = None,
 ) -> tuple[float, list[Weight]]:
-    """(its loss, the best individual) of a population that starts as copies of one individual.
+    """Evolve a population that starts as copies of one individual, and return (least loss, best individual).
 
-    Each cycle draws samples with replacement, mutates the best of them, and drops the worst individual of all. least:
-    the loss of the start, if it is known.
+    Each cycle samples individuals with replacement, mutates the best of them, and drops the worst individual of all.
+    least: the loss of the start, if it is known.
     """
     population = [(loss(start) if least is None else least, start)] * choices.population
     for _ in range(choices.cycles):
         drawn = torch.randint(0, len(population), (choices.samples,), generator=generator).tolist()
-        parent = population[min(drawn)][1]  # they are in order, the best first
+        parent = population[min(drawn)][1]  # sorted, the best first
         child = [mutated(quantizer, choices.radius, generator) for quantizer in parent]
         population = sorted([*population, (loss(child), child)], key=lambda individual: individual[0])[:-1]
     return population[0]
 
 
 def mutated(weight: Weight, radius: float | None, generator: torch.Generator) -> Weight:
-    """The weight with every scale moved by at most the radius, and none of them zero."""
+    """Return the weight with every scale moved by at most the radius; no scale becomes zero."""
     if isinstance(weight, QuantizedTensor):
         return replace(weight, quantizer=_moved(weight.quantizer, radius, generator))
     return _moved(weight, radius, generator)
@@ -133,7 +138,7 @@ def _moved(quantizer: Quantizer, radius: float | None, generator: torch.Generato
 
 
 def info_nce(outputs: Tensor, wanted: Tensor, temperature: float) -> float:
-    """How badly each output, (N, ...), tells its own wanted output from those of the other images."""
+    """Return the InfoNCE loss of the outputs against their targets, (N, ...) each."""
     rows, others = (normalize(value.reshape(len(value), -1), dim=1) for value in (outputs, wanted))
     similar = rows @ others.T
     return float(cross_entropy(similar.double() / temperature, torch.arange(len(similar), device=similar.device)))

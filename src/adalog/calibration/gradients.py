@@ -1,4 +1,4 @@
-"""How much each value inside a program matters to its output: squared gradients, by autograd on the program."""
+"""Compute how much each value inside a program matters to its output, as squared gradients."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -12,20 +12,21 @@ from adalog.graph.operations import aten
 from adalog.graph.program import Node, Program, leaves_of
 from adalog.graph.tracing import image_axes, keeps_images_apart, trace
 
-# (the program's floating outputs for some images, which images) -> the gradient of a loss by each of these outputs.
+# (the program's differentiable outputs for some images, the slice of these images) -> the gradient of a loss with
+# respect to each output.
 Probe = Callable[[Sequence[Tensor], slice], Sequence[Tensor]]
 
 BATCH = 4  # images per backward pass
-_NORMALISED = aten("batch_norm.default instance_norm.default")  # by statistics, which have no gradient
+_NORMALISED = aten("batch_norm.default instance_norm.default")  # their statistics take no gradient
 
 
 def hessian_probe(generator: torch.Generator) -> Probe:
-    """Random gradients whose mean square is the diagonal of the loss's Hessian.
+    """Return a probe with random gradients whose mean square is the diagonal of the loss's Hessian.
 
-    Where the model's only output is y, (B, classes), with two classes or more, the loss is KL(p || softmax(y)). Its
-    Hessian by y is diag(p) - p p^T = E[g g^T] with g = (diag(s) - p s^T) e, s = sqrt(p), and e random signs. So
-    E[(J^T g)^2] is the diagonal of J^T (diag(p) - p p^T) J by any value inside. For other outputs the loss is half the
-    squared distance, and g = e.
+    If the model's only output is y, (B, classes), with at least two classes, the loss is KL(p || softmax(y)). Its
+    Hessian with respect to y is diag(p) - p p^T = E[g g^T] with g = (diag(s) - p s^T) e, s = sqrt(p), and random signs
+    e. So E[(J^T g)^2] is the diagonal of J^T (diag(p) - p p^T) J for any value inside the model. For other outputs the
+    loss is half the squared distance, and g = e.
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
@@ -40,10 +41,10 @@ def hessian_probe(generator: torch.Generator) -> Probe:
 
 
 def noise_probe(generator: torch.Generator) -> Probe:
-    """What a computer finds for the gradient of KL(p || softmax(y)) at softmax(y) = p, where the true one is zero.
+    """Return a probe with the rounding noise in the gradient of KL(p || softmax(y)) at softmax(y) = p.
 
-    It is (diag(p) - p p^T) times the rounding noise of y. Only the noise's direction counts, so it is Gaussian with
-    unit variance here.
+    The exact gradient there is zero. The computed gradient is (diag(p) - p p^T) times the rounding noise of y. Only the
+    direction of the noise matters, so it is Gaussian with unit variance here.
     """
 
     def probe(outputs: Sequence[Tensor], images: slice) -> Sequence[Tensor]:
@@ -57,10 +58,10 @@ def noise_probe(generator: torch.Generator) -> Probe:
 
 
 def distance_gradient(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The gradient of the distance to the float network's outputs, by other outputs.
+    """Return the gradient of the distance to the float network's outputs with respect to other outputs.
 
-    As above, the distance is KL(softmax(wanted) || softmax(y)) where the only output is (B, classes), and otherwise
-    half the squared one.
+    The distance is KL(softmax(wanted) || softmax(y)) if the only output is (B, classes), and half the squared distance
+    otherwise.
     """
     if _is_scores(outputs):
         return [outputs[0].detach().softmax(-1) - wanted[0].softmax(-1)]
@@ -68,7 +69,7 @@ def distance_gradient(outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> Se
 
 
 def given_probe(gradient: Tensor) -> Probe:
-    """A given gradient by the model's only output: (images, ...)."""
+    """Return a probe with a given gradient with respect to the model's only output: (images, ...)."""
     return lambda outputs, images: [_like(gradient[images], outputs[0])]
 
 
@@ -83,11 +84,11 @@ def _is_scores(outputs: Sequence[Tensor]) -> bool:
 def squared_gradients(
     program: Program, images: Sequence[Tensor], names: Collection[str], probes: Sequence[Probe]
 ) -> dict[str, Tensor]:
-    """The mean over probes of the squared gradient by each named value, scaled so that its mean is 1.
+    """Return the squared gradient of each named value, averaged over probes and scaled to mean 1.
 
-    Values that no gradient reaches have ones, so that all errors count alike. Takes one forward per BATCH images and
-    one backward per probe and batch; where some value does not keep the images one after the other, all images are one
-    batch.
+    A value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images takes
+    one forward, and one backward per probe. If some value does not keep images apart, all images form one batch. Raises
+    CalibrationError if no output has a gradient.
     """
     traced = trace(program, images, names=names)
     names = [name for name, value in traced.items() if isinstance(value, Tensor) and value.is_floating_point()]
@@ -110,7 +111,9 @@ def squared_gradients(
             output = free.run([_leaf(value[which]) for value in images], watch)
             outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
-            raise CalibrationError("the model puts out nothing that has a gradient, which this method's errors need")
+            raise CalibrationError(
+                "the model has no differentiable output, but this method needs one. Choose another method."
+            )
         squares = {name: torch.zeros_like(value) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}
         for index, probe in enumerate(probes if reached else ()):
@@ -134,7 +137,7 @@ def squared_gradients(
 
 
 def with_mean_one(squares: Tensor) -> Tensor:
-    """Squared gradients over their mean; ones where there is nothing but zeros."""
+    """Divide squared gradients by their mean; return ones if all of them are zero."""
     mean = squares.mean()
     return torch.ones_like(squares) if mean == 0 else squares / mean
 
@@ -145,7 +148,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _image_dimensions(program: Program, images: Sequence[Tensor], names: Collection[str]) -> dict[str, int] | None:
-    """The dimension of each value that counts images; None where the images must go through the program together."""
+    """Return the dimension of each value that counts images; None if the images must run together."""
 
     def run(first: int, count: int) -> dict[str, Tensor]:
         seen: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The values that a program's sites read on the calibration images, a limited number of bytes of them at a time."""
+"""Observe the values that a program's sites read on the calibration images, within a memory limit."""
 
 import math
 from collections import deque
@@ -16,16 +16,16 @@ from adalog.errors import CalibrationError
 from adalog.graph.program import Node, Program
 from adalog.search.quantiles import coprime
 
-LEAST_ROWS = 1024  # rows of a value that are kept at least, or all where it has fewer
+LEAST_ROWS = 1024  # the least number of rows kept of a value; all rows are kept if it has fewer
 
 
 @dataclass(frozen=True)
 class Request:
-    """Values that the search of one site asks for together.
+    """The values that the search of one site needs together.
 
-    by_row: whether each row (all dimensions but the last) counts by itself, so that single rows may be left out. If
-    not, whole images or windows are left out, the same ones of every value. scratch: bytes that the search takes
-    besides.
+    by_row: True if each row (all dimensions but the last) counts by itself, so that single rows can be left out. If
+    False, whole images or windows are left out, the same ones of every value. scratch: bytes that the search takes in
+    addition.
     """
 
     site: str
@@ -36,10 +36,10 @@ class Request:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Values that are held together, all of them made by the first `end` nodes.
+    """Values that are held together; the first `end` nodes compute all of them.
 
     stride: every `stride`-th row (by_row), image or window of them is kept. cut: the number of nodes after which the
-    values that later stages start from are held; None where they are not.
+    values that later stages start from are held; None if they are not held.
     """
 
     names: frozenset[str]
@@ -50,22 +50,24 @@ class _Stage:
 
 
 class Observed:
-    """The values of a program on images, by name, of which about `memory` bytes are held at a time.
+    """The values of a program on images, by name, with about `memory` bytes held at a time.
 
-    Where the values of all requests fit, one forward of all images makes them, and they stay. Else the program runs in
-    stages, each on all images in batches. 3/8 of the memory hold the values of one stage, 3/8 those that the next
-    stage starts from (where these take more, it starts from those of an earlier stage or from the images), and 1/4 a
-    batch. So stages that are asked for in order cost one forward in all, and a stage before the last one starts from
-    the images again. If a request takes more than its 3/8, or more scratch than `memory`, every n-th row, image or
-    window of it is kept, where n shares no factor with the number of them in an image.
+    If the values of all requests fit in memory, one forward of all images computes them, and they are kept. Otherwise
+    the program runs in stages, and each stage runs all images in batches. 3/8 of the memory holds the values of one
+    stage, 3/8 the values that the next stage starts from, and 1/4 a batch. If the values that the next stage starts
+    from take more, it starts from those of an earlier stage or from the images. Stages requested in order cost one
+    forward in total. A request for an earlier stage starts from the images again.
 
-    Batches give what all images at once give, up to rounding. Each stage tries this on two images; where these have not
-    alone what they have together (the program mixes images, or counts them in a dimension inside another), the stage
-    runs on all images at once. The images and the program's tensors are not counted, and neither is what the caller
-    holds on to of what it has `seen`. Threads may ask at the same time.
+    If a request takes more than its 3/8, or more scratch than `memory`, every n-th row, image or window of it is kept.
+    The stride n has no common factor with the number of rows or windows in an image.
 
-    shapes: the `trace` of all images. Raises ValueError where fewer than 1,024 rows of a request would be kept, and
-    CalibrationError, when values are asked for, where one of them is not finite.
+    Batches give the same values as all images at once, up to rounding. Each stage checks this on two images. If it does
+    not hold, because the program mixes images or counts them in a dimension inside another, the stage runs on all
+    images at once. The images, the program's tensors and values from `seen` that a caller keeps do not count towards
+    the memory. Several threads may call `seen` at the same time.
+
+    shapes: the result of `trace` for all images. Raises ValueError if fewer than 1,024 rows of a request would be kept.
+    `seen` raises CalibrationError if a value is not finite.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Observed:
         self._program, self._shapes = program, shapes
         self._batches = Batches(program, images)
         self._home = _homes(program)
-        self._lasts: dict[str, int] = {}  # by name, the node up to which a value that lives beyond a stage is held
+        self._lasts: dict[str, int] = {}  # by name: the index of the node until which a value is held
         self._batch = self._batches.count
         together: dict[frozenset[str], Request] = {}
         for request in requests:
@@ -92,12 +94,15 @@ class Observed:
         self._lock = Lock()
         self._now: int | None = None
         self._values: Chunk = {}
-        # The first stage that starts from here, the number of nodes before it, and their values.
+        # The first stage that starts from here, the number of nodes that ran before it, and the values to start from.
         self._beginning = (0, 0, self._batches.split(self._batches.images, self._batch))
         self._checkpoint = self._beginning
 
     def stage(self, names: Collection[str]) -> int:
-        """The number of the stage that makes all of these values; stages are best asked for in order."""
+        """Return the index of the stage that computes all of these values; in-order requests are cheapest.
+
+        Raises KeyError if the values are not part of one request.
+        """
         computed = set(names) - self._program.tensors.keys()
         for number, stage in enumerate(self._stages):
             if computed <= stage.names:
@@ -105,22 +110,25 @@ class Observed:
         raise KeyError(", ".join(sorted(computed)))
 
     def stride(self, names: Collection[str]) -> int:
-        """n, where every n-th row, image or window of these values is kept."""
+        """Return n if every n-th row, image or window of these values is kept."""
         return self._stages[self.stage(names)].stride
 
     def alike(self, name: str, names: Collection[str], value: Tensor) -> Tensor:
-        """The rows or images of another value that are kept of the value `name`, which is among a request's names."""
+        """Return the rows or images of another value that match those kept of the value `name`.
+
+        names: the names of a request that includes `name`.
+        """
         return self._thinned(name, value, self._stages[self.stage(names)], 0)
 
     def seen(self, names: Collection[str]) -> Chunk:
-        """What is kept of these values, which some request asks for together."""
+        """Return the kept part of these values; one request must include all of them."""
         with self._lock:
             number = self.stage(names)
             if number != self._now:
                 self._observe(number)
             return {name: {**self._program.tensors, **self._values}[name] for name in names}
 
-    # --- the plan: which values are held together, and from where each stage starts ---
+    # --- plan: which values are held together, and where each stage starts ---
 
     def _divided(self, requests: Sequence[Request], memory: int) -> list[_Stage]:
         every = frozenset[str]().union(*(request.names for request in requests))
@@ -139,7 +147,10 @@ class Observed:
         return self._with_cuts(stages, memory)
 
     def _stride(self, request: Request, limit: int, memory: int) -> int:
-        """n, where every n-th row, image or window of a request's values is to be kept."""
+        """Return n such that every n-th row, image or window of a request's values fits in memory.
+
+        Raises ValueError if this leaves too few rows.
+        """
         least = max(1, -(-self._bytes(request.names) // max(limit, 1)), -(-request.scratch // max(memory, 1)))
         if least == 1:
             return 1
@@ -149,21 +160,21 @@ class Observed:
         if request.by_row:
             each = math.prod(max(1, value[..., 0].numel() // self._batches.count) for value in shapes.values())
         else:
-            each = places[0][1] if len(set(places)) == 1 else 0  # 0 is a multiple of every stride, which leaves 1
+            each = places[0][1] if len(set(places)) == 1 else 0  # gcd(n, 0) is n, so 0 allows only stride 1
         most = next(stride for stride in range(rows // min(rows, LEAST_ROWS), 0, -1) if math.gcd(stride, each) == 1)
         if least > most:
             wanted = 2 * (max(self._bytes(request.names) * 8 // 3, request.scratch) // most + 4)
             shown = " and ".join(str(tuple(value.shape)) for value in shapes.values())
             raise ValueError(
-                f"memory = {2 * memory:,} bytes are too few for {request.site}, which reads {shown}: "
-                f"give {wanted:,} or more"
+                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}. "
+                f"Use {wanted:,} bytes or more."
             )
         return coprime(least, each)
 
     def _with_cuts(self, stages: Sequence[_Stage], memory: int) -> list[_Stage]:
-        """The stages with their ends and cuts. Also sets the batch, and how long each value lives."""
+        """Return the stages with their ends and cuts; also set the batch size and how long each value is held."""
         ends = list(accumulate((max(self._home[name] for name in stage.names) for stage in stages), max))
-        # A value lives up to the node that reads it last, and up to the cut before the last stage that holds it.
+        # A value is held until the last node that reads it, and until the cut before the last stage that holds it.
         self._lasts = {name: index for index, node in enumerate(self._program.nodes) for name in node.refs()}
         gaps: list[range] = []
         for number, end in enumerate(ends):
@@ -182,7 +193,7 @@ class Observed:
         live, several = list(accumulate(change)), list(accumulate(barred))
         cuts = [min(gap, key=lambda position: (several[position], live[position])) for gap in gaps]
         kept = [not several[cut] and live[cut] <= memory * 3 // 8 for cut in cuts[:-1]] + [False]
-        # The values of a batch while it runs, those it starts from, and those that are taken from it.
+        # A batch's values while it runs, the values that it starts from, and the values that are taken from it.
         nodes = self._program.nodes
         peak = max(live[index] + size_in_bytes(self._shapes[node.name]) for index, node in enumerate(nodes))
         peak += max(live[cut] if keep else 0 for cut, keep in zip(cuts, kept, strict=True))
@@ -197,13 +208,13 @@ class Observed:
         return sum(size_in_bytes(self._shapes[name]) for name in names if self._home[name])
 
     def _live(self, position: int) -> list[str]:
-        """The tensors of earlier nodes that the nodes from this one on read, or that later stages hold."""
+        """Return the tensors of earlier nodes that nodes from this position on read, or that later stages hold."""
         made = [name for name, last in self._lasts.items() if 0 < self._home[name] <= position <= last]
         return [name for name in made if isinstance(self._shapes[name], Tensor)]
 
-    # --- the run of a stage ---
+    # --- run of a stage ---
 
-    @torch.no_grad()  # each thread has its own setting
+    @torch.no_grad()  # the gradient mode is set per thread
     def _observe(self, number: int) -> None:
         stage, images = self._stages[number], self._batches.images
         self._values, self._now = {}, None
@@ -216,9 +227,9 @@ class Observed:
         elif len(chunks) == 1:
             chunks = self._batches.split(chunks[0], self._batch)
         if stage.cut is not None:
-            self._checkpoint = self._beginning  # where to start again if this run fails
+            self._checkpoint = self._beginning  # the next run starts here if this one fails
         queue, following = deque(chunks), list[Chunk]()
-        del chunks  # so that each is freed once it has been read
+        del chunks  # so that each chunk is freed once it has been read
         values = {name: self._thinned(name, images[name], stage, 0) for name in stage.names & images.keys()}
         before = 0
         while queue:
@@ -232,17 +243,20 @@ class Observed:
             for name in made:
                 self._place(name, result.pop(name), stage, before, apart, values)
             before += self._batches.count_of(chunk)
-            del result  # or it would be held beside the next batch's
+            del result  # free it before the next batch runs
         if stage.cut is not None:
             self._checkpoint = (number + 1, stage.cut, following)
         self._values, self._now = values, number
 
     def _check(self, node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in self._wanted and not bool(torch.isfinite(result).all()):
-            raise CalibrationError(f"{node.scope or node.name} puts out NaN or infinite values on these images")
+            raise CalibrationError(
+                f"{node.scope or node.name} outputs NaN or infinite values on these images. "
+                "Check the images and the model's weights."
+            )
 
     def _counted(self, name: str, stage: _Stage) -> tuple[int, int] | None:
-        """(dimension, entries per image) along which entries of a value are kept or left out; None if it is shared."""
+        """Return (dimension, entries per image) along which a value is thinned; None if all images share the value."""
         axes = self._batches.axes
         shared = name in axes and axes[name] is None
         if stage.stride > 1 and stage.by_row and not shared:
@@ -250,7 +264,10 @@ class Observed:
         return axes.get(name)
 
     def _thinned(self, name: str, value: Tensor, stage: _Stage, before: int) -> Tensor:
-        """What is kept of a value of some images, of which `before` others went first; the same for any batches."""
+        """Return the kept part of a value, which is the same for any split into batches.
+
+        before: the number of images in earlier batches.
+        """
         if stage.stride == 1 or (counted := self._counted(name, stage)) is None:
             return value
         dim, each = counted
@@ -260,13 +277,13 @@ class Observed:
         return value[(slice(None),) * dim + (slice(-before * each % stage.stride, None, stage.stride),)]
 
     def _place(self, name: str, value: Tensor, stage: _Stage, before: int, apart: bool, values: Chunk) -> None:
-        """Put what is kept of a batch's value in its place among that of all images."""
+        """Copy the kept part of a batch's value to its place in the value of all images."""
         piece = self._thinned(name, value, stage, before)
-        if not apart or (counted := self._counted(name, stage)) is None:  # it is of all images already
+        if not apart or (counted := self._counted(name, stage)) is None:  # it already covers all images
             values[name] = piece if stage.stride == 1 else piece.clone()
             return
         dim, each = counted
-        if name not in values and stage.stride == 1:  # lies in memory as that of all images at once does
+        if name not in values and stage.stride == 1:  # the memory layout of all images at once
             values[name] = torch.empty_like(self._shapes[name], device=piece.device)
         elif name not in values:
             shape = list(piece.shape)
@@ -276,6 +293,6 @@ class Observed:
 
 
 def _homes(program: Program) -> dict[str, int]:
-    """The number of nodes after which each value exists: 0 for inputs and stored tensors."""
+    """Return the number of nodes after which each value exists: 0 for inputs and stored tensors."""
     homes = dict.fromkeys((*program.inputs, *program.tensors), 0)
     return homes | {node.name: index + 1 for index, node in enumerate(program.nodes)}

@@ -1,4 +1,4 @@
-"""The operands of a group's product, taken from observed values, and the formats in which they are searched."""
+"""Build the operands of a group's product from observed values, and choose the formats to search."""
 
 import difflib
 import math
@@ -22,37 +22,37 @@ from adalog.search.operand import Format, Operand
 from adalog.search.quantiles import coprime
 
 OperandKind = Literal["weight", "activation", "softmax", "input"]
-_BYTES_PER_ELEMENT = 16  # about what the temporaries of a search take per element of the left operand
+_BYTES_PER_ELEMENT = 16  # approximate bytes of a search's temporaries per element (`_product_elements`)
 
 
 def check_pinned(config: Config, sites: Sequence[Site]) -> None:
-    """Raise ValueError for a pattern of `pinned` that matches no site."""
+    """Raise ValueError if a pattern of `pinned` matches no site."""
     names = [site.name for site in sites]
     for pattern, _ in config.pinned:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = difflib.get_close_matches(pattern, names, 3, 0) or ["none"]
             raise ValueError(
                 f"pinned: no site's name matches {pattern!r}; the closest are {', '.join(close)} "
-                "(`adalog inspect MODEL` lists all; * stands for anything)"
+                "(`adalog inspect MODEL` lists all sites; * matches any characters)"
             )
 
 
 def together(group: SiteGroup) -> tuple[str, ...]:
-    """The names of all sites whose bits are those of this group's, since they share an activation or a folded norm."""
+    """Return the names of all sites that share this group's bits through an activation or a folded norm."""
     return group.pair.sites if group.pair is not None else tuple(site.name for site in group.sites)
 
 
 def choices_of(group: SiteGroup, config: Config) -> Config:
-    """The choices for a group, with the bits that are pinned for any of its sites or any site of its norm."""
-    return config.at(together(group))
+    """Return the choices for a group, with the bits pinned for any of its sites or any site of its norm."""
+    return config.for_sites(together(group))
 
 
 def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
-    """The sites that have the bits pinned for another one, and the name of that one."""
+    """Return the sites that take bits pinned for another site, each with the name of that other site."""
     moved = {}
     for group in groups:
         for site in group.sites:
-            if config.at([site.name]) != choices_of(group, config):  # so a pattern matches another one alone
+            if config.for_sites([site.name]) != choices_of(group, config):  # a pattern matches only another site
                 patterns = [pattern for pattern, _ in config.pinned if not fnmatchcase(site.name, pattern)]
                 matching = (name for each in reversed(patterns) for name in together(group) if fnmatchcase(name, each))
                 moved[site.name] = next(matching)
@@ -60,9 +60,9 @@ def moved_by(groups: Iterable[SiteGroup], config: Config) -> dict[str, str]:
 
 
 def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
-    """What the operands of a site are, left and right: `Config` has bits for each kind.
+    """Return the kinds of the left and right operands of a site; `Config` has bits for each kind.
 
-    role: of the site. source: the kind of its left source.
+    role: the role of the site. source: the kind of its left source.
     """
     left: OperandKind = "activation"
     if source == "softmax":
@@ -73,10 +73,11 @@ def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
 
 
 def formats_of(site: Site, config: Config) -> list[Format]:
-    """The formats in which the left operand of a site is searched; among equally good ones the first wins.
+    """Return the formats to search for the left operand of a site; among equally good ones the first wins.
 
-    Whether a logarithmic quantizer is better than a uniform one depends on the site after SiLU and the like, and before
-    a grouped convolution, where a uniform one has a scale per group.
+    After an activation such as SiLU, a logarithmic or a uniform quantizer may be better, depending on the site, so both
+    formats are returned. After GELU, only the logarithmic one is, unless a grouped convolution follows, for which a
+    uniform quantizer has a scale per group.
     """
     kind = site.left_source.kind
     operand = operand_kinds(site.role, kind)[0]
@@ -101,7 +102,7 @@ def operands_of(
     fold: Fold | None,
     activation: Format,
 ) -> tuple[Operand, Operand]:
-    """Both operands of the group's product with their formats, the right one transposed.
+    """Return both operands of the group's product with their formats, the right one transposed.
 
     seen: the observed values by name. activation: the format of the left operand.
     """
@@ -114,7 +115,7 @@ def operands_of(
         x, right = (value.expand(*lead, *value.shape[-2:]) for value in (x, right))
         if site.role == "qk" and activation.is_uniform:
             activation = replace(activation, own_dims=own[0])
-        alike = site.role == "qk"  # the rows of V, transposed, are its channels
+        alike = site.role == "qk"  # the rows of transposed V are channels
         return Operand(x, activation), Operand(right, Format(config.activation_bits, own_dims=own[1]), alike=alike)
     weights = [program.tensors[member.right] for member in group.sites]
     inputs = [seen[name] for name in dict.fromkeys(group.read)]
@@ -128,11 +129,11 @@ def operands_of(
 
 
 def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str, Tensor]) -> Tensor:
-    """Values in the shapes of the multiplications' outputs, such as squared gradients, in that of the group's product.
+    """Convert values in the shapes of multiplications' outputs to the shape of the group's product.
 
-    values: by the name of the multiplication's node.
+    values: by the name of the multiplication's node, for example squared gradients.
     """
-    site, found = group.first, dict[str, Tensor]()  # by what the call reads, since the product has that once
+    site, found = group.first, dict[str, Tensor]()  # by input, which the product holds once
     for call in group.calls:
         results = [values[each.node.name] for each in call]
         if site.role == "linear":
@@ -151,25 +152,28 @@ def in_shape_of_product(program: Program, group: SiteGroup, values: Mapping[str,
 def why_unfolded(
     pair: Pair, config: Config, sites: Sequence[Site], shapes: Mapping[str, Tensor], head: Collection[str]
 ) -> str:
-    """Why these choices leave a foldable norm as it is; empty where they fold it. head: the nodes of the last block."""
+    """Return the reason why these choices do not fold a foldable norm, or an empty string if they fold it.
+
+    head: the nodes of the last block.
+    """
     read = (shapes[site.left] for site in sites if site.name in pair.sites)  # none of them is called several times
-    rows = min(x[..., 0].numel() for x in read)  # a head may read one token per image of the norm's output
+    rows = min(x[..., 0].numel() for x in read)  # a head may read only one token per image
     if config.activation_bits == FLOAT_BITS:
         return "its linears take float activations"
     refused = SEARCHES[type(config.search)].refuses_fold(config.search, config)
     if refused:
         return refused
     if not config.fold_head and pair.norm.name in head:
-        return "it is the head's"
+        return "it belongs to the head"
     if rows < config.fold_rows:
         return f"its linears read {rows} rows in calibration; one scale per channel needs {config.fold_rows}"
     return ""
 
 
 def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes: Mapping[str, Tensor]) -> Request:
-    """The values that the search of a group's sites needs, including those by which its norm is folded.
+    """Return the values that the search of a group needs, including those for the fold of its norm.
 
-    sites: all of the program's. shapes: every value of the program without data, from `trace`.
+    sites: all sites of the program. shapes: every value of the program without data, from `trace`.
     """
     products = [] if group.pair is None else list(group.pair.sites)
     read = {*group.read} | {site.left for site in sites if site.name in products}
@@ -182,7 +186,7 @@ def request_of(program: Program, group: SiteGroup, sites: Sequence[Site], shapes
 
 
 def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, Tensor]) -> int:
-    """About how many elements the left operand or the output of a product has, whichever is larger."""
+    """Return the approximate number of elements of a product's left operand or output, whichever is larger."""
     site, inputs = group.first, [shapes[name] for name in dict.fromkeys(group.read)]
     x = inputs[0]
     if site.role == "linear":
@@ -197,11 +201,11 @@ def _product_elements(program: Program, group: SiteGroup, shapes: Mapping[str, T
 def _conv_operands(
     site: Site, inputs: Sequence[Tensor], weight: Tensor, activation: Format, config: Config
 ) -> tuple[Operand, Operand]:
-    """A convolution as a product of patches, (T, I), and kernels, (O, I).
+    """Return a convolution as a product of patches, (T, I), and kernels, (O, I).
 
-    A grouped convolution has (groups, T, I) and (groups, O / groups, I), and its input one scale per group, since each
-    output reads one group alone. Where patches overlap, so that each value is in n of them, every n-th patch is taken,
-    as long as 1,024 are left.
+    A grouped convolution has the shapes (groups, T, I) and (groups, O / groups, I). Its input has one scale per group,
+    because each output reads only one group. If patches overlap, so that each value is in n of them, every n-th patch
+    is used, as long as 1,024 are left.
     """
     stride, padding, dilation, groups = conv_geometry(site.node)
     kernel = (weight.shape[2], weight.shape[3])
@@ -223,17 +227,20 @@ def _conv_operands(
 
 
 def joined(rows: list[Tensor], dim: int) -> Tensor:
-    """Rows of several inputs as one tensor; those of one input are not copied."""
+    """Concatenate the rows of several inputs; a single input is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)
 
 
 def _overlap(site: Site, weight: Tensor) -> int:
-    """The number of a convolution's patches that hold the same value."""
+    """Return the number of a convolution's patches that hold the same value."""
     return weight.shape[2] * weight.shape[3] // math.prod(conv_geometry(site.node)[0])
 
 
 def _conv_rows(images: Iterable[Tensor], batch: int, overlap: int) -> Tensor:
-    """Every n-th row of all images, (groups, L, I) each: (groups, T, I), or (T, I) if there is one group."""
+    """Return every n-th row of all images, as (groups, T, I), or as (T, I) if there is one group.
+
+    images: (groups, L, I) each. overlap: the largest n.
+    """
     found = []
     for index, rows in enumerate(images):
         step = coprime(max(1, min(overlap, batch * rows.shape[1] // 1024)), rows.shape[1])

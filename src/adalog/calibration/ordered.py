@@ -1,4 +1,4 @@
-"""Operands as they are once everything before their site is quantized, as RepQ-ViT's released code has them."""
+"""Observe each operand after everything before its site is quantized, as in RepQ-ViT's released code."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ def observe_in_order(
     config: Config,
     unfolded: Callable[[Pair, Config], str],
 ) -> dict[str, Tensor]:
-    """The operands of all sites by name, from one forward in which each site is quantized before the next one runs.
+    """Return the operands of all sites by name, from one forward that quantizes each site before the next.
 
-    The channels of a norm that will be folded have quantizers of their own in this forward (RepQ-ViT). Where a layer is
-    called several times, each call is quantized by what the calls up to it have read. unfolded: says why choices leave
-    the norm of a pair as it is, as `Calibration` does.
+    In this forward, each channel of a norm that will be folded has its own quantizer (RepQ-ViT). If a layer is called
+    several times, each call is quantized by the inputs of the calls up to it. unfolded: returns the reason why a norm
+    is not folded, as in `Calibration`.
     """
     seen = dict(program.tensors)
     group_of = {
@@ -62,7 +62,7 @@ def observe_in_order(
 def _quantized_outputs(
     program: Program, group: SiteGroup, choices: Config, formats: Sequence[Format], seen: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The outputs of the group's last call with quantized operands, by the names of their nodes."""
+    """Return the outputs of the group's last call with quantized operands, by the names of their nodes."""
     module, tried = SEARCHES[type(choices.search)], []
     for activation in formats:
         product = Product(group.first.role, *operands_of(program, group, seen, choices, None, activation))

@@ -1,4 +1,4 @@
-"""A file of what a calibration has finished (searches, and stages), one line each, from which a killed one goes on."""
+"""Store finished searches and stages in a file, one per line, so that an interrupted calibration can resume."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 def fingerprint(choices: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A digest of choices (by their `repr`) and of named tensors, with their types, shapes and devices."""
+    """Return a digest of choices (by their `repr`) and of named tensors with their types, shapes and devices."""
     content = hashlib.sha256(repr(choices).encode())
     for name, value in tensors:
         content.update(f"{name} {value.dtype} {tuple(value.shape)} {value.device.type}".encode())
@@ -34,17 +34,17 @@ def fingerprint(choices: object, tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def raw_bytes(value: Tensor) -> memoryview:
-    """The bytes of the values of a tensor."""
+    """Return the bytes of a tensor's values."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Lines:
-    """What is finished of a long run, in files: JSON objects by name, one line each.
+    """The finished parts of a long run in files: named JSON objects, one per line.
 
-    Each rank of a job adds to a file of its own: rank 0 to `path`, others to one beside it with .rank1 and so on behind
-    its name. All of them are read, whichever job wrote them. They must be of what `fingerprint` names; other files are
-    left alone. A line that a kill cut off is left out. kind: what the lines are called. Raises DataError for a file of
-    something else, or one that is damaged.
+    Each rank of a job appends to its own file: rank 0 to `path`, the others to files with the suffix .rank1 and so on.
+    All of these files are read, whichever job wrote them. Their first line must hold `fingerprint`; a file with another
+    one is left unchanged. A last line that was cut off is ignored. kind: the name of the lines, such as "searches".
+    Raises DataError for a file with another fingerprint or other content, and for a damaged file.
     """
 
     def __init__(self, path: Path, fingerprint: str, kind: str, rank: int = 0):
@@ -62,12 +62,14 @@ class Lines:
             whole = content[: content.rfind(b"\n") + 1]
             lines = [json.loads(line) for line in whole.splitlines()]
         except (OSError, ValueError, RecursionError) as cause:
-            raise DataError(f"{path} is no file of finished {kind} ({cause}): remove it, or name another") from cause
+            raise DataError(
+                f"{path} is not a file of finished {kind} ({cause}). Remove it, or choose another path."
+            ) from cause
         cut_in_header = json.dumps(self._header).encode().startswith(content)
         if lines[:1] != [self._header] and not cut_in_header:
             raise DataError(
-                f"{path} holds {kind} of another model, other images or other choices (memory, seed, and versions of "
-                "adalog and PyTorch among them): give those again, or remove it"
+                f"{path} holds {kind} of another model, other images or other choices (including memory, seed, and the "
+                "versions of adalog and PyTorch). Use the same ones again, or remove the file."
             )
         with self.refusing(path):
             self.found |= {str(line["name"]): line for line in lines[1:]}
@@ -75,12 +77,12 @@ class Lines:
             os.truncate(path, len(whole))
 
     def add(self, name: str, content: dict[str, Any]) -> None:
-        """Write one more object to the file."""
+        """Append one object to the file."""
         self._append({"name": name, **content})
 
     @contextmanager
     def refusing(self, path: Path | None = None) -> Iterator[None]:
-        """Turn what goes wrong while lines are read into the error that the file is damaged."""
+        """Turn errors into a DataError that the file is damaged while the context is open."""
         try:
             yield
         except (
@@ -92,7 +94,7 @@ class Lines:
             ValueError,
             RuntimeError,
         ) as cause:
-            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
+            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}). Remove it.") from cause
 
     def _append(self, line: Any) -> None:
         try:
@@ -105,7 +107,7 @@ class Lines:
 
 
 def _files_of_ranks(path: Path) -> list[Path]:
-    """The file, and those beside it that other ranks of a job have made, as far as they are there."""
+    """Return the existing files of a run: the one at this path, and those that other ranks wrote next to it."""
     start, others = f"{path.name}.rank", list[Path]()
     with suppress(OSError):  # a folder that cannot be listed
         others = sorted(path.with_name(each.name) for each in path.parent.iterdir() if each.name.startswith(start))
@@ -113,9 +115,9 @@ def _files_of_ranks(path: Path) -> list[Path]:
 
 
 class Partial:
-    """The finished searches in files, which must be those that `fingerprint` names; see `Lines`.
+    """Finished searches and stages in files with this fingerprint; see `Lines`.
 
-    Numbers are written so that they read back to the bit.
+    Numbers are written so that they read back exactly.
     """
 
     def __init__(self, path: Path, fingerprint: str, rank: int = 0):
@@ -124,26 +126,29 @@ class Partial:
             self._found = {name: assignment_of(name, line) for name, line in self._lines.found.items()}
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Assignment | None:
-        """The assignment of this name, a group's for its search; None where it is not finished."""
+        """Return the assignment of this name, or None if it is not finished.
+
+        The name of a search is the name of its group.
+        """
         found = self._found.get(name)
         return None if found is None else found.to(torch.device(device))
 
     def add(self, name: str, assignment: Assignment) -> None:
-        """Write the assignment of this name to the file."""
+        """Append the assignment of this name to the file."""
         self._lines.add(name, assignment_json(assignment))
 
 
 def check_storable(search: object) -> None:
-    """Raise ValueError for a search whose quantizers no file stores."""
+    """Raise ValueError for a search whose quantizers cannot be stored in a file."""
     if isinstance(search, RangeSearch) and not search.round_zero_point:
         raise ValueError(
-            "round_zero_point = False finds zero points that no file stores, neither artifact nor partial: "
-            "judge such a model in memory (`adalog tables` does), or round them (the method repq-vit)"
+            "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file. "
+            "Evaluate the model in memory, as `adalog tables` does, or use the method repq-vit, which rounds them."
         )
 
 
 def assignment_json(assignment: Assignment) -> dict[str, Any]:
-    """An assignment as JSON, from which every number reads back to the bit."""
+    """Convert an assignment to JSON; every number reads back exactly."""
     fold = assignment.fold
     return {
         "left": _fields(assignment.left),
@@ -155,14 +160,14 @@ def assignment_json(assignment: Assignment) -> dict[str, Any]:
 
 
 def assignment_of(name: str, line: dict[str, Any]) -> Assignment:
-    """The assignment of which `assignment_json` gave this. name: for errors."""
+    """Read back an assignment that `assignment_json` converted. name: for error messages."""
     sqnr = line["sqnr"]
     if not isinstance(sqnr, float):
-        raise TypeError(f"{name} has the SQNR {sqnr!r}")
+        raise TypeError(f"{name} has the SQNR {sqnr!r}, which is not a float")
     fold = None if line["fold"] is None else Fold(_tensor(line["fold"][0]), _tensor(line["fold"][1]))
     left, right = _side(name, line["left"]), _side(name, line["right"])
     if isinstance(left, QuantizedTensor):
-        raise TypeError(f"the left operand of {name!r} has codes")
+        raise TypeError(f"the left operand of {name!r} has codes, which only a weight can have")
     bias = None if line["bias"] is None else _tensor(line["bias"])
     return Assignment(left, right, fold, sqnr, bias)
 

@@ -1,11 +1,11 @@
-"""Reconstruction by gradients: the codes, biases and scales of one block after another, or of all, are trained.
+"""Train the codes, biases and scales of one block after another, or of the whole model, by gradients.
 
-A block is trained to put out what it does in the float network (BRECQ, Li et al., ICLR 2021) from the inputs that it
-gets once all blocks before it are quantized and trained; of these inputs, and of the values that its quantizers see, a
-share may stay as the float network has them, drawn anew in each step (QDrop, Wei et al., ICLR 2022). The whole model
-may be the block: its parts then make up for each other's errors.
+A block is trained to output the same values as in the float network (BRECQ, Li et al., ICLR 2021). Its inputs are those
+that it gets once all blocks before it are quantized and trained. In each step, a random share of these inputs is
+replaced by the float network's values, and a random share of the values that its quantizers see is not quantized
+(QDrop, Wei et al., ICLR 2022). The block may be the whole model, so that its parts compensate for each other's errors.
 
-What is trained of an assignment is in `training`. Processes of one job share out the images of each step.
+`training` defines the trained parts of an assignment. The processes of one job share the images of each step.
 """
 
 import functools
@@ -32,21 +32,22 @@ from adalog.graph.sites import Block, find_blocks, find_spans
 from adalog.quantizers import Assignment, decibels
 from adalog.ranks import ALONE, Ranks
 
-# Every n-th image is held out of the training of a block and judges its states; with fewer images none is held out.
+# Every n-th image is held out of training to evaluate a block's states. If there are fewer than n images, none is.
 _HELD_OUT = 8
-# The images of a step are taken so many at a time, and gradients of these shares are summed: another rank may have the
-# next share. Smaller ones take longer in one process.
+# A step handles this many images at a time and sums the gradients of these shares, so that another rank can take the
+# next share. Smaller shares take longer in one process.
 _SHARE = 4
-# How often a block's state is judged on the images held out, and how often its steps are told.
+# How often a block's state is evaluated on the held-out images, and how often progress is reported.
 _CHECKS = 8
 _REPORTS = 32
-# The exponent of AdaRound's regulariser falls from the first to the second number after the first fifth of the steps.
+# The exponent of AdaRound's regulariser starts at the first number and falls to the second one, after a warm-up of
+# this fraction of the steps.
 _ANNEALING = (20.0, 2.0)
 _WARM_UP = 0.2
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear with its product in bfloat16, and those of its gradients."""
+    """Apply a linear, with its product and the products of its gradients in bfloat16."""
     if x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     product = F.linear(x.bfloat16(), weight.bfloat16()).float()
@@ -54,12 +55,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """A product of two values in bfloat16, and those of its gradients."""
+    """Multiply two values, with the product and the products of its gradients in bfloat16."""
     return left @ right if left.dtype != torch.float32 else (left.bfloat16() @ right.bfloat16()).float()
 
 
-# Factors and products are rounded by 2**-9 at most, far less than by the bits that are trained; steps are small, and
-# what they lead to is judged in float32.
+# bfloat16 rounds factors and products by 2**-9 at most, far less than the trained bits do. Steps are small, and their
+# result is evaluated in float32.
 _PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "aten.linear.default": _linear,
     "aten.matmul.default": _matmul,
@@ -79,15 +80,17 @@ def reconstructed(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments with codes, biases and scales that were trained.
+    """Return the assignments with trained codes, biases and scales.
 
-    memory: bytes for the values of both networks that are held at a time, as for `Blocks`. Held whatever it says are a
-    block's inputs and outputs on all images, the weights of its errors, some 50 bytes for each of its weights, and what
-    gradients need of its values on four images; with the scope "model" all this is the model's. partial: finished
-    blocks are read from it, and written to it by the first rank. ranks: all of them make the values of both networks,
-    and share out the images of each step and those that judge. Groups stay as they are that the block's output does not
-    depend on, or that another output of the model depends on too within the block, such as those of one head of two,
-    since nothing would judge it; and so does all of a block whose output is no tensor of floats.
+    A group keeps its assignment if the block's output does not depend on it. It also does so if another output of the
+    model within the block depends on it, for example if the block holds one of two heads. The loss would not evaluate
+    all of its effect. If a block's output is not a floating-point tensor, all of its groups keep their assignments.
+
+    memory: bytes for the values of both networks held at a time, as in `Blocks`. The following always comes on top: a
+    block's inputs and outputs on all images, the weights of its errors, the training state of its weights, and the
+    values that gradients need on four images. With the scope "model", all of this counts for the whole model. partial:
+    finished blocks are read from it, and the first rank adds new ones. ranks: all of them compute the values of both
+    networks, and they share the images of each step and of each evaluation.
     """
     current, device = list(assigned), images[0].device
     share = None if memory is None else memory // 2
@@ -132,12 +135,12 @@ def reconstructed(
 
 
 def _read_by(group: SiteGroup) -> set[str]:
-    """The operations that a group's assignment changes."""
+    """Return the operations that a group's assignment changes."""
     return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
 def _leading_elsewhere(program: Program, block: Block) -> set[str]:
-    """The operations of a block that lead to an output of the program which is made in the block and is not its own."""
+    """Return a block's operations that lead to a model output in the block other than the block's own output."""
     found = {*refs_of(program.output)} - {block.value_out}
     inside = {*block.nodes}
     for node in reversed(program.nodes):
@@ -147,7 +150,10 @@ def _leading_elsewhere(program: Program, block: Block) -> set[str]:
 
 
 class BlockInTraining:
-    """One block while it is trained. beside: groups in it that stay as they are, as of a layer of several blocks."""
+    """One block during its training.
+
+    beside: groups in the block that are not trained, such as a layer that several blocks share.
+    """
 
     def __init__(
         self,
@@ -163,12 +169,12 @@ class BlockInTraining:
     ):
         self._blocks, self._number, self._choices, self._ranks = floats, number, choices, ranks
         self._nodes, self._assigned, self._beside = floats.nodes(number), list(assigned), list(beside)
-        if beside:  # their operations elsewhere are rewritten along, and left out
+        if beside:  # rewriting these groups reads tensors of their operations in other blocks
             self._nodes = replace(self._nodes, tensors=program.tensors)
         whole = self._rewritten(self._assigned)
         self._groups = [GroupInTraining(group, found, program, whole, choices) for group, found in assigned]
         block = floats.blocks[number]
-        # Where images cannot be told apart, all of them make a step, and judge it. The float network says so first.
+        # If images cannot be separated, every step and evaluation takes all of them. The float network is tested first.
         apart = floats.keeps_apart(number, [block.value_out])
         self._exact, self._out = floats.inputs(number), block.value_out
         self._given = quantized.inputs(number)
@@ -182,7 +188,7 @@ class BlockInTraining:
         if apart and bool(held.any()):
             self._fitted, self._judging = numbers[~held], numbers[held]
         self._batch = min(choices.batch, len(self._fitted)) if apart else floats.count
-        # Each share of a step has random numbers of its own, whichever rank has the share.
+        # Each share of a step has its own random numbers, whichever rank takes the share.
         share_seeds = torch.randint(
             2**31, (len(self._shares(numbers[: self._batch])),), generator=self._generator, device=device
         )
@@ -193,15 +199,15 @@ class BlockInTraining:
         self._renew(self._assigned)
 
     def trained(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
-        """The best assignments on the images held out, those at the start among them.
+        """Train the block, and return the best assignments on the held-out images, the initial ones included.
 
-        report: is called with the number of finished steps, several times before the last.
+        report: called with the number of finished steps, several times before the last one.
         """
         best, least = list(self._assigned), self._judged(self._assigned)
         unit = max(least, torch.finfo(torch.float32).tiny)
         last = self._choices.iterations
         check, renewal = max(1, last // _CHECKS), -(-last // RENEWALS)
-        for step in self.steps(unit) if 0 < least < math.inf else ():  # at zero nothing is to be gained
+        for step in self.steps(unit) if 0 < least < math.inf else ():  # an error of zero cannot fall
             if report is not None and step % max(1, last // _REPORTS) == 0 and step < last:
                 report(step)
             if step % check and step % renewal and step < last:
@@ -216,7 +222,10 @@ class BlockInTraining:
         return self._measured(best)
 
     def steps(self, unit: float) -> Iterator[int]:
-        """Train the block: a step for each number, from 1 on, that is asked for. unit: what the error is divided by."""
+        """Yield the number of each step, from 1 on, after training the block by this step.
+
+        unit: the number that the error is divided by.
+        """
         choices = self._choices
         kinds = [each.trained() for each in self._groups]
         rates = {"codes": choices.rate, "scales": choices.scale_rate, "biases": choices.scale_rate}
@@ -240,14 +249,15 @@ class BlockInTraining:
             yield step
 
     def _rewritten(self, assigned: Assigned) -> Program:
-        """The block's program with all its groups quantized. assigned: those that are trained."""
+        """Return the block's program with all its groups quantized. assigned: the trained groups."""
         return rewritten(self._nodes, [*self._beside, *assigned])
 
     def _descend(self, numbers: Tensor, unit: float, done: float) -> None:
-        """Add the gradients of a step to what is trained: those of each share of its images, and the regulariser's.
+        """Add the gradients of one step, from each share of its images and from the regulariser.
 
-        unit: what the error is divided by. done: the share of the steps. The gradients of shares are by the values of
-        the rewritten program, and are summed before they go on to what these are made of.
+        unit: the number that the error is divided by. done: the fraction of finished steps. Each share has gradients
+        with respect to the values of the rewritten program. Their sum is propagated to the parameters that these values
+        are made of.
         """
         program = self._rewritten([(each.group, each.soft()) for each in self._groups])
         made: list[Tensor] = []
@@ -271,7 +281,7 @@ class BlockInTraining:
             loss = self._loss(free, images, self._choices.drop, self._generators[share]) * (
                 len(images) / len(numbers) / unit
             )
-            if not loss.requires_grad:  # as of a block that ends in a comparison
+            if not loss.requires_grad:  # for example if the block ends in a comparison
                 return torch.zeros_like(like)
             found = torch.autograd.grad(loss, leaves, materialize_grads=True)
             return torch.cat([each.flatten() for each in found])
@@ -286,19 +296,19 @@ class BlockInTraining:
             regulariser.backward()
 
     def _shares(self, numbers: Tensor) -> Sequence[Tensor]:
-        """The images of a step in shares, which do not depend on the number of ranks."""
+        """Split the images of a step into shares that do not depend on the number of ranks."""
         return numbers.split(_SHARE) if self._apart else [numbers]
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
-        """The assignments with the SQNR of their outputs in the quantized network, on the images held out.
+        """Return the assignments with the SQNR of their outputs in the quantized network on the held-out images.
 
-        The signal of a weight's outputs is taken about the mean of each channel, as a correction takes it.
+        The signal of a weight's outputs is taken about the mean of each channel, as in `compensate`.
         """
         program = self._rewritten(assigned)
         sites = [site for group, _ in assigned for call in group.calls for site in call]
         names = [site.node.name for site in sites]
-        # Of each site the noise, the signal and the rows; and the sums of the channels of a weight's outputs.
+        # Per site: the noise, the signal and the number of rows. A weight adds the sums of its output channels.
         sizes = [3 + (0 if site.role in ("qk", "av") else len(self._nodes.tensors[site.right])) for site in sites]
         batches = self._judging.split(self._batch)
 
@@ -324,13 +334,13 @@ class BlockInTraining:
             power = noise = 0.0
             for each in (of_name[name] for name in group.nodes):
                 noise += float(each[0])
-                about = each[3:].square().sum() / each[2] if each[2] > 1 else 0.0  # one row alone is its own mean
+                about = each[3:].square().sum() / each[2] if each[2] > 1 else 0.0  # a single row equals its mean
                 power += float(each[1] - about)
             found.append((group, replace(assignment, sqnr=decibels(power, noise))))
         return found
 
     def _draws(self) -> Iterator[Tensor]:
-        """The numbers of the images of each step: all images in random order, then again."""
+        """Yield the image indices of each step: all images in random order, then again in a new order."""
         left = self._fitted[:0]
         for _ in range(self._choices.iterations):
             if len(left) < self._batch:
@@ -340,14 +350,14 @@ class BlockInTraining:
             left = left[self._batch :]
 
     def _regulariser(self, done: float) -> Tensor | float:
-        """AdaRound's, over all weights of the block. done: the share of the steps."""
+        """Return AdaRound's regulariser over all weights of the block. done: the fraction of finished steps."""
         if self._choices.weights != "adaround" or done < _WARM_UP:
             return 0.0
         return sum((each.regulariser(_exponent(done)) for each in self._groups), 0.0)
 
     @torch.no_grad()
     def _judged(self, assigned: Assigned) -> float:
-        """The mean loss on the images held out, all of them quantized."""
+        """Return the mean loss on the held-out images, with every activation quantized."""
         program, batches = self._rewritten(assigned), self._judging.split(self._batch)
 
         def loss(number: int) -> Tensor:
@@ -359,7 +369,10 @@ class BlockInTraining:
     def _loss(
         self, program: Program, numbers: Tensor, drop: float | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The mean error of the block's output on some images. Its arguments: as of `_run`."""
+        """Return the mean error of the block's output on some images.
+
+        drop, generator: as in `_run`; here drop is also the share of the inputs that are exact.
+        """
         given, wanted = (picked(self._blocks, chunk, numbers) for chunk in (self._given, self._wanted))
         name = self._blocks.blocks[self._number].value_in
         if drop and given[name].is_floating_point():
@@ -371,10 +384,10 @@ class BlockInTraining:
     def _run(
         self, program: Program, given: Chunk, drop: float | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The block's output by a rewritten program, for what the block is given.
+        """Return the block's output from a rewritten program and the block's inputs.
 
-        drop: the share of activations that stays exact in a step of the training, drawn with the generator; products
-        are in bfloat16 then where the device has them. None where the block is judged, in float32.
+        drop: in a training step, the share of activations that is not quantized, chosen at random with the generator.
+        Products are then in bfloat16 if the device supports it. None evaluates the block in float32.
         """
         steps = dict[str, Callable[..., Tensor]]()
 
@@ -388,7 +401,7 @@ class BlockInTraining:
         return self._blocks.values(given, [self._out], program, steps)[self._out]
 
     def _renew(self, assigned: Assigned) -> bool:
-        """Take the error's next gradients where the block is now, if it has any; whether it has."""
+        """Take new gradients for the error at the block's current state; return False if the error uses none."""
         if not isinstance(self._error, LowRankFisher):
             return False
         program = self._rewritten(assigned)
@@ -397,15 +410,15 @@ class BlockInTraining:
 
 
 def _exponent(done: float) -> float:
-    """The exponent of AdaRound's regulariser after a share of the steps, the warm-up or more."""
+    """Return the exponent of AdaRound's regulariser. done: the fraction of finished steps, at least the warm-up."""
     first, last = _ANNEALING
     return last + (first - last) * 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
 
 
 def _kept(values: Tensor, drop: float, generator: torch.Generator | None) -> Tensor:
-    """1 for a share of the values, each drawn by itself, and 0 for the others, in their shape and dtype.
+    """Return a random mask, 1 for a share `drop` of the values and 0 for the others, in their shape and dtype.
 
-    16 random bits decide over each, so the share is `drop` to within 2^-16.
+    16 random bits decide each value independently, so the share is exact to within 2^-16.
     """
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
     draws = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: values.numel()]

@@ -1,4 +1,4 @@
-"""The order of searches: side by side in threads and ranks, within the memory, from where an earlier run stopped."""
+"""Run searches in parallel threads and ranks, within the memory limit, from where an earlier run stopped."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,10 @@ Progress = Callable[[int, int, str], None]
 
 
 def coded(device: torch.device) -> Coded[Assignment]:
-    """How assignments travel between ranks, to the bit. device: where those that arrive are put."""
+    """Return the encoding that sends assignments between ranks exactly.
+
+    device: the device for received assignments.
+    """
     return Coded(
         lambda assignment: json.dumps(assignment_json(assignment)).encode(),
         lambda name, content: assignment_of(name, json.loads(content)).to(device),
@@ -24,7 +27,7 @@ def coded(device: torch.device) -> Coded[Assignment]:
 
 
 def coded_list(device: torch.device) -> Coded[list[Assignment]]:
-    """As `coded`, of several assignments."""
+    """Return the encoding for lists of assignments; see `coded`."""
     return Coded(
         lambda assigned: json.dumps([assignment_json(each) for each in assigned]).encode(),
         lambda name, content: [assignment_of(name, each).to(device) for each in json.loads(content)],
@@ -34,7 +37,7 @@ def coded_list(device: torch.device) -> Coded[list[Assignment]]:
 class Scratch:
     """The memory for temporaries that searches share.
 
-    A search waits until there is enough of it; a search that needs more than all of it runs alone.
+    A search waits until enough of it is free. A search that needs more than all of it runs alone.
     """
 
     def __init__(self, size: int):
@@ -43,7 +46,7 @@ class Scratch:
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
-        """Take `size` bytes for as long as the context lasts."""
+        """Take `size` bytes while the context is open."""
         size = min(size, self._size)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
@@ -69,15 +72,15 @@ def run_searches(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[str, Assignment]:
-    """The assignment that the search finds for every group, by the group's name.
+    """Return the assignment that the search finds for every group, by the group's name.
 
-    It depends neither on `jobs`, the searches that run at once on a rank, nor on how many ranks share them out;
-    searches that take the most bytes begin first.
+    The result depends neither on `jobs`, the number of searches that run at once on a rank, nor on the number of ranks.
+    The searches that take the most bytes start first.
 
-    splits: groups whose operands are held together; a split begins when the one before it is done. known: assignments
+    splits: groups whose operands are held together; a split starts when the one before it is done. known: assignments
     that need no search. bytes_of: the bytes of `memory` that each search takes, by the group's name. partial: a file
-    from which finished searches are read, and to which those of this rank are added. progress: called with (done on all
-    ranks, total, the name of a group that is waited for). Raises ValueError for less than one job.
+    from which finished searches are read, and to which those of this rank are added. progress: called with (number of
+    groups done on all ranks, total, name of an unfinished group). Raises ValueError if jobs is less than 1.
     """
     if jobs < 1:
         raise ValueError(f"jobs = {jobs} is not a whole number of at least 1")

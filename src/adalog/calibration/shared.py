@@ -1,4 +1,4 @@
-"""The data that some searches need besides the operands, computed once and shared by all sites."""
+"""Compute the data that some searches need in addition to the operands, once for all sites."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ from adalog.search import SEARCHES
 
 
 class Shared:
-    """The optional fields of `Product` that a search asks for (`SearchModule.needs`), for any site.
+    """The optional fields of `Product` that a search needs (`SearchModule.needs`), for any site.
 
-    - "ordered": the operands once everything before their site is quantized, found by one forward under the choices.
-    - "weights": squared gradients of the loss with respect to every site's output, found by backward passes.
-    - "row_splits": which rows of a linear's weight share a scale.
+    - "ordered": the operands after everything before their site is quantized, from one forward under the choices.
+    - "weights": squared gradients of the loss with respect to every site's output, from backward passes.
+    - "row_splits": the rows of a linear's weight that share a scale.
 
-    All of them are held whole, on top of the memory of `Observed`. unfolded: says why choices leave the norm of a pair
-    as it is.
+    All fields are held whole, in addition to the memory of `Observed`. unfolded: returns the reason why a pair's norm
+    is not folded.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Shared:
         self._probe: Tensor | None = None
 
     def probe(self, gradient: Tensor) -> None:
-        """Weight errors by this gradient of a loss with respect to the model's only output, in place of random ones."""
+        """Weight errors by this gradient of a loss with respect to the model's only output, not by random ones."""
         self._probe = gradient
         self._found.clear()
 
     def probes(self) -> list[tuple[str, Tensor]]:
-        """The gradient that was given to `probe`, for a fingerprint; empty where there is none."""
+        """Return the gradient that `probe` was called with, for a fingerprint; empty if there is none."""
         return [] if self._probe is None else [("probe", self._probe)]
 
     def prepare(self, config: Config) -> None:
-        """Compute all that the searches of a configuration share, before they run side by side."""
+        """Compute everything that the searches of a configuration share, before they run in parallel."""
         self.ordered(config)
         needs = SEARCHES[type(config.search)].needs(config.search)
         if "weights" in needs:
@@ -64,9 +64,9 @@ class Shared:
             self._all_row_splits()
 
     def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
-        """The fields "weights" and "row_splits" of a group's product, if its search needs them.
+        """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
 
-        names: of the values that the group's search reads.
+        names: the names of the values that the group's search reads.
         """
         needs, found = SEARCHES[type(config.search)].needs(config.search), dict[str, Any]()
         if "weights" in needs:
@@ -82,20 +82,20 @@ class Shared:
         return found
 
     def order(self, config: Config) -> Config | None:
-        """Cache key: the config if sites are calibrated in sequence, else None."""
+        """Return a cache key: the config if sites are calibrated in sequence, else None."""
         return config if "ordered" in SEARCHES[type(config.search)].needs(config.search) else None
 
     def ordered(self, config: Config) -> Mapping[str, Tensor] | None:
-        """The operands by name if sites are calibrated in sequence under these choices, else None."""
+        """Return the operands by name if sites are calibrated in sequence under these choices, else None."""
         if self.order(config) is None:
             return None
-        if self._in_order is None or self._in_order[0] != config:  # those of one configuration are held at a time
+        if self._in_order is None or self._in_order[0] != config:  # held for one configuration at a time
             made = observe_in_order(self._program, self._images, self._groups, config, self._unfolded)
             self._in_order = config, made
         return self._in_order[1]
 
     def squared_gradients(self, probes: int, *, noise: bool = False) -> dict[str, Tensor]:
-        """The squared gradients of the loss with respect to the output of every site and block, by output."""
+        """Return squared gradients of the loss with respect to each site's and block's output, by output name."""
         key = ("gradients", probes, noise)
         if key not in self._found:
             generator = torch.Generator().manual_seed(self._seed)
@@ -119,7 +119,10 @@ class Shared:
         return found
 
     def _row_splits(self, group: SiteGroup) -> Tensor | None:
-        """Which rows of the group's weight share a scale, (O,); None where each has its own."""
+        """Return the split of each row of the group's weight, (O,); the rows of one split share a scale.
+
+        None means that each row has its own scale.
+        """
         if group.first.role != "linear":
             return None
         splits, count = [], 0

@@ -1,4 +1,4 @@
-"""What follows the search: stages that change its result, one after another, as `Config.stages` lists them."""
+"""Run the stages that change the result of the search, one after another, in the order of `Config.stages`."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,15 +21,16 @@ from adalog.graph.rewrite import Assigned, SiteGroup
 from adalog.quantizers import Assignment
 from adalog.ranks import ALONE, Ranks
 
-Judge = Callable[[SiteGroup, Assignment], Assignment]  # an assignment with the SQNR that it has
+Judge = Callable[[SiteGroup, Assignment], Assignment]  # measures the SQNR of an assignment
 
 
 def check_images(config: Config, unlabelled: Sequence[Tensor]) -> None:
-    """Raise CalibrationError where there are fewer images than the stages fit."""
+    """Raise CalibrationError if there are fewer images than the stages fit."""
     wanted, found = config.images_fitted, len(unlabelled[0])
     if found < wanted:
         raise CalibrationError(
-            f"the stages fit {wanted} images, got {found}: give more, or fit fewer, as Config.fitting({found}) does"
+            f"the stages fit {wanted} images, got {found}: give more, or fit fewer with "
+            f"Config.with_fitted_images({found})"
         )
 
 
@@ -48,11 +49,12 @@ def staged(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[tuple[SiteGroup, Assignment]]:
-    """The assignments after all of these stages. images: those that calibrate. unlabelled: those that may be fitted.
+    """Return the assignments after all of these stages.
 
-    partial: what stages that fit images have done so far is read from it, and written to it. ranks: they share out the
-    steps of a reconstruction. The first one does all other stages for all, since each step of a stage begins with what
-    the steps before it gave, and sums of parts of the images would have other last bits than the sum of all.
+    images: the calibration images. unlabelled: the images that stages may fit. partial: finished parts of stages that
+    fit images are read from it, and new ones are added. ranks: they share the steps of a reconstruction. The first rank
+    runs all other stages for all ranks, because each step of a stage starts from the results of the steps before it,
+    and adding up sums over parts of the images would change their last bits.
     """
 
     def changed_by(stage: Stage, assigned: Assigned) -> Assigned:

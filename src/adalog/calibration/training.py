@@ -1,8 +1,8 @@
-"""What is trained of the assignments of a block: codes, scales, zero points and biases.
+"""Train the codes, scales, zero points and biases in the assignments of a block.
 
-A weight's codes are either the float ones rounded up or down (AdaRound, Nagel et al., ICML 2020) or latent values that
-are rounded straight through. Scales, of weights with latent codes and of activations, are trained as in LSQ (Esser et
-al., ICLR 2020), through their logarithm, so that they stay positive.
+A weight's codes are either the float values rounded up or down (AdaRound, Nagel et al., ICML 2020) or latent values
+that are rounded with a straight-through gradient. The scales of activations, and of weights with latent codes, are
+trained as in LSQ (Esser et al., ICLR 2020). Their logarithm is trained, so that they stay positive.
 """
 
 from collections.abc import Callable
@@ -18,35 +18,35 @@ from adalog.graph.program import Node, Program
 from adalog.graph.rewrite import SiteGroup, absorbs_offset
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
 
-# AdaRound's rectified sigmoid reaches beyond 0 and 1 by this much.
+# The sigmoid that AdaRound clips reaches beyond 0 and 1 by this much.
 _STRETCH = 0.1
-# Latent values begin at most this far from the middle of their codes' bins. Codes that a correction chose are often not
-# the nearest to the float weight; at the edge of their bins the first steps would undo the correction.
+# Latent values start at most this far from the middle of their codes' bins. Codes that a correction chose are often not
+# the nearest to the float weight. If they started at the edge of their bins, the first steps would undo the correction.
 _NEAR = 0.25
 
 
 def rectified_sigmoid(v: Tensor) -> Tensor:
-    """AdaRound's h(V), from 0 to 1: a sigmoid stretched by 0.1 to either side and clipped (Eq. 23 there)."""
+    """Return AdaRound's h(V), from 0 to 1: a sigmoid stretched by 0.1 on each side and clipped (its Eq. 23)."""
     return (v.sigmoid() * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
 
 
 def rounding_regulariser(h: Tensor, exponent: float) -> Tensor:
-    """AdaRound's 1 - |2 h - 1|^exponent, which is 0 where h is 0 or 1 (Eq. 24 there)."""
+    """Return AdaRound's 1 - |2 h - 1|^exponent, which is 0 if h is 0 or 1 (its Eq. 24)."""
     return 1 - (2 * h - 1).abs().pow(exponent)
 
 
 class Rounding:
-    """A weight's codes as something to train: latent values in units of codes.
+    """The trainable codes of a weight: latent values in units of codes.
 
-    They begin in the bins of the codes that the weight has, as near to the float weight as these allow; those that are
-    rounded straight through begin away from the edges of the bins.
+    They start in the bins of the weight's codes, as near to the float weight as the bins allow. Latent values with a
+    straight-through gradient start away from the edges of the bins.
     """
 
     def __init__(self, stored: QuantizedTensor, weight: Tensor, choices: Reconstruction):
         quantizer, codes = stored.quantizer, stored.codes.to(weight.dtype)
         self._top = quantizer.code_count - 1
         self._quantizer = quantizer
-        # Codes are whole steps of the scale apart, so a constant leads from a code to its integer.
+        # Codes are whole steps of the scale apart, so a code and its integer differ by a constant.
         place = weight.reshape(codes.shape) / quantizer.scale + (codes - quantizer.integer(stored.codes))
         self._up_or_down = choices.weights == "adaround"
         inside = 0.5 - 2**-10 if self._up_or_down else _NEAR
@@ -61,14 +61,14 @@ class Rounding:
             self.log_scale = torch.zeros_like(quantizer.scale).requires_grad_()
 
     def soft(self) -> QuantizedTensor:
-        """The weight to train with: its codes are not whole numbers where they are rounded up or down."""
+        """Return the weight for training; with AdaRound, its codes are not whole numbers."""
         if self.log_scale is None:
             return QuantizedTensor(self._floor + rectified_sigmoid(self.latent), self._quantizer)
         return QuantizedTensor(round_ste(self.latent), self._scaled())
 
     @torch.no_grad()
     def hard(self) -> QuantizedTensor:
-        """The weight as it is stored."""
+        """Return the weight as it is stored."""
         if self.log_scale is None:
             return QuantizedTensor((self._floor + (self.latent > 0)).to(torch.uint8), self._quantizer)
         return QuantizedTensor(self.latent.round().to(torch.uint8), self._scaled())
@@ -78,18 +78,18 @@ class Rounding:
         return self._quantizer.scaled(self.log_scale.exp())
 
     def regulariser(self, exponent: float) -> Tensor:
-        """The mean of AdaRound's regulariser over the values."""
+        """Return the mean of AdaRound's regulariser over the values."""
         return rounding_regulariser(rectified_sigmoid(self.latent), exponent).mean()
 
     @torch.no_grad()
     def confine(self) -> None:
-        """Keep latent codes among the codes, since no gradient brings back those that leave."""
+        """Clamp latent values to the range of codes; no gradient would bring back values that leave it."""
         if self.log_scale is not None:
             self.latent.clamp_(0, self._top)
 
 
 class _Levels:
-    """The scale of an activation's quantizer, and the zero point of a uniform one, as something to train."""
+    """The trainable scale of an activation's quantizer, and the trainable zero point of a uniform one."""
 
     def __init__(self, quantizer: Quantizer):
         self._quantizer = quantizer
@@ -110,19 +110,22 @@ class _Levels:
 
     @torch.no_grad()
     def confine(self) -> None:
-        """Keep a zero point among the codes, since no gradient brings back one that leaves."""
+        """Clamp the zero point to the range of codes; no gradient would bring it back."""
         if self.moved is not None and isinstance(self._quantizer, UniformQuantizer):
             zero_point = self._quantizer.zero_point
             self.moved.copy_((zero_point + self.moved).clamp_(0, 2**self._quantizer.bits - 1) - zero_point)
 
 
 class GroupInTraining:
-    """A group of sites, with the parts of its assignment that are trained."""
+    """A group of sites with the trainable parts of its assignment."""
 
     def __init__(
         self, group: SiteGroup, start: Assignment, program: Program, quantized: Program, choices: Reconstruction
     ):
-        """quantized: the program rewritten, which holds the biases that the sites have in it."""
+        """Create the trainable parts.
+
+        quantized: the rewritten program, which holds the biases of the quantized sites.
+        """
         self.group, self._start = group, start
         self._left = _Levels(start.left) if choices.scales and start.left is not None else None
         self._right: _Levels | Rounding | None = None
@@ -150,7 +153,7 @@ class GroupInTraining:
             self._bias = torch.zeros_like(self._unit).requires_grad_()
 
     def trained(self) -> dict[str, list[Tensor]]:
-        """The tensors to train, by the kind that decides their learning rate."""
+        """Return the tensors to train, by the kind that determines their learning rate."""
         found: dict[str, list[Tensor]] = {"codes": [], "scales": [], "biases": []}
         for side in (self._left, self._right):
             if isinstance(side, Rounding):
@@ -163,12 +166,12 @@ class GroupInTraining:
         return found
 
     def soft(self) -> Assignment:
-        """The assignment to train with."""
+        """Return the assignment for training."""
         return self._with(lambda side: side.soft())
 
     @torch.no_grad()
     def hard(self) -> Assignment:
-        """The assignment as it is stored."""
+        """Return the assignment as it is stored."""
         return self._with(lambda side: side.hard())
 
     def _with(self, made: Callable[[Any], Any]) -> Assignment:
@@ -178,7 +181,7 @@ class GroupInTraining:
         if self._now is None:
             return found
         bias = self._now if self._bias is None else self._now + self._bias * self._unit
-        if self._offset:  # the bias follows the weight that meets the lifted input, as in Eq. 15
+        if self._offset:  # update the absorbed offset for the trained weight (Eq. 15)
             assert isinstance(right, QuantizedTensor)
             bias = bias - self._offset * (right.dequantize().reshape(len(bias), -1).sum(1) - self._sums)
         return replace(found, bias=bias)
@@ -193,7 +196,7 @@ class GroupInTraining:
 
 
 def _bias_of(node: Node, program: Program) -> Tensor:
-    """The bias of a linear or convolution: (O,), zeros where it has none."""
+    """Return the bias of a linear or convolution, (O,); zeros if it has none."""
     bias = node.args[2] if len(node.args) > 2 else None
     weight = program.tensors[node.args[1].name]
     return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name]

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Each command is a module with one function, `command`."""
+"""The command line interface: one module per command, each with a function `command`."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -28,7 +28,7 @@ from adalog.cli import (
 )
 from adalog.cli.console import Commands, Session, run
 
-# In the order in which `adalog --help` lists them.
+# `adalog --help` lists the commands in this order.
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.command,
     "quantize": quantize.command,
@@ -50,7 +50,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "cost": cost.command,
 }
 
-SHARED = ("quantize", "evaluate", "sensitivity", "pareto", "tables")  # those that several processes share
+# Commands that torchrun may run as several processes.
+SHARED = ("quantize", "evaluate", "sensitivity", "pareto", "tables")
 
 app = typer.Typer(
     cls=Commands,
@@ -66,12 +67,12 @@ for _name, _command in COMMANDS.items():
 @app.callback()
 def _before_the_command(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")] = False,
 ) -> None:
     context.ensure_object(Session).debug = debug
 
 
 def main() -> None:
-    """Run `adalog`. Exit codes: 0 done, 1 failed, 2 bad input."""
-    torch.set_num_threads(1)  # sites and batches run side by side instead: that scales better, and no thread spins
+    """Run the `adalog` command. The exit code is 0 for success, 1 for failure and 2 for bad input."""
+    torch.set_num_threads(1)  # adalog runs sites and batches in parallel instead, which scales better
     run(app, SHARED)

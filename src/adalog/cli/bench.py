@@ -1,4 +1,4 @@
-"""`adalog bench`: how long an artifact takes."""
+"""`adalog bench`: time an artifact with each executor."""
 
 import hashlib
 from pathlib import Path
@@ -21,50 +21,60 @@ from adalog.study.trace import trace
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    file: Annotated[Path, typer.Argument(help="Artifact to time, written by `adalog quantize`.")],
     executor: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join((FAKE, *EXECUTORS))}; may be repeated. Without it, all that are fast here."
+            help=f"Executor to time: {', '.join((FAKE, *EXECUTORS))} (fake: fake quantization in float). Repeat the "
+            "option for several. Default: all that run on this machine, except reference."
         ),
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Images per batch; may be repeated. Without it, 1.")
+        list[int] | None,
+        typer.Option(min=1, help="Number of images per batch. Repeat the option for several sizes. Default: 1."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"Full-precision model to time as well: {zoo.KINDS}.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"Also time this full-precision model: {zoo.KINDS}.")] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
-    threads: Annotated[int, typer.Option(min=0, help="Number of CPU threads per run; 0 means one per core.")] = 1,
+    threads: Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")] = 1,
     seconds: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds to spend on each executor and batch; five runs at least.")
+        float,
+        typer.Option(
+            min=0, max=3600, help="Seconds to spend on each executor and batch size. Each runs at least five times."
+        ),
     ] = 3,
     trace_out: Annotated[
         Path | None,
         typer.Option(
-            "--trace", help="Write the calls of 'native' on one thread, beside this processor's roofs, as JSON."
+            "--trace",
+            help="Also time each kernel call of the executor native on one thread, compare it with the limits of this "
+            "processor, and write the result to this JSON file.",
         ),
     ] = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time an artifact by each executor, in turn, on random images: medians, bytes of weights, time to load."""
+    """Time an artifact with each executor on random images.
+
+    The table lists the median time per batch, the images per second, the size of the weights and the time to load.
+    """
     check_outputs(json_out, trace_out, reads=(file, source_of(model), checkpoint))
     if model is None and (checkpoint is not None or no_pretrained):
-        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+        raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     here, missing = executors_here()
     wanted = list(dict.fromkeys(executor)) if executor else here
     odd = [name for name in wanted if name not in (FAKE, *EXECUTORS)]
     if odd:
-        raise ValueError(f"executor = {odd[0]!r} is none of {', '.join((FAKE, *EXECUTORS))}")
-    quantized = adalog.load(file)  # refuses a file that is no artifact, before the full-precision model is loaded
+        raise ValueError(f"--executor {odd[0]!r} is not one of {', '.join((FAKE, *EXECUTORS))}")
+    quantized = adalog.load(file)  # refuses a wrong file before the full-precision model is loaded
     full = None if model is None else load_model(model, no_pretrained, checkpoint).module
     count = thread_count(threads)
     torch.set_num_threads(count)
     if trace_out is not None:
-        with waiting(f"trace {file}"), naming_file(file):
+        with waiting(f"tracing {file}"), naming_file(file):
             roofs = roof.measure()
             traces = [trace(quantized, each, roofs, seconds) for each in sorted(set(batch or [1]))]
         emit_json({"file": str(file), "roofs": roofs.json(), "traces": traces}, str(trace_out))
-    with waiting(f"time {file}"), naming_file(file, "cannot be timed"):
+    with waiting(f"timing {file}"), naming_file(file, "cannot be timed"):
         rows = bench(
             lambda: adalog.load(file), wanted, sorted(set(batch or [1])), threads=count, seconds=seconds, full=full
         )

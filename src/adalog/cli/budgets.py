@@ -1,4 +1,4 @@
-"""What the commands that choose widths share: a calibrated model, and what each of its operands costs."""
+"""Shared steps of the commands that choose bits: calibrate a model and measure the sensitivity of its operands."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from adalog import Calibration, Config, DataError, QuantizedModel
+from adalog._quantize import sample_images
 from adalog.calibration.operands import OperandKind
 from adalog.cli.console import note, progress_bar, quiet, site_progress
 from adalog.cli.options import Setup, read_count, read_size
@@ -17,7 +18,6 @@ from adalog.cli.targets import find_judging, load_model
 from adalog.graph.tracing import trace
 from adalog.inputs import zoo
 from adalog.inputs.images import ImageSet
-from adalog.quantize import sample_images
 from adalog.quantizers import FLOAT_BITS
 from adalog.study import sensitivity
 from adalog.study.budget import Budget, Chosen, quantize_within
@@ -27,7 +27,7 @@ from adalog.study.sensitivity import Measure, Sensitivity
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its calibration, and normalised images that judge and did not calibrate."""
+    """A model with its calibration, and held-out normalised images to evaluate it on."""
 
     loaded: zoo.LoadedModel
     calibration: Calibration
@@ -35,22 +35,22 @@ class Subject:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the provenance of its artifacts says besides."""
+        """Fields to add to the provenance of the artifacts."""
         return {"preprocessing": dataclasses.asdict(self.loaded.prepared)}
 
 
 def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Setup) -> Subject:
-    """The model of that name, calibrated on the images that `adalog quantize` would take, with others that judge."""
+    """Load a model, calibrate it on the images that `adalog quantize` would use, and add `judged` held-out images."""
     if not zoo.is_model(spec):
-        raise DataError(f"model {spec!r} is none of {zoo.KINDS}")
-    given = find_judging(spec, data, config.images_wanted, judged, setup.seed)
+        raise DataError(f"unknown model {spec!r}: give {zoo.KINDS}")
+    given = find_judging(spec, data, config.images_needed, judged, setup.seed)
     loaded = load_model(spec, setup.no_pretrained, setup.checkpoint)
     drawn, judging = (
         (each.load(loaded.prepared, jobs=setup.jobs) if isinstance(each, ImageSet) else each).to(setup.device)
         for each in given
     )
-    # Images of a folder are put in the order in which `adalog quantize` draws them from those that it has read.
-    whole = sample_images(drawn, config.images_wanted, setup.seed) if isinstance(given[0], ImageSet) else drawn
+    # `adalog quantize` samples the images of a folder again after loading them. This repeats its order.
+    whole = sample_images(drawn, config.images_needed, setup.seed) if isinstance(given[0], ImageSet) else drawn
     assert isinstance(whole, Tensor)
     calibration = Calibration(
         loaded.module.to(setup.device),
@@ -64,9 +64,11 @@ def subject(spec: str, data: Path | None, config: Config, judged: int, setup: Se
 
 
 def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl: float | None) -> Budget | None:
-    """The budget that the options name; None where they name none."""
+    """Return the budget that the options set, or None if they set no limit."""
     if bops is not None and fixops is not None:
-        raise ValueError("--target-bops and --target-fixops are one limit: give one of them (a FixOP is 64 BOPs)")
+        raise ValueError(
+            "--target-bops and --target-fixops set the same limit: give only one of them (1 FixOP = 64 BOPs)"
+        )
     limit = None if bops is None else read_count(bops, "--target-bops")
     limit = limit if fixops is None else BOPS_PER_FIXOP * read_count(fixops, "--target-fixops")
     if budget is None and limit is None and max_kl is None:
@@ -77,8 +79,8 @@ def read_budget(budget: str | None, bops: str | None, fixops: str | None, max_kl
 def measured(
     about: Subject, config: Config, widths: Sequence[int], progress: Progress, setup: Setup, partial: Path
 ) -> Sensitivity:
-    """What each operand of the model costs at each width."""
-    watch = site_progress(progress, progress.add_task("sensitivity", total=1), "alone:")
+    """Measure the sensitivity of each operand of the model at each width."""
+    watch = site_progress(progress, progress.add_task("measuring sensitivity", total=1), "measuring")
     return sensitivity.sensitivity(
         about.calibration,
         config,
@@ -102,7 +104,10 @@ def quantize(
     setup: Setup,
     partial: Path,
 ) -> tuple[QuantizedModel, dict[str, Any]]:
-    """The model of that name within a budget, and its plan as JSON. known: a file of what its operands cost."""
+    """Quantize the model within a budget; return it with its plan as JSON.
+
+    known: a file written by `adalog sensitivity`; None to measure the sensitivity first.
+    """
     found = None if known is None else sensitivity.read(known)
     if found is not None and budget.loss is not None:
         _check_kl(found.measure)
@@ -116,7 +121,7 @@ def quantize(
             given = {getattr(config, f"{kind}_bits") for kind in get_args(OperandKind)} - {FLOAT_BITS}
             alone = partial.with_name(f"{partial.name}.alone")
             found = measured(about, config, sorted({*sensitivity.WIDTHS, *given}), progress, setup, alone)
-        watch = site_progress(progress, progress.add_task("calibrate", total=1), config.bits)
+        watch = site_progress(progress, progress.add_task("calibrating", total=1), config.bits)
         chosen = quantize_within(
             about.calibration,
             config,
@@ -136,13 +141,13 @@ def quantize(
 
 def _check_kl(measure: Measure) -> None:
     if measure != "kl":
-        raise DataError("--max-kl is of a classifier, and the model has no logits: give --budget or --target-bops")
+        raise DataError("--max-kl needs a model that outputs logits: use --budget or --target-bops for this model")
 
 
 def told_of(chosen: Chosen, found: Sensitivity) -> str:
-    """A line about a plan."""
+    """Describe a plan in one line of text."""
     loss = "KL divergence" if found.measure == "kl" else found.measure
     return (
-        f"widths chosen by {found.images} images: {chosen.bytes:,} bytes, {chosen.bops:,} BOPs an image; the {loss} is "
-        f"foretold as {chosen.plan.totals.loss:.4g}"
+        f"bits chosen on {found.images} images: {chosen.bytes:,} bytes, {chosen.bops:,} BOPs per image, "
+        f"predicted {loss} {chosen.plan.totals.loss:.4g}"
     )

@@ -1,4 +1,4 @@
-"""`adalog certify`: whether an exported file computes what its artifact does."""
+"""`adalog certify`: check that an exported file computes the same as its artifact."""
 
 import hashlib
 from collections.abc import Iterator
@@ -21,19 +21,33 @@ _BATCH = 20
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
-    exported: Annotated[Path, typer.Argument(metavar="{model.onnx}", help="What `adalog export` made of it.")],
-    data: Annotated[Path | None, typer.Option(help="Folder of images. Without it, the bundled ones.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Number of images; without it, all of them.")] = None,
-    engine: Annotated[str, typer.Option(help=f"One of {', '.join(export.ENGINES)}.")] = "onnxruntime",
-    executor: Annotated[str, typer.Option(help=f"What runs the artifact: one of {', '.join(EXECUTORS)}.")] = "torch",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the page to this file as well.")] = None,
+    file: Annotated[Path, typer.Argument(help="Artifact written by `adalog quantize`.")],
+    exported: Annotated[
+        Path, typer.Argument(metavar="{model.onnx}", help="ONNX file that `adalog export` wrote for the artifact.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of images to compare on. Default: the bundled images.")
+    ] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Number of images. Default: all.")] = None,
+    engine: Annotated[
+        str, typer.Option(help=f"Engine that runs the ONNX file: {', '.join(export.ENGINES)}.")
+    ] = "onnxruntime",
+    executor: Annotated[str, typer.Option(help=f"Executor that runs the artifact: {', '.join(EXECUTORS)}.")] = "torch",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write the certificate to this text file.")
+    ] = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Compare an export with its artifact, site by site and answer by answer; the exit code is 1 if it fails."""
+    """Compare an exported file with its artifact, site by site and output by output.
+
+    The result is a certificate.
+    The exit code is 1 if the two differ by more than rounding explains.
+    """
     check_outputs(out, json_out, reads=(file, exported, data))
     if engine not in export.ENGINES or executor not in EXECUTORS:
-        raise ValueError(f"engine = {engine!r} or executor = {executor!r} is none of those that `--help` lists")
+        raise ValueError(
+            f"--engine {engine!r} or --executor {executor!r} is unknown: `adalog certify --help` lists the names"
+        )
     content, other = artifact.read(file), artifact.read(exported)
     quantized = adalog.QuantizedModel(artifact.deserialise(content, str(file)))
     if data is None:

@@ -1,4 +1,4 @@
-"""What commands write: results on standard output or as JSON, the rest on standard error; and how a command ends."""
+"""Output and exit codes of the commands: results on standard output or as JSON, everything else on standard error."""
 
 import json
 import logging
@@ -28,28 +28,28 @@ from adalog.detection.detector import KINDS
 from adalog.errors import RankError, printable
 from adalog.ranks import ALONE, Ranks
 
-FAILED, BAD_INPUT = 1, 2  # exit codes; 0 is done
+FAILED, BAD_INPUT = 1, 2  # exit codes; 0 means success
 _errors = Console(stderr=True)
 _job = ContextVar("_job", default=ALONE)  # set while a command runs
 
 
 class Interrupted(Exception):
-    """Ctrl-C. It takes the place of KeyboardInterrupt, which typer would report in its own way."""
+    """Ctrl-C, in place of KeyboardInterrupt, which typer would report in its own way."""
 
 
 class OutputError(Exception):
-    """Standard output cannot be written."""
+    """The error if standard output cannot be written."""
 
 
 @dataclass
 class Session:
-    """The options that stand before the command. debug: show the traceback of an error."""
+    """Options before the command name. debug: show the traceback of an error."""
 
     debug: bool = False
 
 
 class Commands(TyperGroup):
-    """A group of commands that leaves Ctrl-C to `run`."""
+    """A group of commands that lets `run` handle Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -59,15 +59,15 @@ class Commands(TyperGroup):
 
 
 def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
-    """Run the command line `app` and turn an error into one line on standard error and an exit code.
+    """Run the command line `app`; turn an error into one line on standard error and an exit code.
 
-    shared: the commands that several processes share. Others are refused before a process waits for the rest.
+    shared: commands that may run as several processes. Other commands fail before a process waits for the rest.
     """
     if sys.stdout is None:
-        _complain("failed", "standard output cannot be written: it is closed")
+        _complain("failed", "cannot write to standard output: it is closed")
         sys.exit(FAILED)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be valid text
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may be invalid text
     session, ranks, terminal = Session(), ALONE, sys.stderr
     try:
         ranks = _ranks(shared)
@@ -80,17 +80,17 @@ def run(app: Callable[..., Any], shared: Sequence[str]) -> None:
 
 
 def _ranks(shared: Sequence[str]) -> Ranks:
-    """The processes that do this command together. ValueError where it is none of the shared ones."""
+    """Return the processes that run this command together; raise ValueError if it does not support several."""
     command, world = next((word for word in sys.argv[1:] if not word.startswith("-")), ""), Ranks.expected()
     if world == 1 or not command:
         return Ranks.of_environment() if command else ALONE
     if command not in shared:
         if os.environ.get("RANK", "0") != "0":
-            sys.exit(BAD_INPUT)  # the first process says why
+            sys.exit(BAD_INPUT)  # the first process reports the error
         raise ValueError(
-            f"{command} is the work of one process: start it without torchrun, which serves {', '.join(shared)}"
+            f"{command} runs as one process: start it without torchrun, which only supports {', '.join(shared)}"
         )
-    late = Timer(5.0, note, [f"waits for {world} processes, as WORLD_SIZE says"])
+    late = Timer(5.0, note, [f"waiting for {world} processes, the value of WORLD_SIZE"])
     late.daemon = True
     late.start()
     try:
@@ -101,7 +101,7 @@ def _ranks(shared: Sequence[str]) -> Ranks:
 
 @contextmanager
 def _among(ranks: Ranks) -> Iterator[None]:
-    """Let the block work for these ranks, and print nothing on any but the first."""
+    """Set the ranks of `job` while the context is open; silence all ranks but the first."""
     token = _job.set(ranks)
     try:
         with ExitStack() as silence:
@@ -115,11 +115,11 @@ def _among(ranks: Ranks) -> Iterator[None]:
 
 
 def _ended(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
-    """The exit code of `app` on all ranks, once it has ended on all of them."""
+    """Run `app` and return its exit code, which is the same on all ranks. Wait for all ranks to end."""
     code: Any = 0
     try:
         app(obj=session)
-    except SystemExit as end:  # typer has explained wrong arguments, which are the same on all ranks
+    except SystemExit as end:  # typer has explained the wrong arguments, which are the same on all ranks
         code = end.code or 0
     if code:
         return ranks.failed(lambda: int(code), alike=True)
@@ -128,12 +128,12 @@ def _ended(app: Callable[..., Any], session: Session, ranks: Ranks) -> int:
 
 
 def job() -> Ranks:
-    """The processes that share the work of this command; by default there is this one."""
+    """Return the processes that share the work of this command; by default, only this one."""
     return _job.get()
 
 
 def _explain(error: BaseException, debug: bool) -> int:
-    """Print the one line that says what went wrong, and return the exit code."""
+    """Print the error in one line and return the exit code."""
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         _errors.print("interrupted")
         return FAILED
@@ -146,7 +146,7 @@ def _explain(error: BaseException, debug: bool) -> int:
         _complain("error", str(error))
         return BAD_INPUT
     if isinstance(error, OutputError):
-        # Python flushes standard output when it ends, which would fail once more.
+        # Python flushes standard output at exit, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _complain("failed", str(error))
         return FAILED
@@ -159,7 +159,7 @@ def _complain(how: str, why: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on standard error: it is no part of the result."""
+    """Print a line that does not belong to the result on standard error."""
     _errors.print(escape(text), soft_wrap=True, highlight=False)
 
 
@@ -175,16 +175,16 @@ def say(*results: str | Table) -> None:
             Console().print(result)
         sys.stdout.flush()
     except OSError as cause:
-        raise OutputError(f"standard output cannot be written: {cause.strerror}") from cause
+        raise OutputError(f"cannot write to standard output: {cause.strerror}") from cause
 
 
 def _printable(text: str) -> str:
-    """The text without what a terminal obeys, which names of files may hold, but for tabs and ends of lines."""
+    """Replace control characters, which a file name may contain, by "?"; keep tabs and line breaks."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def emit_json(result: Any, target: str | None) -> None:
-    """Write a result as JSON to the file `target`, whole or not at all, or to standard output where it is '-'."""
+    """Write a result as JSON to the file `target`, or to standard output for '-'; do nothing for None."""
     if target is None:
         return
     text = json.dumps(result, indent=1)
@@ -195,7 +195,7 @@ def emit_json(result: Any, target: str | None) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, on the rank that writes."""
+    """Write a file, all or nothing, on the first rank only."""
     if job().first:
         files.write_whole(path, content)
 
@@ -203,8 +203,8 @@ def write_file(path: Path, content: bytes) -> None:
 def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] = ()) -> None:
     """Raise DataError if an output cannot be written, or is also an input (`reads`) or another output.
 
-    A folder that is an input keeps all files that it has, but for those of unfinished runs. Commands call this before
-    any long work. None and '-' stand for no file.
+    An output must not overwrite a file inside an input folder, except partial files of unfinished runs. Commands call
+    this before any long work. None and '-' mean no file.
     """
     used = {os.path.realpath(path) for path in reads if path is not None}
     folders = [Path(path) for path in used if Path(path).is_dir()]
@@ -212,50 +212,52 @@ def check_outputs(*paths: Path | str | None, reads: Sequence[Path | str | None] 
         if path is not None and path != "-":
             files.check_writable(Path(path))
             if os.path.realpath(path) in used:
-                raise DataError(f"{path} is an input, or an output of another kind: choose another file")
+                raise DataError(f"{path} is also an input or another output of this command: choose another file")
             real = Path(os.path.realpath(path))
             if (
                 real.is_file()
                 and real.suffix != ".partial"
                 and (within := next((each for each in folders if each in real.parents), None))
             ):
-                raise DataError(f"{path} is a file of the input {within}: choose another file, or remove it first")
+                raise DataError(
+                    f"{path} is a file of the input folder {within}: choose another file, or remove it first"
+                )
             used.add(os.path.realpath(path))
 
 
 def partial_of(out: Path) -> Path:
-    """Where a run keeps what it has finished. Raises DataError where `out` names no file."""
+    """Return the path of the partial file of a run. Raises DataError if `out` does not name a file."""
     if not out.name:
-        raise DataError(f"--out {str(out)!r} names no file: give a name for it")
+        raise DataError(f"--out {str(out)!r} does not name a file: give a file name")
     return out.with_name(f"{out.name}.partial")
 
 
 def check_unfinished(partial: Path, resume: bool) -> None:
-    """Raise DataError if an earlier run left finished parts in `partial` and this one does not go on from them.
+    """Raise DataError if an earlier run left partial results and this run does not resume from them.
 
-    A job that its launcher has started again goes on. Rank 0 asks for all: others may be late, and find its new file.
+    A job that its launcher has restarted always resumes. Only rank 0 looks: a late rank would find its new file.
     """
     left = job().by_first(lambda: list(map(str, _leftovers(partial))))
     if left and not resume and not job().restarts:
-        raise DataError(f"{left[0]} holds what an earlier run has finished: go on with --resume, or remove it")
+        raise DataError(f"{left[0]} holds results of an unfinished run: continue it with --resume, or remove the file")
 
 
 def remove_finished(partial: Path) -> None:
-    """Remove what a run kept of its finished parts, now that its result is written."""
-    job().meet()  # what is written is written, and the others have told all that they found
+    """Remove the partial files of a run after its result has been written."""
+    job().meet()  # wait until the result is written and all ranks have sent theirs
     for file in _leftovers(partial):
-        file.unlink(missing_ok=True)  # another rank may be quicker
+        file.unlink(missing_ok=True)  # another rank may have removed it
 
 
-# What runs add to the name of a partial file: an operand alone and at a width, points of a curve, choices within a
-# budget, a part of a detector, the rank of a process.
+# Suffixes that runs append to the name of a partial file: ".alone" and a width for a sensitivity, ".points" for a
+# curve, eight hex digits for a plan within a budget, the part of a detector, and the rank of a process.
 _LEFT = rf"(\.(alone|points|[2-8]|[0-9a-f]{{8}}|({'|'.join(KINDS)})(_\w+)?|rank\d+))*"
 
 
 def _leftovers(partial: Path) -> list[Path]:
-    """The files in which a run keeps what it has finished: `partial`, and those that begin with its name and a dot.
+    """Return the existing partial files of a run: `partial`, and those with the suffixes of `_LEFT`.
 
-    Only names that runs give are: others, such as that of a copy, are the user's own.
+    Files with other suffixes, such as a copy, belong to the user.
     """
     if not partial.parent.is_dir():
         return []
@@ -263,14 +265,14 @@ def _leftovers(partial: Path) -> list[Path]:
     return sorted(path for path in partial.parent.iterdir() if names.fullmatch(path.name) and path.is_file())
 
 
-# --- during the long part --------------------------------------------------------------------------------------------
+# --- progress --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what other packages and a user's own model print, log or warn of away from the terminal.
+    """Silence prints, logs and warnings of other packages and the user's model while the context is open.
 
-    Standard output may be JSON that a program reads. All settings are restored at the end of the block.
+    Standard output may be JSON that a program reads.
     """
     before = logging.root.manager.disable
     logging.disable()
@@ -284,14 +286,14 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show a spinner on the terminal, and be quiet."""
+    """Show a spinner with the text `what` while the context is open, and silence other output."""
     with Console(file=sys.stderr).status(escape(what)), quiet():
         yield
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a bar with the time that is left; show nothing if standard error is no terminal."""
+    """Show a progress bar with the remaining time; show nothing if standard error is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -305,7 +307,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def site_progress(progress: Progress, task: TaskID, name: str) -> Callable[[int, int, str], None]:
-    """A callback for `quantize` that shows on a bar how many sites or steps are done, and the name of the last one."""
+    """Return a callback that shows the number of finished sites or steps on a bar, with the name of the last one."""
 
     def update(done: int, total: int, site: str) -> None:
         progress.update(task, completed=done, total=total, description=f"{name} {site}")
@@ -314,7 +316,7 @@ def site_progress(progress: Progress, task: TaskID, name: str) -> Callable[[int,
 
 
 def image_progress(progress: Progress) -> Callable[[int], None]:
-    """A callback for one run over images, which adds the images done to what the only bar shows already."""
+    """Return a callback for one run over images; it adds the images of this run to the count on the only bar."""
     (bar,) = progress.tasks
     before = bar.completed
     return lambda done: progress.update(bar.id, completed=before + done)

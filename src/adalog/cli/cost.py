@@ -1,4 +1,4 @@
-"""`adalog cost`: what one image costs."""
+"""`adalog cost`: count the operations and bytes that one image takes."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -16,16 +16,22 @@ from adalog.study.cost import cost
 
 
 def command(
-    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
+    target: Annotated[
+        str, typer.Argument(help=f"Artifact written by `adalog quantize`, or full-precision model: {zoo.KINDS}.")
+    ],
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
-    """Count what one image costs, per operation: multiplications, FixOPs, BOPs and bytes."""
+    """Count the multiplications, FixOPs, BOPs and bytes that one image takes.
+
+    A BOP is a product of two bits.
+    A FixOP is a product of two 8-bit numbers, which counts as 64 BOPs.
+    """
     check_outputs(json_out, reads=(source_of(target), checkpoint))
     if zoo.is_model(target):
         loaded = load_model(target, no_pretrained, checkpoint)
-        with waiting(f"capture {target}"):
+        with waiting(f"capturing {target}"):
             program, images = zoo.captured(loaded)
         inputs: Sequence[Tensor] = [images]
     else:

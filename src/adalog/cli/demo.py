@@ -1,4 +1,4 @@
-"""`adalog demo`: a bundled model, quantized and judged."""
+"""`adalog demo`: quantize a bundled model and evaluate the results."""
 
 import dataclasses
 import time
@@ -12,13 +12,13 @@ from rich.table import Table
 from torch import nn
 
 from adalog import Calibration, Config, artifact, files
+from adalog._quantize import sample_images
 from adalog.cli import detectors, views
 from adalog.cli.console import check_outputs, emit_json, note, progress_bar, say, site_progress
 from adalog.cli.options import JsonOption, SeedOption, ThreadsOption, thread_count
 from adalog.errors import printable
 from adalog.inputs import demo, zoo
 from adalog.model import quickest
-from adalog.quantize import sample_images
 from adalog.quantized import QuantizedProgram
 from adalog.report import examine, report
 from adalog.study.drawing import rendered
@@ -27,34 +27,43 @@ from adalog.study.figures import CAPTIONS, LEVEL_METHODS
 from adalog.study.levels import histogram_panels, level_figure
 
 METHODS = (*LEVEL_METHODS, "adalog+")
-# What is compared unless methods are named: quantizers at 4 bits, and below what a correction gives back.
+# Defaults of --bits and --methods: quantizers at 4 bits; at fewer bits, the search without and with a correction.
 PLAN = {"w4a4": LEVEL_METHODS, "w3a3": ("adalog", "adalog+"), "w2a2": ("adalog", "adalog+")}
-# The same for the bundled detector.
+# Defaults for the bundled detector.
 DETECTOR_BITS, DETECTOR_METHODS = ("w6a6", "w4a4"), ("adalog", "repq-vit", "uniform", "minmax")
-_PAGE_IMAGES = 16  # for the histograms of the report
+_PAGE_IMAGES = 16  # images for the histograms of the report
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("adalog-demo"),
+    out: Annotated[Path, typer.Option(help="Folder to write artifacts, a figure and a report to.")] = Path(
+        "adalog-demo"
+    ),
     detector: Annotated[
-        bool, typer.Option("--detector", help="Quantize the bundled detector instead, and judge it by COCO's AP.")
+        bool,
+        typer.Option("--detector", help="Use the bundled detector instead, evaluated by COCO average precision (AP)."),
     ] = False,
     bits: Annotated[
         str | None,
-        typer.Option(help=f"Bits to quantize to, comma-separated, the most bits first. Default: {','.join(PLAN)}."),
+        typer.Option(
+            help=f"Bits of weights and activations, comma-separated. Default: {','.join(PLAN)}, or with --detector "
+            f"{','.join(DETECTOR_BITS)}."
+        ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help=f"Methods to compare, comma-separated, of {', '.join(METHODS)}. Default: some, by bits."),
+        typer.Option(
+            help=f"Methods to compare, comma-separated: {', '.join(METHODS)}. Default: a selection that depends on the "
+            "bits."
+        ),
     ] = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Quantize the bundled ViT with AdaLog and its rivals, and judge each result on 2,000 real images.
+    """Quantize the bundled ViT with AdaLog and other methods, and evaluate each result on 2,000 real images.
 
-    A result runs in integers where the compiled kernels take it, else by fake quantization. With --detector, quantize
-    the bundled detector, and judge each result on 300 drawn scenes.
+    A result runs in integers if the compiled kernels support it, otherwise by fake quantization.
+    With --detector, the command quantizes the bundled detector and evaluates each result on 300 synthetic scenes.
     """
     jobs = thread_count(threads)
     if detector:
@@ -73,7 +82,7 @@ def command(
     kept: list[tuple[Path, QuantizedProgram, str | None, Score]] = []
     table = _empty_table()
     with progress_bar() as progress:
-        overall = progress.add_task("all", total=len(plans) + 1)
+        overall = progress.add_task("overall", total=len(plans) + 1)
         current = progress.add_task("full precision", total=1)
         reference = predict(model, images, jobs=jobs)
         fp32 = score(reference, labels)
@@ -116,7 +125,7 @@ def command(
                 style="bold" if (method, config) in artifacts else None,
             )
             progress.advance(overall)
-        progress.update(current, description="figure")
+        progress.update(current, description="drawing the figure")
         files.write_whole(out / "levels.png", _levels(calibration, plans))
         if kept:
             files.write_whole(page, _page(*kept[-1], fp32))
@@ -124,14 +133,14 @@ def command(
         say(table)
         note(printable(f"wrote {', '.join(map(str, written))}"))
         if kept:
-            note(printable(f"{page} shows what {kept[-1][0].name} holds: open it in a browser"))
+            note(printable(f"open {page} in a browser for a report on {kept[-1][0].name}"))
     emit_json({"fp32": {"top1": _value(fp32.top1)}, "rows": rows, "seed": seed}, json_out)
 
 
 def _empty_table() -> Table:
     table = Table(
-        title="A ViT trained on CIFAR-10, on 2,000 of its test images",
-        caption="A site that several methods treat alike is searched once: its time counts in the first of their rows.",
+        title="The bundled ViT, trained on CIFAR-10 and evaluated on 2,000 of its test images",
+        caption="If several methods quantize a site alike, it is searched once, and its time counts in the first row.",
     )
     for column in ("bits", "method"):
         table.add_column(column)
@@ -141,32 +150,32 @@ def _empty_table() -> Table:
 
 
 def _levels(calibration: Calibration, plans: Sequence[tuple[str, Config]]) -> bytes:
-    """The figure, as PNG."""
+    """Draw the figure of the levels as PNG."""
     compared = _compared(plans)
     drawn = level_figure(histogram_panels(calibration, compared), f"Levels at {next(iter(compared.values())).bits}")
     return rendered(drawn, "png", CAPTIONS["histograms"])
 
 
 def _page(path: Path, quantized: QuantizedProgram, executor: str | None, result: Score, full: Score) -> bytes:
-    """The report of an artifact that the demo has judged."""
+    """Return the HTML report of an artifact that the demo has evaluated."""
     judged = {"file": path.name, "executor": executor, "reference": "demo", **dataclasses.asdict(result)}
     subject = examine(path.name, artifact.read(path), quantized, demo.calibration_images()[:_PAGE_IMAGES])
     return report(subject, evaluation={**judged, "full_precision": dataclasses.asdict(full)})
 
 
 def _planned(bits: str, methods: str | None) -> list[tuple[str, Config]]:
-    """The methods to compare with their choices. Raises ValueError for a method that is none of the demo's."""
+    """Return the methods to compare, each with its config. Raises ValueError for a method outside `METHODS`."""
     names = None if methods is None else methods.split(",")
     odd = [name for name in names or () if name not in METHODS]
     if odd:
-        raise ValueError(f"--methods {odd[0]!r} is none of the demo's: {', '.join(METHODS)}")
+        raise ValueError(f"--methods {odd[0]!r} is not a method of the demo: choose from {', '.join(METHODS)}")
     return [
         (name, Config.preset(width, name)) for width in bits.split(",") for name in names or PLAN.get(width, METHODS)
     ]
 
 
 def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int) -> Calibration:
-    """The calibration of all; other training images are drawn for the stages that fit any."""
+    """Return one calibration for all plans. Stages that fit weights get more training images, if a plan has any."""
     images = sample_images(demo.calibration_images(), plans[0][1].images, seed)
     fitted = max(config.images_fitted for _, config in plans)
     more = sample_images(demo.unlabelled_images(), fitted, seed) if fitted else images
@@ -174,8 +183,8 @@ def _calibrated(model: nn.Module, plans: Sequence[tuple[str, Config]], seed: int
 
 
 def _compared(plans: Sequence[tuple[str, Config]]) -> dict[str, Config]:
-    """The choices whose levels the figure shows, by method: of the last width that has the most of those methods."""
-    shown = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans  # a correction leaves the levels
+    """Return the methods whose levels the figure shows, with their configs: those at the bits with the most methods."""
+    shown = [plan for plan in plans if plan[0] in LEVEL_METHODS] or plans  # a correction does not change the levels
     widths = [dict(each) for _, each in groupby(shown, key=lambda plan: plan[1].bits)]
     return max(reversed(widths), key=len)
 

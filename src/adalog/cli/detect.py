@@ -1,4 +1,4 @@
-"""`adalog detect`: what a detector finds in an image, drawn into it."""
+"""`adalog detect`: draw the objects that a detector finds in an image."""
 
 from io import BytesIO
 from pathlib import Path
@@ -22,29 +22,29 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help=f"The artifact of a detector, or a detector: {zoo.KINDS}.")],
-    image: Annotated[Path, typer.Argument(help="The image.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The drawn image: .png, .jpg or .webp.")] = Path("drawn.png"),
-    score: Annotated[float, typer.Option(min=0, max=1, help="The least score of what is drawn.")] = 0.3,
+    file: Annotated[Path, typer.Argument(help=f"Artifact of a detector, or full-precision detector: {zoo.KINDS}.")],
+    image: Annotated[Path, typer.Argument(help="Image to search for objects.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Image to write: .png, .jpg or .webp.")] = Path("drawn.png"),
+    score: Annotated[float, typer.Option(min=0, max=1, help="Draw only objects with at least this score.")] = 0.3,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     executor: Annotated[
         str | None,
-        typer.Option(help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, by fake quantization."),
+        typer.Option(help=f"Run in integers with this executor: {', '.join(EXECUTORS)}. Default: fake quantization."),
     ] = None,
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Draw boxes, masks, names and scores of what a detector finds in an image."""
+    """Draw the boxes, masks, names and scores of the objects that a detector finds in an image."""
     if out.suffix.lower() not in FORMATS:
-        raise ValueError(f"--out {out} is none of {', '.join(FORMATS)}")
+        raise ValueError(f"--out {out} must end in one of {', '.join(FORMATS)}")
     check_outputs(out, json_out, reads=(file, image, checkpoint))
     picture = read(image)
     jobs = thread_count(threads)
     detector = detectors.load_detector(file, no_pretrained, checkpoint, executor, jobs)
-    if executor != "native":  # which has its own threads
+    if executor != "native":  # the native executor has its own threads
         torch.set_num_threads(jobs)
-    with waiting(f"look at {image}"):
+    with waiting(f"searching {image}"):
         (found,) = detector(detector.settings.resizing.batch([picture]))
     names, content = detector.settings.names, BytesIO()
     results = coco.results_of([found], [0], range(len(names)))
@@ -57,7 +57,7 @@ def command(
     ]
     emit_json({"file": str(file), "image": str(image), "drawn": str(out), "objects": rows}, json_out)
     if json_out != "-":
-        table = Table(title=escape(f"{len(rows)} objects in {image}, drawn in {out}"))
+        table = Table(title=escape(f"{len(rows)} objects in {image}, drawn into {out}"))
         for column in ("name", "score", "x, y, width, height"):
             table.add_column(column)
         for row in rows:

@@ -1,4 +1,4 @@
-"""What the commands do with a detector in place of a classifier."""
+"""Detectors in the commands: load, quantize, measure and evaluate them."""
 
 import functools
 import itertools
@@ -44,34 +44,34 @@ SHOWN = ("box_ap", "box_ap50", "box_ap75", "mask_ap", "mask_ap50", "mask_ap75")
 
 
 def parts_asked(model: str, parts: str | None) -> tuple[str, ...] | None:
-    """The parts of a detector that an option such as backbone,rpn or all asks for; None for a model of another kind.
+    """Return the parts of a detector that --parts selects, or None if the model is not a detector.
 
-    Raises DataError for a name of neither.
+    parts: comma-separated, or all. Raises DataError for an unknown model and ValueError for an unknown part.
     """
     if not zoo.names_detector(model):
         if not models.is_model(model):
-            raise DataError(f"model {model!r} is none of {models.KINDS}, {zoo.KINDS}")
+            raise DataError(f"unknown model {model!r}: give {models.KINDS}; or a detector, {zoo.KINDS}")
         if parts is not None:
-            raise ValueError(f"--parts are of a detector, {model} is none of {zoo.KINDS}")
+            raise ValueError(f"--parts applies only to a detector ({zoo.KINDS}), not to {model}: leave it out")
         return None
     asked = KINDS if parts in (None, "all") else tuple(parts.split(","))
     odd = [part for part in asked if part not in KINDS]
     if odd:
-        raise ValueError(f"--parts {odd[0]!r} is none of {', '.join(KINDS)}, or all")
+        raise ValueError(f"--parts {odd[0]!r} is unknown: choose from {', '.join(KINDS)}, or give all")
     return asked
 
 
 def check_setup(setup: Setup) -> None:
-    """Raise ValueError for a setup that no detector has."""
+    """Raise ValueError for options that detectors do not support."""
     if setup.free_sizes:
-        raise ValueError("a detector takes images of any size: leave out --free-sizes")
+        raise ValueError("a detector always takes images of any size: leave out --free-sizes")
     if setup.device.type != "cpu":
-        raise ValueError(f"a detector is quantized on the CPU: leave out --device {setup.device}")
+        raise ValueError(f"detectors are quantized on the CPU only: leave out --device {setup.device}")
 
 
 def load_float(spec: str, no_pretrained: bool, checkpoint: Path | None) -> Detector:
-    """The detector of that name, loaded behind a spinner."""
-    with waiting(f"load {spec}"):
+    """Load the full-precision detector `spec` while a spinner shows."""
+    with waiting(f"loading {spec}"):
         return zoo.load_detector(spec, pretrained=not no_pretrained, checkpoint=checkpoint)
 
 
@@ -85,14 +85,14 @@ def quantize(
     partial: Path,
     json_out: str | None,
 ) -> None:
-    """Quantize the detector of that name and write its file."""
-    count = config.images_wanted
+    """Quantize the detector `spec` and write its artifact."""
+    count = config.images_needed
     _check_data(spec, data, count)
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("images", total=1), config.bits)
+        watch = site_progress(progress, progress.add_task("reading images", total=1), config.bits)
         (prepared,) = _prepared(detector, data, [count], setup.seed)
         (quantized,) = quantize_detector(
             detector,
@@ -127,11 +127,11 @@ def measured(
     setup: Setup,
     partial: Path,
 ) -> dict[str, Sensitivity]:
-    """What each operand of the parts of the detector of that name costs at each width."""
+    """Measure the sensitivity of each operand of the detector `spec` at each width, part by part."""
     _check_data(spec, data, config.images + judged)
     detector = load_float(spec, setup.no_pretrained, setup.checkpoint)
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("images", total=1), "alone:")
+        watch = site_progress(progress, progress.add_task("reading images", total=1), "measuring")
         calibrating, judging = _prepared(detector, data, [config.images, judged], setup.seed)
         return sensitivities(
             detector,
@@ -151,11 +151,13 @@ def measured(
 
 def _check_data(spec: str, data: Path | None, count: int) -> None:
     if data is None and spec != zoo.DEMO:
-        raise DataError(f"{spec} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+        raise DataError(
+            f"{spec} has no images of its own: give --data FOLDER with at least {count} images like its training data"
+        )
 
 
 def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
-    """For each count other images in batches, drawn with the seed from the folder, or from the bundled scenes."""
+    """Return for each count as many images in batches, from the folder or the bundled scenes; no image occurs twice."""
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:
@@ -168,12 +170,12 @@ def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed
 
 
 def models_of(detector: Detector) -> dict[str, QuantizedModel]:
-    """The parts of a quantized detector."""
+    """Return the quantized parts of a detector by name."""
     return {name: part for name, part in detector.parts.items() if isinstance(part, QuantizedModel)}
 
 
 def summary(detector: Detector) -> str:
-    """The ledger of all parts as text, and what stays float in each."""
+    """Return the ledger of each part as text, with the operations that stay float."""
     lines: list[str] = []
     for name, part in models_of(detector).items():
         lines += [f"-- {name} --", *ledger_table(part.ledger), *float_lines(part.refusals, part.float_operations())]
@@ -192,19 +194,19 @@ def judged(
     refused: Collection[str],
     json_out: str | None,
 ) -> bool:
-    """Judge a detector, which has --coco or is a name; whether it is one.
+    """Evaluate `file` and return True if it names a detector or --coco is given; otherwise return False.
 
-    refused: the options given that no detector has.
+    refused: the given options that detectors do not support.
     """
     by_name = zoo.names_detector(str(file))
     if not by_name and instances is None:
         return False
     if not by_name and not is_detector(artifact.read(file)):
-        raise ValueError(f"--coco judges a detector, and {file} is none: leave it out")
+        raise ValueError(f"--coco evaluates a detector, and {file} is not one: leave it out")
     if refused:
-        raise ValueError(f"{file} is a detector, which takes no {' and no '.join(refused)}: leave it out")
+        raise ValueError(f"{file} is a detector, which does not support {', '.join(refused)}: leave that out")
     if instances is None or data is None:
-        raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with its images")
+        raise DataError(f"{file} is a detector: give --coco instances.json and --data FOLDER with the annotated images")
     detector = load_detector(file, no_pretrained, checkpoint, executor, jobs)
     evaluate(file, detector, instances, data, executor=executor, jobs=jobs, json_out=json_out)
     return True
@@ -213,16 +215,18 @@ def judged(
 def load_detector(
     file: Path, no_pretrained: bool, checkpoint: Path | None, executor: str | None, jobs: int
 ) -> Detector:
-    """The detector of a file, run by an executor if one is named; or that of a name, in float."""
+    """Load the detector of an artifact, run by `executor` if given, or a full-precision detector by its name."""
     if zoo.names_detector(str(file)):
         if executor is not None:
-            raise ValueError(f"--executor runs integers, and {file} is not quantized: leave it out")
+            raise ValueError(f"--executor needs an artifact, and {file} is not quantized: leave it out")
         return load_float(str(file), no_pretrained, checkpoint)
     if checkpoint is not None or no_pretrained:
-        raise ValueError(f"--checkpoint and --no-pretrained take a detector, {file} is none of {zoo.KINDS}")
+        raise ValueError(
+            f"--checkpoint and --no-pretrained apply only to {zoo.KINDS}, and not to {file}: leave them out"
+        )
     if not is_detector(artifact.read(file)):
-        raise DataError(f"{file} holds no detector: give what `adalog quantize mmdet:NAME` has made")
-    with waiting(f"load {file}"):
+        raise DataError(f"{file} is not a detector: give a file that `adalog quantize mmdet:NAME` wrote")
+    with waiting(f"loading {file}"):
         detector = load(file)
         if executor is None:
             return detector
@@ -239,14 +243,17 @@ def evaluate(
     jobs: int,
     json_out: str | None,
 ) -> None:
-    """Judge a detector by COCO's average precision. jobs: images at a time; of some executors always one."""
+    """Evaluate a detector by COCO average precision.
+
+    jobs: number of images that run at a time. The executors native and reference always take one at a time.
+    """
     annotated = coco.read_annotations(instances, data)
     categories = coco.categories_of(detector.settings.names, annotated)
     with progress_bar() as progress, quiet():
         progress.add_task("images", total=len(annotated))
         resizing = detector.settings.resizing
 
-        @torch.no_grad()  # a setting of each thread
+        @torch.no_grad()  # needed in each thread
         def results_of(numbers: range) -> list[dict[str, Any]]:
             found = (each for index in numbers for each in detector(resizing.batch([annotated.image(index)])))
             return coco.results_of(found, annotated.ids[numbers.start : numbers.stop], categories)
@@ -255,7 +262,7 @@ def evaluate(
             len(annotated),
             results_of,
             batch=1,
-            jobs=1 if executor in ("native", "reference") else jobs,  # "reference" needs a gigabyte for a large image
+            jobs=1 if executor in ("native", "reference") else jobs,  # "reference" needs much memory for an image
             ranks=job(),
             progress=image_progress(progress),
         )
@@ -268,16 +275,16 @@ def evaluate(
 
 
 def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs: int, json_out: str | None) -> None:
-    """Quantize the bundled detector by several methods, and judge each on scenes that nothing was fitted to."""
+    """Quantize the bundled detector by several methods, and evaluate each result on held-out scenes."""
     configs = [(method, Config.preset(width, method)) for width in bits for method in methods]
     rows: list[dict[str, Any]] = []
-    extra_module("pycocotools.mask", "coco")  # told before anything is drawn
+    extra_module("pycocotools.mask", "coco")  # fails before the long work if it is not installed
     detector = demo.load_detector()
     with progress_bar() as progress, quiet():
-        bar = progress.add_task("draw scenes", total=(len(configs) + 1) * len(demo.TESTED))
+        bar = progress.add_task("drawing scenes", total=(len(configs) + 1) * len(demo.TESTED))
         scenes = [scene(number) for number in demo.TESTED]
         told = demo.truth(zip(demo.TESTED, scenes, strict=True))
-        drawn = demo.drawn(max(each.images_wanted for _, each in configs), seed)
+        drawn = demo.drawn(max(each.images_needed for _, each in configs), seed)
         calibrating = [batch for _, batch in demo.batches(drawn, 4)]
 
         def judged(runs: Detector, name: str) -> dict[str, float]:
@@ -286,14 +293,14 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
             return coco.average_precision(told, demo.found_in(runs, scenes, demo.TESTED, watch))
 
         whole = judged(detector, "full precision")
-        watch = site_progress(progress, progress.add_task("search", total=1), "")
+        watch = site_progress(progress, progress.add_task("searching", total=1), "")
         only = [config for _, config in configs]
         quantized = quantize_detector(detector, calibrating, only, seed=seed, jobs=jobs, progress=watch)
         for (method, config), each in zip(configs, quantized, strict=True):
             figures = judged(fastest(each, jobs), f"{config.bits} {method}")
             rows.append({"bits": config.bits, "method": method, **figures})
     if json_out != "-":
-        title = f"A Swin Mask R-CNN trained on drawn scenes, on {len(scenes)} that it has not seen"
+        title = f"The bundled Swin Mask R-CNN, evaluated on {len(scenes)} held-out synthetic scenes"
         say(ap_table(title, [("fp32", "", whole), *((row["bits"], row["method"], row) for row in rows)]))
     told_rows = [
         {name: _number(value) if isinstance(value, float) else value for name, value in row.items()} for row in rows
@@ -304,7 +311,7 @@ def demonstrate(bits: Sequence[str], methods: Sequence[str], *, seed: int, jobs:
 
 
 def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> Table:
-    """A table of average precision in percent: rows of bits, method and figures."""
+    """Return a table of average precision [%]. rows: (bits, method, figures) each."""
     table = Table(title=escape(title))
     for column in ("bits", "method"):
         table.add_column(column)
@@ -317,5 +324,5 @@ def ap_table(title: str, rows: Sequence[tuple[str, str, dict[str, float]]]) -> T
 
 
 def _number(value: float) -> float | None:
-    """A figure as JSON has it, where NaN is no number."""
+    """Round a figure for JSON, which does not allow NaN: NaN becomes None."""
     return None if math.isnan(value) else round(value, 6)

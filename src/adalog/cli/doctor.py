@@ -1,4 +1,4 @@
-"""`adalog doctor`: what runs on this machine."""
+"""`adalog doctor`: report what runs on this machine."""
 
 from adalog.cli import views
 from adalog.cli.console import check_outputs, emit_json, say
@@ -7,7 +7,7 @@ from adalog.study.doctor import examine
 
 
 def command(json_out: JsonOption = None) -> None:
-    """Say what runs on this machine: versions, executors and native kernels, and why others do not."""
+    """Report the installed versions, the executors and kernels that run on this machine, and why others do not."""
     check_outputs(json_out)
     told = examine()
     if json_out != "-":

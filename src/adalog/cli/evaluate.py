@@ -1,4 +1,4 @@
-"""`adalog evaluate`: how good an artifact is."""
+"""`adalog evaluate`: measure the accuracy of an artifact."""
 
 import dataclasses
 from pathlib import Path
@@ -29,40 +29,44 @@ from adalog.study.evaluate import Contest, Prepared, check_classes, predict, sco
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    file: Annotated[
+        Path, typer.Argument(help="Artifact written by `adalog quantize`, or the name of a full-precision detector.")
+    ],
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of images: one subfolder per class, or a CSV file of file,label. Without it, the bundled ones."
+            help="Folder of images, with one subfolder per class or a CSV file with the columns file,label. "
+            "Default: the bundled images."
         ),
     ] = None,
     support: Annotated[
         Path | None,
         typer.Option(
-            help="Labelled images for a model without a classifier: the nearest one gives the label. May lie in --data."
+            help="Folder of labelled images, for a model without a classifier: an image gets the label of its nearest "
+            "neighbour among them. It may be a subfolder of --data."
         ),
     ] = None,
     instances: Annotated[
         Path | None,
-        typer.Option("--coco", help="For a detector: COCO's annotations (instances_*.json) of the images in --data."),
+        typer.Option("--coco", help="For a detector: COCO annotations (instances_*.json) of the images in --data."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"The full-precision model to compare with: {zoo.KINDS}.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"Full-precision model to compare with: {zoo.KINDS}.")] = None,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     executor: Annotated[
         str | None,
         typer.Option(
-            help=f"Run in integers, by one of {', '.join(EXECUTORS)}. Without it, by fake quantization: operands are "
-            "rounded to their levels, and multiplied in float."
+            help=f"Run in integers with this executor: {', '.join(EXECUTORS)}. Default: fake quantization, which "
+            "rounds operands to their levels and multiplies them in float."
         ),
     ] = None,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Judge an artifact: top-1 and top-5 accuracy, and how far it is from the full-precision model.
+    """Measure the accuracy of an artifact: top-1 and top-5, or COCO average precision for a detector.
 
-    A detector is judged by COCO's average precision instead; it may be the name of one that is not quantized.
+    With --model, the command also compares the artifact with its full-precision model.
     """
     check_outputs(json_out, reads=(file, source_of(model), checkpoint, instances, data, support))
     place, jobs = find_device(device), thread_count(threads)
@@ -80,12 +84,12 @@ def command(
     ):
         return
     if model is None and (checkpoint is not None or no_pretrained):
-        raise ValueError("--checkpoint and --no-pretrained are of a full-precision model: give --model")
+        raise ValueError("--checkpoint and --no-pretrained apply to the full-precision model: add --model")
     if data is None and support is not None:
-        raise ValueError("--support goes with the images of --data: give both")
+        raise ValueError("--support needs the images of --data: give both")
     queries, known = (None, None) if data is None else find_support(data, support)
     if queries is not None and queries.labels is None and model is None:
-        raise DataError(f"{data} has no labels to judge by: give them, or --model to compare with")
+        raise DataError(f"{data} has no labels: add them, or give --model to compare with a full-precision model")
     quantized = adalog.load(file)
     if data is None:
         check_bundled(file, quantized)
@@ -102,9 +106,9 @@ def command(
     given, nearest = Prepared(images, preprocessing), None
     if known is not None:
         nearest = Prepared(known, preprocessing), torch.tensor(known.labels or ())
-    # Check on one image, before the long part, that the models take such images and have all their classes.
+    # Before the long work, check on one image that the models accept such images and know all classes.
     last = 0 if truth is None else int(truth.argmax())
-    with waiting(f"try {file}"):
+    with waiting(f"checking {file}"):
         tried = [predict(network.to(place), given(range(last, last + 1)), device=place) for network in networks]
         folders = None if queries is None else queries.classes
         if known is None:
@@ -119,7 +123,7 @@ def command(
     full = None if truth is None or reference is None else tallies[1].score()
     told = {"file": str(file), "executor": executor, "reference": reference, **dataclasses.asdict(result)}
     told |= {"full_precision": None if full is None else dataclasses.asdict(full)}
-    sites = artifact.describe(quantized.quantized)["sites"]  # their SQNR is that on the calibration images
+    sites = artifact.describe(quantized.quantized)["sites"]  # with the SQNR on the calibration images
     emit_json(told | {"sites": sites}, json_out)
     if json_out != "-":
         say(views.judgement(str(file), result, reference, full))

@@ -1,4 +1,4 @@
-"""`adalog inspect`: what an artifact holds, or what a model has to quantize."""
+"""`adalog inspect`: list the sites of an artifact or a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +14,26 @@ from adalog.inputs import zoo
 
 
 def command(
-    target: Annotated[str, typer.Argument(help=f"An artifact, or a model: {zoo.KINDS}.")],
-    by_bytes: Annotated[bool, typer.Option("--bytes", help="Show an artifact's bytes per tensor and part.")] = False,
+    target: Annotated[
+        str, typer.Argument(help=f"Artifact written by `adalog quantize`, or full-precision model: {zoo.KINDS}.")
+    ],
+    by_bytes: Annotated[
+        bool, typer.Option("--bytes", help="List the bytes of each tensor of an artifact instead of its sites.")
+    ] = False,
     checkpoint: CheckpointOption = None,
     no_pretrained: NoPretrainedOption = False,
     json_out: JsonOption = None,
 ) -> None:
-    """List what an artifact holds, its sites, bits and bytes, or what a model has to quantize."""
+    """List the sites of an artifact with their bits, or the sites of a model that can be quantized.
+
+    A site is one multiplication: a linear layer, a convolution or an attention product.
+    """
     check_outputs(json_out, reads=(source_of(target), checkpoint))
     if zoo.is_model(target):
         if by_bytes:
-            raise ValueError(f"--bytes takes an artifact, {target} is a model: quantize it first")
+            raise ValueError(f"--bytes needs an artifact, and {target} is a model: quantize it first")
         loaded = load_model(target, no_pretrained, checkpoint)
-        with waiting(f"capture {target}"):
+        with waiting(f"capturing {target}"):
             told = zoo.inspect(loaded)
         if json_out != "-":
             say(views.census_table(told), views.census_lines(told))
@@ -36,7 +43,7 @@ def command(
     content = artifact.read(Path(target))
     if json_out != "-":
         quantized = artifact.deserialise(content, target)
-        sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in all"
+        sums = f"{views.parts_line(artifact.sizes(content))}; {len(content):,} bytes in total"
         say(views.bytes_table(content) if by_bytes else quantized.summary(), sums)
     told = artifact.inspect(content, target)
     emit_json(told | {"tensors": artifact.tensor_sizes(content)} if by_bytes else told, json_out)

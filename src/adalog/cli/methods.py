@@ -1,4 +1,4 @@
-"""`adalog methods`: the methods there are."""
+"""`adalog methods`: list the quantization methods."""
 
 from adalog import METHODS, Config
 from adalog.cli import views
@@ -8,7 +8,7 @@ from adalog.methods import labelled
 
 
 def command(json_out: JsonOption = None) -> None:
-    """List the methods: the source of each, and its choices that differ from the defaults."""
+    """List the quantization methods with their sources, and the choices of each that differ from the defaults."""
     check_outputs(json_out)
     rows = [
         {

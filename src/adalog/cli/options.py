@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts mean."""
+"""Options that several commands share, and functions that parse them."""
 
 import re
 from dataclasses import dataclass
@@ -14,51 +14,57 @@ from adalog.ranks import ALONE, Ranks
 from adalog.study import sensitivity
 from adalog.study.doctor import available_cores
 
-JsonOption = Annotated[str | None, typer.Option("--json", help="Write the result as JSON to this file, or to '-'.")]
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="Write the result as JSON to this file; - means standard output.")
+]
 SeedOption = Annotated[
     int,
-    typer.Option(min=0, max=2**63 - 1, help="Seed that chooses the calibration images; one seed gives one result."),
+    typer.Option(min=0, max=2**63 - 1, help="Seed that selects the calibration images."),
 ]
 DrawOption = Annotated[
-    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed by which --images are drawn from those there are.")
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed that selects which images are used.")
 ]
 CheckpointOption = Annotated[
-    Path | None, typer.Option(help="Weights for the model: a safetensors file, or a state dict saved by torch.save.")
+    Path | None,
+    typer.Option(help="Weights to load into the model: a safetensors file, or a state dict saved by torch.save."),
 ]
-NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Use random weights and download nothing.")]
+NoPretrainedOption = Annotated[bool, typer.Option("--no-pretrained", help="Use random weights; download nothing.")]
 ThreadsOption = Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")]
 DeviceOption = Annotated[str, typer.Option(help="Device to compute on: cpu, cuda, cuda:1, ...")]
-MethodOption = Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")]
+MethodOption = Annotated[str, typer.Option(help=f"Quantization method: {', '.join(METHODS)}.")]
 ImagesOption = Annotated[int, typer.Option(min=1, help="Number of calibration images.")]
 JudgingDataOption = Annotated[
     Path | None,
-    typer.Option("--data", help="Folder of images that calibrate and, apart from these, judge. demo has its own."),
+    typer.Option(
+        "--data",
+        help="Folder of images: some to calibrate on, others to measure losses on. demo has its own images.",
+    ),
 ]
 PartsOption = Annotated[
     str | None,
-    typer.Option(help="Parts of a detector to quantize, of backbone,neck,rpn,box,mask; all of them by default."),
+    typer.Option(help="Parts of a detector to quantize, comma-separated: backbone,neck,rpn,box,mask. Default: all."),
 ]
-JudgedOption = Annotated[int, typer.Option(min=1, help="Number of images that judge widths; none of them calibrates.")]
-WIDTHS = ",".join(map(str, sensitivity.WIDTHS))  # what --widths is unless it is given
-WidthsOption = Annotated[str, typer.Option(help="Bits at which each operand is tried.")]
+JudgedOption = Annotated[
+    int, typer.Option(min=1, help="Number of images to measure losses on, in addition to the calibration images.")
+]
+WIDTHS = ",".join(map(str, sensitivity.WIDTHS))  # the default of --widths
+WidthsOption = Annotated[str, typer.Option(help="Bits to try for each operand, from 2 to 8, comma-separated.")]
 SensitivityOption = Annotated[
-    Path | None, typer.Option(help="What `adalog sensitivity` wrote of this model; measured if not given.")
+    Path | None, typer.Option(help="File that `adalog sensitivity` wrote for this model. Default: measure it now.")
 ]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Continue a run that was stopped, from what OUT.partial holds.")
-]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run from its file OUT.partial.")]
 MemoryOption = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="Memory for observed values and their search, such as 512MB; the model and the images come on top.",
+        help="Memory limit for observed values and their search, such as 512MB. The model and the images need more.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Which weights a command quantizes, and with what: threads (jobs), bytes of memory, a device, the job's ranks."""
+    """Settings of a run: weights, seed, number of threads (jobs), memory limit [bytes], device and ranks."""
 
     no_pretrained: bool
     checkpoint: Path | None
@@ -71,17 +77,17 @@ class Setup:
 
     @property
     def searches(self) -> int:
-        """How many sites are searched at once: the memory of a GPU holds one."""
+        """Number of sites to search at a time; one on a GPU, to limit its memory."""
         return self.jobs if self.device.type == "cpu" else 1
 
 
 def thread_count(threads: int) -> int:
-    """The number of threads that an option asks for; 0 asks for a fair share of the cores that this process may use."""
+    """Return the number of threads to use; 0 means an equal share of the available cores for each process."""
     return threads or max(1, available_cores() // job().neighbours)
 
 
 def find_device(name: str) -> torch.device:
-    """The device with that name; "cuda" is one of its own for each rank. Raises ValueError if it is not there."""
+    """Return the device of that name; "cuda" is a different GPU for each rank. Raises ValueError if it is missing."""
     if name == "cuda" and job().neighbours > 1:
         name = f"cuda:{job().local}"
     try:
@@ -90,11 +96,13 @@ def find_device(name: str) -> torch.device:
         return torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as cause:
         here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-        raise ValueError(f"device = {name!r} is not one of this machine: it has {', '.join(here)}") from cause
+        raise ValueError(
+            f"--device {name!r} is not available on this machine: choose from {', '.join(here)}"
+        ) from cause
 
 
 def read_pinned(text: str) -> tuple[str, int | str]:
-    """The pattern and the bits of an option GLOB=BITS."""
+    """Parse a --pin option GLOB=BITS; return the pattern and the bits."""
     pattern, _, bits = text.rpartition("=")
     if not pattern or not bits.isascii() or not bits.isalnum() or len(bits) > 20:
         raise ValueError(
@@ -104,24 +112,24 @@ def read_pinned(text: str) -> tuple[str, int | str]:
 
 
 def read_size(text: str, option: str = "--memory") -> int:
-    """The number of bytes that a size such as 2GiB, 1.5GB or 500000000 stands for."""
+    """Parse a size such as 2GiB, 1.5GB or 500000000; return the number of bytes."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(?:([kKMGT])(i?)B)?", text, re.ASCII)
     if found is None:
-        raise ValueError(f"{option} {text!r} is no size: give one like 2GiB, 1.5GB or 500MB")
+        raise ValueError(f"{option} {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB")
     number, letter, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(letter.upper()) + 1 if letter else 0))
 
 
 def read_count(text: str, option: str) -> float:
-    """The number that a count such as 40G, 1.5M or 500000 stands for."""
+    """Parse a count such as 40G, 1.5M or 500000; return the number."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([KMGT]?)", text, re.ASCII)
     if found is None:
-        raise ValueError(f"{option} {text!r} is no number: give one like 40G, 1.5M or 500000")
+        raise ValueError(f"{option} {text!r} is not a number: give one like 40G, 1.5M or 500000")
     return float(found[1]) * 1000.0 ** (" KMGT".index(found[2] or " "))
 
 
 def read_widths(text: str) -> list[int]:
-    """The widths of an option such as 2,3,4,6,8."""
+    """Parse a --widths option such as 2,3,4,6,8; return the sorted bits."""
     if re.fullmatch(r"[2-8](,[2-8])*", text, re.ASCII) is None:
-        raise ValueError(f"--widths {text!r} are not bits from 2 to 8 with commas between them, such as 2,3,4,6,8")
+        raise ValueError(f"--widths {text!r} is not a list of bits from 2 to 8: give one like 2,3,4,6,8")
     return sorted({int(width) for width in text.split(",")})

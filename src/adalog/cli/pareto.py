@@ -1,4 +1,4 @@
-"""`adalog pareto`: accuracy against size and operations, as a picture and as JSON."""
+"""`adalog pareto`: plot accuracy against size and operations."""
 
 import dataclasses
 from pathlib import Path
@@ -55,14 +55,23 @@ from adalog.study.pareto import BUDGETS, Point, check_output, curve, pareto_figu
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"Model to quantize: {zoo.KINDS}.")],
     data: JudgingDataOption = None,
     val: Annotated[
-        Path | None, typer.Option(help="Labelled images for top-1: one subfolder per class, or a CSV of file,label.")
+        Path | None,
+        typer.Option(
+            help="Folder of labelled images, to measure top-1 as well: one subfolder per class, or a CSV file with the "
+            "columns file,label."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The picture to write, .png or .svg.")] = Path("pareto.png"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Picture to write: .png or .svg.")] = Path("pareto.png"),
     method: MethodOption = "adalog",
-    count: Annotated[int, typer.Option("--budgets", min=2, max=100, help="Number of budgets.")] = BUDGETS,
+    count: Annotated[
+        int,
+        typer.Option(
+            "--budgets", min=2, max=100, help="Number of budgets between the smallest and the largest --widths."
+        ),
+    ] = BUDGETS,
     widths: WidthsOption = WIDTHS,
     images: ImagesOption = 32,
     judged: JudgedOption = study.JUDGED,
@@ -76,29 +85,33 @@ def command(
     memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
-    """Draw what models within some budgets keep, ten by default, beside models with one width for all."""
+    """Plot the loss of a quantized model against its size and its operations.
+
+    For several budgets, adalog chooses the bits of each operand.
+    The plot compares these models with models that have the same bits for all operands.
+    """
     jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
     if len(tried) < 2:
-        raise ValueError(f"--widths {widths}: a curve takes two widths or more")
+        raise ValueError(f"--widths {widths} has only one width: give two or more")
     if sensitivity is not None and widths != WIDTHS:
-        raise ValueError("--widths says what is measured, and --sensitivity is measured already: leave one of them out")
+        raise ValueError("--widths has no effect on the measured file of --sensitivity: leave one of them out")
     if out.suffix not in (".png", ".svg"):
-        raise DataError(f"{out} is none of .png, .svg: name such a file")
-    config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
+        raise DataError(f"{out} does not end in .png or .svg: give --out such a file")
+    config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data, val))
     check_unfinished(partial, resume)
     known = None if sensitivity is None else study.read(sensitivity)
     about = budgets.subject(model, data, config, judged, setup)
-    check_output(about.calibration.program)  # before the long part, and that what it puts out can be judged
+    check_output(about.calibration.program)  # before the long work, check that the output can be evaluated
     predict(about.loaded.module, about.judged[:1])
     labelled = _labelled(model, val, about)
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
         found = known or budgets.measured(about, config, tried, progress, setup, partial)
-        watch = site_progress(progress, progress.add_task("models", total=1), "model of")
+        watch = site_progress(progress, progress.add_task("quantizing", total=1), "model:")
         points = curve(
             about.calibration,
             config,
@@ -123,7 +136,7 @@ def command(
 
 
 def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Prepared, torch.Tensor] | None:
-    """The images with labels, where there are any."""
+    """Return the labelled images with their labels, or None if there are none."""
     if val is None:
         if model != "demo":
             return None
@@ -131,9 +144,11 @@ def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Pre
         return Prepared(bundled), labels
     images = find_images(val)
     if images.labels is None:
-        raise DataError(f"{val} has no labels: make one subfolder per class, or add a CSV file of file,label")
+        raise DataError(
+            f"{val} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
+        )
     prepared, labels = Prepared(images, about.loaded.prepared), torch.tensor(images.labels)
-    # Before the long part, on one image of the highest class: whether the model tells these classes.
+    # Before the long work, check on one image of the highest class that the model knows all classes.
     last = int(labels.argmax())
     logits = predict(about.loaded.module, prepared(range(last, last + 1)), device=about.judged.device)
     check_classes(images.classes, logits, str(val), model)
@@ -142,12 +157,12 @@ def _labelled(model: str, val: Path | None, about: budgets.Subject) -> tuple[Pre
 
 
 def table_of(points: list[Point], measure: str) -> Table:
-    """One row per model, the smallest file first."""
-    table = Table(title="Models of one width for all, and within budgets of bytes and BOPs")
+    """Return a table with one row per model, the smallest file first."""
+    table = Table(title="Models with the same bits for all operands, and with bits chosen within a budget")
     for column in ("widths", "bytes", "GBOPs", "KL [nats]" if measure == "kl" else measure, "agreement", "top-1"):
         table.add_column(column, justify="left" if column == "widths" else "right")
     for each in sorted(points, key=lambda each: (each.bytes, each.chosen)):
         share = [views.percent(value) if value is not None else "" for value in (each.agreement, each.top1)]
-        kind = f"chosen, as of {each.width:.1f} bits" if each.chosen else f"{each.width} bits for all"
+        kind = f"chosen, budget of {each.width:.1f} bits" if each.chosen else f"{each.width} bits for all"
         table.add_row(kind, f"{each.bytes:,}", f"{each.bops / 1e9:.2f}", f"{each.loss:.3g}", *share)
     return table

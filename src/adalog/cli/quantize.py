@@ -1,4 +1,4 @@
-"""`adalog quantize`: a model becomes an artifact."""
+"""`adalog quantize`: quantize a model and write it as an artifact."""
 
 import dataclasses
 import time
@@ -50,50 +50,69 @@ from adalog.study.sensitivity import JUDGED
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"Model to quantize: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of images from which --images are drawn. Not needed for demo, which has its own."),
+        typer.Option(help="Folder of images to calibrate on; labels are not needed. demo has its own images."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The artifact to write.")] = Path("model.safetensors"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Artifact to write, a safetensors file.")] = Path(
+        "model.safetensors"
+    ),
     bits: Annotated[
-        str, typer.Option(help="Bits of weights and activations, such as w4a4; w4a4s3 sets those after softmax.")
+        str,
+        typer.Option(help="Bits of weights and activations, such as w4a4. w4a4s3 sets 3 bits after softmax."),
     ] = "w4a4",
     method: MethodOption = "adalog",
     images: ImagesOption = 32,
     reconstruct_images: Annotated[
-        int, typer.Option(min=0, help="Number of images that stages after the search fit; 0: as the method has it.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of images for the stages after the search (correction, reconstruction); 0 means the default "
+            "of the method.",
+        ),
     ] = 0,
     pinned: Annotated[
         list[str] | None,
         typer.Option(
-            "--keep",
             "--pin",
             metavar="GLOB=BITS",
-            help="Give sites whose name matches GLOB these bits: 8, w4a8, w4, a8s4, i4; 32 for float. May be repeated.",
+            help="Use other bits for the sites whose name matches GLOB; `adalog inspect` lists the names. BITS is one "
+            "number for all operands (32 means float), or names operands: w4a8, w4, a8s4, i4 (input image). Repeat the "
+            "option for several globs.",
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Choose widths so that the whole file is at most this large, such as 2.5MB."),
+        typer.Option(
+            metavar="SIZE", help="Choose bits per operand so that the artifact has at most this size, such as 2.5MB."
+        ),
     ] = None,
     target_bops: Annotated[
-        str | None, typer.Option(metavar="N", help="Choose widths so that an image takes at most so many BOPs: 40G.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Choose bits per operand so that one image takes at most this many BOPs (products of two bits), such "
+            "as 40G.",
+        ),
     ] = None,
     target_fixops: Annotated[
         str | None,
-        typer.Option(metavar="N", help="The same limit in FixOPs, products of 8 by 8 bits: give one of the two."),
+        typer.Option(
+            metavar="N", help="The same limit in FixOPs (products of two 8-bit numbers). Give one of the two."
+        ),
     ] = None,
     max_kl: Annotated[
         float | None,
         typer.Option(
-            help="Choose the cheapest widths whose foretold KL divergence from the float model is at most this."
+            help="Choose the cheapest bits per operand whose predicted KL divergence from the float model is at most "
+            "this, in nats."
         ),
     ] = None,
     judged: JudgedOption = JUDGED,
     sensitivity: SensitivityOption = None,
     free_sizes: Annotated[
-        bool, typer.Option("--free-sizes", help="The artifact takes images of other heights and widths too.")
+        bool, typer.Option("--free-sizes", help="Let the artifact take images of any height and width.")
     ] = False,
     parts: PartsOption = None,
     checkpoint: CheckpointOption = None,
@@ -105,18 +124,18 @@ def command(
     memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
-    """Quantize a model and write the artifact."""
+    """Quantize a model and write it to one file, the artifact."""
     size, limits = read_size(memory), budgets.read_budget(budget, target_bops, target_fixops, max_kl)
     config = dataclasses.replace(
         Config.preset(bits, method), images=images, pinned=tuple(map(read_pinned, pinned or ()))
     )
     if reconstruct_images:
-        config = config.fitting(reconstruct_images)
+        config = config.with_fitted_images(reconstruct_images)
     asked = detectors.parts_asked(model, parts)
     if sensitivity is not None and limits is None:
-        raise ValueError("--sensitivity serves a budget: give --budget, --target-bops, --target-fixops or --max-kl")
+        raise ValueError("--sensitivity needs a budget: give --budget, --target-bops, --target-fixops or --max-kl")
     if judged != JUDGED and (limits is None or sensitivity is not None):
-        raise ValueError("--judged counts the images that a budget measures its own losses on: leave it out here")
+        raise ValueError("--judged has no effect unless a budget measures its losses now: leave it out")
     partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, sensitivity, data))
     check_unfinished(partial, resume)
@@ -125,7 +144,7 @@ def command(
     if asked is not None:
         detectors.check_setup(setup)
         if limits is not None:
-            raise ValueError("a detector has no budget yet: give --bits, and --parts")
+            raise ValueError("budgets do not support detectors: give --bits and --parts instead")
         detectors.quantize(model, data, out, config, asked, setup, partial, json_out)
         return
     start = time.perf_counter()
@@ -145,15 +164,15 @@ def command(
 
 
 def _quantized(model: str, data: Path | None, config: Config, setup: Setup, partial: Path) -> adalog.QuantizedModel:
-    """The model of that name under these choices, on the CPU."""
-    option = "--images" if config.images_wanted == config.images else "--reconstruct-images"
-    given = find_calibration(model, data, config.images_wanted, option)
+    """Quantize the model `model` as `config` says, and return it on the CPU."""
+    option = "--images" if config.images_needed == config.images else "--reconstruct-images"
+    given = find_calibration(model, data, config.images_needed, option)
     loaded = load_model(model, setup.no_pretrained, setup.checkpoint)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with progress_bar() as progress, quiet():
-        watch = site_progress(progress, progress.add_task("capture", total=1), config.bits)
+        watch = site_progress(progress, progress.add_task("capturing", total=1), config.bits)
         if isinstance(given, ImageSet):
-            given = given.sample(config.images_wanted, setup.seed).load(loaded.prepared, jobs=setup.jobs)
+            given = given.sample(config.images_needed, setup.seed).load(loaded.prepared, jobs=setup.jobs)
         quantized = adalog.quantize(
             loaded.module.to(setup.device),
             given.to(setup.device),

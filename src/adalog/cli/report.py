@@ -1,4 +1,4 @@
-"""`adalog report`: one HTML page about a file, or about two side by side."""
+"""`adalog report`: write an HTML page about an artifact, or a comparison of two artifacts."""
 
 import hashlib
 from pathlib import Path
@@ -18,31 +18,35 @@ _IMAGES = 16
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
-    other: Annotated[Path | None, typer.Argument(help="Another artifact, to compare the first with.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    file: Annotated[Path, typer.Argument(help="Artifact to describe, written by `adalog quantize`.")],
+    other: Annotated[Path | None, typer.Argument(help="Second artifact, to compare with the first.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML page to write.")] = Path("report.html"),
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of images for the histograms of activations. The bundled model has its own without it."
+            help="Folder of images for the histograms of activations. Default: the bundled images, if they fit."
         ),
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=1, help=f"Number of images for the histograms; {_IMAGES} unless given.")
+        int | None, typer.Option(min=1, help=f"Number of images for the histograms. Default: {_IMAGES}.")
     ] = None,
     sensitivity: Annotated[
-        Path | None, typer.Option(help="JSON of `adalog sensitivity`: the loss of each site alone.")
+        Path | None, typer.Option(help="File written by `adalog sensitivity`, to show the loss of each site.")
     ] = None,
     evaluation: Annotated[
-        Path | None, typer.Option(help="JSON of `adalog evaluate` of the artifact: its accuracy.")
+        Path | None,
+        typer.Option(help="File written by `adalog evaluate --json` for the artifact, to show its accuracy."),
     ] = None,
     bench: Annotated[
-        Path | None, typer.Option(help="JSON of `adalog bench` of the artifact: the executors' times.")
+        Path | None, typer.Option(help="File written by `adalog bench --json` for the artifact, to show its speed.")
     ] = None,
     seed: DrawOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Write one HTML page about an artifact: its sites, levels, losses, bytes and origin; or compare two artifacts."""
+    """Write an HTML page about an artifact, or a comparison of two artifacts.
+
+    The page shows the sites of the model with their levels, losses and bytes, and how the artifact was made.
+    """
     check_outputs(out, json_out, reads=(file, other, data, sensitivity, evaluation, bench))
     if other is not None:
         given = (
@@ -54,7 +58,9 @@ def command(
         )
         odd = [option for option, value in given if value is not None]
         if odd:
-            raise ValueError(f"{odd[0]} is of one artifact, and two are compared: leave it out, or name one file")
+            raise ValueError(
+                f"{odd[0]} does not apply to a comparison of two artifacts: leave it out, or name one file"
+            )
     paths = [file] if other is None else [file, other]
     contents = [artifact.read(path) for path in paths]
     loaded = [artifact.deserialise(content, str(path)) for path, content in zip(paths, contents, strict=True)]
@@ -64,9 +70,9 @@ def command(
     timed = None if bench is None else read_bench(bench, hashlib.sha256(contents[0]).hexdigest())
     sample = None if other else sample_for(file, QuantizedModel(first), data, images or _IMAGES, seed, thread_count(0))
     if images is not None and sample is None:
-        raise ValueError(f"--images {images}: {file} brings no images, give --data FOLDER with some")
+        raise ValueError(f"--images {images} needs images, and {file} has none of its own: give --data FOLDER")
     with progress_bar() as progress, quiet():
-        bar = progress.add_task("examine", total=1 if sample is None else len(sample))
+        bar = progress.add_task("examining", total=1 if sample is None else len(sample))
         subjects = [
             examine(printable(path.name), content, held, sample, lambda done: progress.update(bar, completed=done))
             for path, content, held in zip(paths, contents, loaded, strict=True)

@@ -1,4 +1,4 @@
-"""`adalog sensitivity`: what each operand of a model costs alone at each width."""
+"""`adalog sensitivity`: measure the loss that each operand of a model causes alone, at each width."""
 
 import dataclasses
 from pathlib import Path
@@ -50,10 +50,10 @@ from adalog.study.sensitivity import JUDGED, Sensitivity
 
 
 def command(
-    model: Annotated[str, typer.Argument(help=f"The model: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
+    model: Annotated[str, typer.Argument(help=f"Model to measure: {zoo.KINDS}; or a detector: {detection.KINDS}.")],
     data: JudgingDataOption = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The file to write, for --sensitivity of other commands.")
+        Path, typer.Option("--out", "-o", help="JSON file to write. Other commands read it with --sensitivity.")
     ] = Path("sensitivity.json"),
     method: MethodOption = "adalog",
     widths: WidthsOption = WIDTHS,
@@ -69,11 +69,15 @@ def command(
     memory: MemoryOption = "2GiB",
     json_out: JsonOption = None,
 ) -> None:
-    """Measure what each operand of a model costs alone at each width, and write it to a file."""
+    """Measure the loss of a model if only one operand is quantized, for each operand and several bits.
+
+    The loss is the KL divergence from the float model for a classifier, otherwise the relative squared error.
+    Other commands read the result to choose bits within a budget.
+    """
     jobs, limit, place = thread_count(threads), read_size(memory), find_device(device)
     setup = Setup(no_pretrained, checkpoint, seed, jobs, limit, place, ranks=job())
     tried = read_widths(widths)
-    config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # the widths are those of --widths
+    config = dataclasses.replace(Config.preset("w4a4", method), images=images)  # --widths replaces these bits
     partial = partial_of(out)
     check_outputs(out, partial, json_out, reads=(source_of(model), checkpoint, data))
     check_unfinished(partial, resume)
@@ -99,9 +103,11 @@ def command(
 
 
 def table_of(found: Sensitivity, name: str) -> Table:
-    """One row per operand, with its loss at each width. name: of what was measured."""
+    """Return a table with one row per operand and its loss at each width. name: the model or part that was measured."""
     loss = "KL divergence [nats]" if found.measure == "kl" else found.measure
-    table = Table(title=escape(f"Each operand alone: {loss} of the output of {name}, on {found.images} inputs"))
+    table = Table(
+        title=escape(f"Each operand quantized alone: {loss} of the output of {name}, on {found.images} inputs")
+    )
     widths = sorted({row.bits for row in found.rows})
     for column in ("site", "operand"):
         table.add_column(column)

@@ -1,4 +1,4 @@
-"""`adalog tables`: the paper's tables, listed or measured."""
+"""`adalog tables`: list the tables of the paper, or measure them."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def command(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[N]...", help=f"Tables to measure, of {', '.join(paper.TABLES)}. Without any, they are listed."
+            metavar="[N]...", help=f"Tables to measure: {', '.join(paper.TABLES)}. Without any, list the tables."
         ),
     ] = None,
     model_names: Annotated[
@@ -32,56 +32,67 @@ def command(
     ] = "demo",
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with the folders train, from which images are drawn to calibrate, and val."),
+        typer.Option(
+            help="Folder with the subfolders train (images to calibrate on) and val (labelled images to evaluate on)."
+        ),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of draws of calibration images; their seeds start at 0.")
+        int, typer.Option(min=1, help="Number of seeds, from 0. Each seed selects other calibration images.")
     ] = 1,
     images: Annotated[int, typer.Option(min=1, help="Number of calibration images.")] = paper.IMAGES,
-    bits: Annotated[str, typer.Option(help="Only rows of these bits, comma-separated, such as w6a6.")] = "",
+    bits: Annotated[str, typer.Option(help="Measure only rows with these bits, comma-separated, such as w6a6.")] = "",
     rows_of: Annotated[
-        str, typer.Option("--rows", help="Only rows with these first names, comma-separated, such as adalog,repq-vit.")
+        str,
+        typer.Option(
+            "--rows",
+            help="Measure only rows whose first name is one of these, comma-separated, such as adalog,repq-vit.",
+        ),
     ] = "",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Files to write: this name with .md and with .json.")] = Path(
-        "adalog-tables"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="Files to write, without suffix: adalog writes this name with .md and with .json."
+        ),
+    ] = Path("adalog-tables"),
     work: Annotated[
-        Path | None, typer.Option(help="Folder of finished rows, which are not measured again. Without it, OUT.rows.")
+        Path | None,
+        typer.Option(help="Folder that stores finished rows, so that they are not measured again. Default: OUT.rows."),
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="For table C: the weights of an mmdet:NAME.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="For table C: checkpoint of the detector mmdet:NAME.")] = None,
     device: DeviceOption = "cpu",
     jobs: Annotated[int, typer.Option(min=0, help="Number of CPU threads; 0 means one per core.")] = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """List the paper's tables, or measure some on your models, beside the published figures."""
+    """List the tables of the paper, or measure them on your models and compare with the published figures."""
     if not names:
         check_outputs(json_out)
         if json_out != "-":
             say(views.tables_list(paper.TABLES))
         emit_json([{"table": name, "title": table.title} for name, table in paper.TABLES.items()], json_out)
         return
-    chosen = [[name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of)]  # names may hold ", "
+    # Names may contain ", ".
+    chosen = [[name for name in re.split(",(?! )", given) if name] for given in (bits, rows_of)]
     if detectors.TABLE in names:
         if others := [name for name in names if name != detectors.TABLE]:
-            raise ValueError(f"table {detectors.TABLE} is of detectors: measure it without {', '.join(others[:3])}")
+            raise ValueError(f"table {detectors.TABLE} is about detectors: measure it without {', '.join(others[:3])}")
         if device != "cpu":
-            raise ValueError(f"table {detectors.TABLE} is measured on the CPU: leave out --device {device}")
+            raise ValueError(f"table {detectors.TABLE} is measured on the CPU only: leave out --device {device}")
         _detected(model_names, checkpoint, data, seeds, images, chosen, out, work, jobs, json_out)
         return
     if checkpoint is not None:
-        raise ValueError(f"--checkpoint goes with table {detectors.TABLE}: leave it out")
+        raise ValueError(f"--checkpoint applies only to table {detectors.TABLE}: leave it out")
     fitted = paper.images_fitted(names, images, *chosen)
     specs = list(dict.fromkeys(model_names.split(",")))
     if data is not None and specs == ["demo"]:
-        raise ValueError(f"the bundled model brings its own images: leave out --data {data}, or name another model")
+        raise ValueError(f"the bundled model has its own images: leave out --data {data}, or name another model")
     places = _Places.of(out, work, json_out, [data, *map(source_of, specs)])
     for name in specs:
         if not zoo.is_model(name):
-            raise DataError(f"model {name!r} is none of {zoo.KINDS}")
+            raise DataError(f"unknown model {name!r}: give {zoo.KINDS}")
     place = find_device(device)
     benches = [tables.Bench.of(load_model(name, False, None), data, images, fitted) for name in specs]
     for each in benches:
-        with waiting(f"try {each.model.name}"):
+        with waiting(f"checking {each.model.name}"):
             each.check(place)
 
     def measured(finished: tables.Progress) -> dict[str, Any]:
@@ -104,7 +115,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Places:
-    """Where a table is written as text and as JSON, and where its finished rows are kept."""
+    """Paths of a measured table: as text, as JSON, and the folder of its finished rows."""
 
     text: Path
     json: Path
@@ -112,9 +123,9 @@ class _Places:
 
     @staticmethod
     def of(out: Path, work: Path | None, json_out: str | None, reads: Sequence[Path | str | None]) -> "_Places":
-        """Raises DataError if one of them cannot be written, or is read too."""
+        """Return the paths for these options. Raises DataError if one cannot be written, or is also an input."""
         if not out.name:
-            raise DataError(f"--out {str(out)!r} names no file: give a name for it")
+            raise DataError(f"--out {str(out)!r} does not name a file: give a file name")
         base = out.with_suffix("") if out.suffix in (".md", ".json") else out
         as_text, as_json, rows = (base.with_name(f"{base.name}{suffix}") for suffix in (".md", ".json", ".rows"))
         check_outputs(as_text, as_json, json_out, reads=reads)
@@ -129,7 +140,7 @@ def _write(
     text: Callable[[dict[str, Any]], str],
     json_out: str | None,
 ) -> None:
-    """Measure rows behind a bar, and write what is finished after each."""
+    """Measure rows while a bar shows the progress; write all finished rows after each one."""
     with progress_bar() as progress, quiet():
         bar = progress.add_task("rows")
 
@@ -157,16 +168,16 @@ def _detected(
     jobs: int,
     json_out: str | None,
 ) -> None:
-    """Measure the table of detectors."""
+    """Measure the table about detectors."""
     specs = [detection.DEMO if name == "demo" else name for name in dict.fromkeys(model_names.split(","))]
     odd = [name for name in specs if not detection.names_detector(name)]
     if odd:
-        raise ValueError(f"table {detectors.TABLE} is of detectors, and {odd[0]} is none of {detection.KINDS}")
+        raise ValueError(f"table {detectors.TABLE} is about detectors, and {odd[0]} is not one: give {detection.KINDS}")
     unused = [name for name, given in (("--data", data), ("--checkpoint", checkpoint)) if given is not None]
     if unused and specs == [detection.DEMO]:
-        raise ValueError(f"the bundled detector brings its own images and weights: leave out {' and '.join(unused)}")
+        raise ValueError(f"the bundled detector has its own images and weights: leave out {' and '.join(unused)}")
     places = _Places.of(out, work, json_out, [checkpoint])
-    with waiting(f"load {', '.join(specs)}"):
+    with waiting(f"loading {', '.join(specs)}"):
         benches = [
             detectors.DetectorBench(
                 name,

@@ -1,4 +1,4 @@
-"""`adalog tape`: what runs an artifact without PyTorch."""
+"""`adalog tape`: write the file that runs an artifact without PyTorch."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,17 +12,21 @@ from adalog.run.tape import MAX_BATCH
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
+    file: Annotated[Path, typer.Argument(help="Artifact to run, written by `adalog quantize`.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write. Without it, FILE with the suffix .tape.")
+        Path | None, typer.Option("--out", "-o", help="Tape to write. Default: FILE with the suffix .tape.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Images that run at once.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Number of images that run at once.")] = 1,
     json_out: JsonOption = None,
 ) -> None:
-    """Write the tape with which `adalog.run` runs an artifact: NumPy and the kernels, without PyTorch."""
-    target = out or run.tape_beside(file)
+    """Write a tape, with which `adalog.run` runs an artifact without PyTorch.
+
+    A tape lists the calls of the compiled kernels.
+    It needs NumPy, safetensors and these kernels to run.
+    """
+    target = out or run.tape_path(file)
     check_outputs(target, json_out, reads=(file,))
-    with waiting(f"tape {file}"):
+    with waiting(f"writing a tape of {file}"):
         content = export.to_tape(file, batch)
     files.write_whole(target, content)
     if json_out != "-":

@@ -1,4 +1,4 @@
-"""The models, artifacts and images that a command line names."""
+"""Find and load the models, artifacts and images that a command line names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from adalog.runtime import Compiled
 
 
 def source_of(target: str | None) -> str | None:
-    """The file or folder that a command reads for a model's or an artifact's name, or None."""
+    """Return the file or folder that a command reads for a model or an artifact, or None if there is none."""
     if target is None or not zoo.is_model(target):
         return target
     if target.startswith("hf:") and Path(target[3:]).is_dir():
@@ -25,26 +25,30 @@ def source_of(target: str | None) -> str | None:
 
 
 def load_model(name: str, no_pretrained: bool, checkpoint: Path | None) -> zoo.LoadedModel:
-    """The model of that name, loaded behind a spinner."""
-    with waiting(f"load {name}"):
+    """Load the full-precision model `name` while a spinner shows."""
+    with waiting(f"loading {name}"):
         return zoo.load_model(name, pretrained=not no_pretrained, checkpoint=checkpoint)
 
 
 def refuse_weights(target: str, no_pretrained: bool, checkpoint: Path | None) -> None:
     """Raise ValueError if options that choose a model's weights are given with an artifact."""
     if checkpoint is not None or no_pretrained:
-        raise ValueError(f"--checkpoint and --no-pretrained take a model, {target} is none of {zoo.KINDS}")
+        raise ValueError(
+            f"--checkpoint and --no-pretrained apply only to a model ({zoo.KINDS}), not to {target}: leave them out"
+        )
 
 
 def find_calibration(target: str, data: Path | None, count: int, option: str | None = "--images") -> Tensor | ImageSet:
-    """The images from which `count` are drawn: those of the folder `data`, or the bundled ones for the bundled model.
+    """Return the images to select `count` from: those of the folder `data`, or the bundled ones for the bundled model.
 
-    option: the one that asked for so many. Raises DataError if there are fewer, or none.
+    option: the option that sets the count, or None as in `check_count`. Raises DataError if there are fewer images.
     """
     if names_detector(target):
-        raise ValueError(f"{target} is a detector, which this command does not take")
+        raise ValueError(f"{target} is a detector, which this command does not support: give a classifier")
     if data is None and target != "demo":
-        raise DataError(f"{target} brings no images: give --data FOLDER, with {count} or more of what it was made for")
+        raise DataError(
+            f"{target} has no images of its own: give --data FOLDER with at least {count} images like its training data"
+        )
     given: Tensor | ImageSet
     if data is None:
         few = demo.calibration_images()
@@ -56,34 +60,34 @@ def find_calibration(target: str, data: Path | None, count: int, option: str | N
 
 
 def check_count(source: Path | str, there: int, count: int, option: str | None = "--images") -> None:
-    """Raise DataError if more images are wanted than there are.
+    """Raise DataError if `count` images are more than the `there` images of `source`.
 
-    option: the one that asked for so many; None where several did, and perhaps the method.
+    option: the option that sets the count; None if --images, --judged and the method set it together.
     """
     if count > there and option is None:
         raise DataError(
-            f"{source} has {there} images, and --images, --judged and the method want {count}: ask for fewer, choose a "
-            "method that fits fewer, or give more images"
+            f"{source} has only {there} images, but --images, --judged and the method need {count}: lower these "
+            "options, choose a method that needs fewer, or give more images"
         )
     if count > there:
         raise DataError(
-            f"{source} has {there} images, {option} {count} are wanted: give {option} {there}, or more images"
+            f"{source} has only {there} images, but {option} is {count}: give {option} {there}, or more images"
         )
 
 
 def find_judging(
     target: str, data: Path | None, wanted: int, judged: int, seed: int
 ) -> tuple[Tensor | ImageSet, Tensor | ImageSet]:
-    """The `wanted` images that calibrate, drawn with the seed, and `judged` others that only judge.
+    """Select `wanted` images to calibrate on, and `judged` other images to measure losses on.
 
-    The first ones are those that `quantize` draws without any that judge.
+    The former are those that `quantize` selects with the same seed.
     """
     given = find_calibration(target, data, wanted, None)
     if isinstance(given, Tensor) and wanted <= len(given) < len(demo.unlabelled_images()):
         more = demo.unlabelled_images()[len(given) :]
         if judged > len(more):
             raise DataError(
-                f"{target} has {len(more)} images beside those that calibrate, --judged {judged} are wanted: give "
+                f"{target} has only {len(more)} images besides the calibration images, but --judged is {judged}: give "
                 f"--judged {len(more)}, or fewer"
             )
         return given[draw_indices(len(given), wanted, seed)], more[draw_indices(len(more), judged, seed)]
@@ -95,19 +99,21 @@ def find_judging(
 
 
 def bundled_images(file: Path, quantized: QuantizedModel, count: int | None) -> Tensor:
-    """The first bundled images, for the bundled model's artifact; all of them without a count.
+    """Return the first `count` bundled test images, or all for None, for an artifact of the bundled model.
 
-    Raises DataError for another artifact, and if there are fewer.
+    Raises DataError for another artifact, and if there are fewer images.
     """
     check_bundled(file, quantized)
     bundled = demo.test_images()[0]
     if count is not None and count > len(bundled):
-        raise DataError(f"{len(bundled)} images are bundled, --images {count} are wanted: give fewer, or --data FOLDER")
+        raise DataError(
+            f"only {len(bundled)} images are bundled, but --images is {count}: give fewer, or --data FOLDER"
+        )
     return bundled[:count]
 
 
 def check_bundled(file: Path, quantized: QuantizedModel) -> None:
-    """Raise DataError where the bundled images have another size, or are prepared otherwise, than an artifact wants."""
+    """Raise DataError if the artifact takes images of another size or preprocessing than the bundled images."""
     fits = [tuple(value.shape[1:]) for value in quantized.example] == [(3, *zoo.DEMO_PREPROCESSING.size)]
     if fits and "preprocessing" in quantized.provenance:
         fits = find_preprocessing(file, quantized, None) == zoo.DEMO_PREPROCESSING
@@ -116,14 +122,16 @@ def check_bundled(file: Path, quantized: QuantizedModel) -> None:
 
 
 def stranger(file: Path) -> DataError:
-    """The error for an artifact that the bundled images do not fit."""
-    return DataError(f"{file} is not of the bundled model, whose images are the only ones here: give --data FOLDER")
+    """Return the error for an artifact that the bundled images do not fit."""
+    return DataError(
+        f"{file} was not made from the bundled model, so the bundled images do not fit it: give --data FOLDER"
+    )
 
 
 def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.LoadedModel | None) -> Preprocessing:
-    """How images are prepared for an artifact: as it says itself, or else as its full-precision model says.
+    """Return the preprocessing that an artifact records, or else that of its full-precision model.
 
-    Raises DataError if neither says so, or if either does not fit the artifact's inputs.
+    Raises DataError if there is neither, or if either does not fit the artifact's inputs.
     """
     found: list[tuple[Preprocessing, str]] = []
     stored = quantized.provenance.get("preprocessing")
@@ -131,20 +139,20 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
         try:
             found.append((Preprocessing.from_json(stored), str(file)))
         except ValueError as cause:
-            raise DataError(
-                f"{file} says wrongly how its images are prepared: {cause}; quantize the model again"
-            ) from cause
+            raise DataError(f"{file} records an invalid preprocessing: {cause}; quantize the model again") from cause
     if loaded is not None and loaded.preprocessing is not None:
         found.append((loaded.preprocessing, loaded.name))
     if not found:
-        raise DataError(f"{file} does not say how its images are prepared: give --model MODEL that does")
+        raise DataError(
+            f"{file} does not record how to prepare images: give `adalog evaluate` a --model, or quantize it again"
+        )
     inputs = " and ".join(str(tuple(value.shape[1:])) for value in quantized.example)
     for preprocessing, source in found:
         prepared = str((3, *preprocessing.size))
         if inputs != prepared:
             raise DataError(
-                f"{file} takes inputs of {inputs}, images are prepared to {prepared} for {source}: "
-                "give the model that it was made of as --model, or quantize it again"
+                f"{file} takes inputs of shape {inputs}, but the preprocessing of {source} outputs {prepared}: "
+                "give the model that the artifact was made from as --model, or quantize it again"
             )
     return found[0][0]
 
@@ -152,7 +160,7 @@ def find_preprocessing(file: Path, quantized: QuantizedModel, loaded: zoo.Loaded
 def sample_for(
     file: Path, quantized: QuantizedModel, data: Path | None, count: int, seed: int, jobs: int
 ) -> Tensor | None:
-    """Images to run an artifact on: those of a folder, or the bundled ones for the bundled model, or None."""
+    """Return images to run an artifact on: from a folder, or bundled ones for the bundled model, or None."""
     if data is not None:
         found = find_calibration(str(file), data, count)
         assert isinstance(found, ImageSet)
@@ -166,14 +174,14 @@ def sample_for(
 
 
 def compiled(file: Path, quantized: QuantizedModel, executor: str, threads: int = 1) -> Compiled:
-    """The model that runs in integers. threads: for the executor "native". Errors name the file."""
+    """Compile an artifact for an executor; errors name the file. threads: only for the executor native."""
     with naming_file(file):
         return quantized.compile(executor, **({"threads": threads} if executor == "native" else {}))
 
 
 @contextmanager
 def naming_file(file: Path, what: str = "does not run in integers") -> Iterator[None]:
-    """Let errors inside the block say which file they are about. what: what does not work with it."""
+    """Add the file to the errors raised while the context is open. what: text between the file and the error."""
     try:
         yield
     except AdalogError as cause:

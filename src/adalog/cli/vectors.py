@@ -1,4 +1,4 @@
-"""`adalog vectors`: what one site computes, as files."""
+"""`adalog vectors`: write the integer computation of one site as files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,21 +15,21 @@ from adalog.runtime.vectors import vectors
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The artifact.")],
-    site: Annotated[str, typer.Option(help="Name of a site, as `adalog inspect FILE` lists it.")],
+    file: Annotated[Path, typer.Argument(help="Artifact with the site, written by `adalog quantize`.")],
+    site: Annotated[str, typer.Option(help="Name of the site, listed by `adalog inspect FILE`.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to create.")],
-    images: Annotated[int, typer.Option(min=1, help="Number of images.")] = 1,
+    images: Annotated[int, typer.Option(min=1, help="Number of images to run.")] = 1,
     data: Annotated[
-        Path | None, typer.Option(help="Folder from which --images are drawn. Without it, the first bundled ones.")
+        Path | None, typer.Option(help="Folder of images to run. Default: the first bundled images.")
     ] = None,
     seed: DrawOption = 0,
     json_out: JsonOption = None,
 ) -> None:
-    """Write what one site computes, from codes to outputs, as .npy files with a description in site.json."""
+    """Write the codes, sums and outputs of one site as .npy files, with a description in site.json."""
     check_outputs(json_out, reads=(file, data))
     files.check_folder(out)
     if json_out not in (None, "-") and Path(json_out).absolute().is_relative_to(out.absolute()):
-        raise DataError(f"{json_out} lies in the folder {out}, which has files of its own: choose another place")
+        raise DataError(f"{json_out} is inside the folder {out}, which this command creates: choose another folder")
     quantized = adalog.load(file)
     model = compiled(file, quantized, "reference")
     if data is None:

@@ -1,4 +1,4 @@
-"""Results as text and tables for the terminal; `console.say` prints them."""
+"""Format results as text and tables for the terminal; `console.say` prints them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,30 +18,30 @@ def percent(value: float | None) -> str:
 
 
 def interval(share: Share | None) -> str:
-    """A share with its 95 % interval: "90.4 % (89.0-91.6)"."""
+    """Format a share with its 95 % interval, such as "90.4 % (89.0-91.6)"."""
     return "" if share is None else f"{100 * share.value:.1f} % ({100 * share.low:.1f}-{100 * share.high:.1f})"
 
 
 def judgement(name: str, score: Score, reference: str | None, full: Score | None) -> str:
-    """How good a model's answers are, one line per question. reference: the full-precision model; full: its score."""
+    """Describe a score, one line per measure. reference: name of the full-precision model; full: its score."""
     lines = [f"{name}, {score.images:,} images"]
     for title, field in (("top-1", "top1"), ("top-5", "top5")):
         if getattr(score, field) is not None:
-            beside = "" if full is None else f", in full precision {interval(getattr(full, field))}"
+            beside = "" if full is None else f", full precision {interval(getattr(full, field))}"
             lines.append(f"{title} {interval(getattr(score, field))}{beside}")
     if score.agreement is not None:
         divergence = "" if score.kl is None else f", KL divergence {score.kl:.4g} nats"
-        lines.append(f"agreement with {reference} in full precision {percent(score.agreement)}{divergence}")
+        lines.append(f"agreement with full-precision {reference} {percent(score.agreement)}{divergence}")
     if score.p_value is not None:
         lines.append(
-            f"right only in full precision {score.lost}, right only quantized {score.gained}: "
+            f"images correct only in full precision {score.lost}, only quantized {score.gained}: "
             f"McNemar's p {score.p_value:.2g}"
         )
     return "\n".join(lines)
 
 
 def census_table(told: Mapping[str, Any]) -> Table:
-    """The sites that `zoo.inspect` found."""
+    """Return a table of the sites that `zoo.inspect` found."""
     table = Table(title=f"{escape(told['model'])}: {told['parameters']:,} parameters, images {told['images']}")
     for column in ("site", "role", "left", "right", "weight"):
         table.add_column(column, overflow="fold")
@@ -52,7 +52,7 @@ def census_table(told: Mapping[str, Any]) -> Table:
 
 
 def census_lines(told: Mapping[str, Any]) -> str:
-    """How many sites of each kind there are, what does not fold and why, and what stays in float."""
+    """Describe how many sites of each kind there are, which norms do not fold and why, and what stays in float."""
     counts = (
         f"{told['linears']} linears, {told['convs']} convolutions, {told['qk']} Q K^T, {told['av']} A V, "
         f"{len(told['other_sites'])} other products; {told['post_gelu']} sites after a GELU, {told['pairs']} norms fold"
@@ -61,8 +61,8 @@ def census_lines(told: Mapping[str, Any]) -> str:
 
 
 def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per method: its source, and its choices that differ from the defaults."""
-    table = Table(title="Methods; choices that are not listed are the defaults")
+    """Return a table of methods with their sources and the choices that differ from the defaults."""
+    table = Table(title="Methods, with the choices that differ from the defaults")
     for column in ("method", "source", "choices"):
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -72,9 +72,11 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def tables_list(tables: Mapping[str, PaperTable]) -> Table:
-    """One row per table of the paper."""
-    table = Table(title="Tables of the paper and one of ours, D: `adalog tables N ... --models MODEL,... --data DIR`")
-    for column in ("table", "what it shows", "rows"):
+    """Return a table of the tables that can be measured."""
+    table = Table(
+        title="Tables of the paper, and our table D. Measure with: adalog tables N ... --models MODEL,... --data DIR"
+    )
+    for column in ("table", "title", "rows"):
         table.add_column(column, overflow="fold")
     for name, each in tables.items():
         table.add_row(name, escape(each.title), str(len(each.rows)))
@@ -82,7 +84,7 @@ def tables_list(tables: Mapping[str, PaperTable]) -> Table:
 
 
 def _choice(value: Any) -> str:
-    """A choice as text; a search is its kind, followed by its own choices in brackets."""
+    """Format a choice as text; a search is its kind, followed by its own choices in brackets."""
     if not isinstance(value, dict):
         return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     inner = ", ".join(f"{name} = {_choice(item)}" for name, item in value.items() if name != "kind")
@@ -94,7 +96,7 @@ def parts_line(parts: Mapping[str, int]) -> str:
 
 
 def bytes_table(content: bytes) -> Table:
-    """An artifact's bytes, one row per tensor and one column per part."""
+    """Return a table of an artifact's bytes, with one row per tensor and one column per part."""
     parts = artifact.sizes(content)
     columns = [part for part in parts if part != "header"]
     table = Table(title="Bytes")
@@ -111,33 +113,33 @@ def bytes_table(content: bytes) -> Table:
 
 
 def health(told: Mapping[str, Any]) -> list[str | Table]:
-    """What `doctor.examine` found: versions, the machine, and the kernels."""
+    """Format the result of `doctor.examine`: versions, the machine, and the kernels."""
     packages = {name: version for name, version in told["packages"].items() if version is not None}
     missing = [name for name in told["packages"] if name not in packages]
-    features = "not told by this system" if told["features"] is None else " ".join(told["features"]) or "none"
+    features = "unknown on this system" if told["features"] is None else " ".join(told["features"]) or "none"
     native = told["native"]
     lines = [
         f"python {told['python']}, {', '.join(f'{name} {version}' for name, version in packages.items())}",
         f"not installed: {', '.join(missing) or 'nothing'}",
-        f"{told['system']}, {told['processor']}, {told['cores']} cores; of use to kernels: {features}",
+        f"{told['system']}, {told['processor']}, {told['cores']} cores; features for kernels: {features}",
         f"executors: {', '.join(told['executors'])}",
     ]
     if native["held"] is not None:
-        lines.append(f"ADALOG_LEVEL holds the kernels to {native['held']}")
+        lines.append(f"ADALOG_LEVEL limits the kernels to {native['held']}")
     if native["level"] is None:
-        return ["\n".join([*lines, f"native is off: {native['why']}"])]
+        return ["\n".join([*lines, f"native is not available: {native['why']}"])]
     table = Table(title=f"native: {escape(native['library'])}, interface {native['interface']['library']}")
     for column in ("kernels", "run here"):
         table.add_column(column)
     for name, runs in native["kernels"].items():
-        used = ", used unless another is asked for" if name == native["level"] else ""
-        table.add_row(name, f"yes{used}" if runs else "no: the processor or the system lacks them")
+        used = ", used by default" if name == native["level"] else ""
+        table.add_row(name, f"yes{used}" if runs else "no: the processor or the system does not support them")
     return ["\n".join(lines), table]
 
 
 def times(told: Mapping[str, Any]) -> list[str | Table]:
-    """What `adalog bench` measured, one row per batch and executor, then the executors that are absent and why."""
-    table = Table(title=f"{escape(told['file'])}, threads: {told['threads']}; medians")
+    """Format the times of `adalog bench`, one row per batch size and executor, then the missing executors and why."""
+    table = Table(title=f"{escape(told['file'])}, threads: {told['threads']}; median times")
     table.add_column("executor")
     columns = ("batch", "CPU [ms]", "wall [ms]", "images/s", "runs", "weights [MB]", "load [s]")
     for column in columns:
@@ -147,11 +149,11 @@ def times(told: Mapping[str, Any]) -> list[str | Table]:
         loading = "" if row["load_seconds"] is None else f"{row['load_seconds']:.2f}"
         rest = (f"{row['images_per_second']:.1f}", row["repeats"], f"{row['weight_bytes'] / 1e6:.2f}", loading)
         table.add_row(row["executor"], *map(str, (*cells, *rest)))
-    return [table, *(f"{name} is absent: {why}" for name, why in told["absent"].items())]
+    return [table, *(f"{name} is not available: {why}" for name, why in told["absent"].items())]
 
 
 def cost_table(title: str, result: Cost) -> Table:
-    """One row per role."""
+    """Return a table of costs with one row per role."""
     table = Table(title=escape(title))
     table.add_column("role")
     for column in ("count", "FixOPs", "BOPs", "weight bytes"):
@@ -165,12 +167,12 @@ def cost_table(title: str, result: Cost) -> Table:
 
 
 def cost_lines(result: Cost) -> str:
-    """The sums of a model's costs, one line per kind."""
+    """Format the total costs of a model, one line per kind."""
     lines = [
         f"products: {result.macs:,} MACs, {result.fixops:,.0f} FixOPs, {result.bops:,} BOPs",
         f"in integers: {result.integer_macs:,} MACs ({percent(result.integer_macs / max(result.macs, 1))})",
-        f"the rest: {result.elementwise_fixops:,.0f} FixOPs",
-        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in all",
+        f"everything else: {result.elementwise_fixops:,.0f} FixOPs",
+        f"bytes: {parts_line(result.size_bytes)}; {sum(result.size_bytes.values()):,} in total",
     ]
     if result.table_bytes:
         lines.append(f"tables, computed when the model is loaded: {result.table_bytes:,} bytes")

@@ -1,7 +1,7 @@
-"""Boxes and masks as mmdetection 2 computes them: anchors, offsets, levels, suppression, masks pasted into images.
+"""Compute boxes and masks as mmdetection 2 does: anchors, offsets, levels, suppression and pasted masks.
 
 A box is (x1, y1, x2, y2) in pixels of an image whose corner is (0, 0); pixel (i, j) covers [j, j + 1) x [i, i + 1).
-Everything is exact in the type that it is given, and runs on any device.
+All functions compute in the type and on the device of their arguments.
 """
 
 import math
@@ -13,19 +13,19 @@ from torch.nn.functional import grid_sample
 
 from adalog.extras import extra_module
 
-# dw and dh are the logarithm of a ratio of at most 1000 / 16 (mmdetection's wh_ratio_clip).
+# The largest dw and dh: the logarithm of 1000 / 16 (mmdetection's wh_ratio_clip).
 MAX_LOG_RATIO = math.log(1000 / 16)
-# A region of this side reads the finest map; one twice as large the next (Lin et al., CVPR 2017, with 56 for 224 / 4).
+# Regions read the finest map below twice this side, and the next one for each doubling (Lin et al., CVPR 2017).
 FINEST_SIDE = 56
 
 
 def anchors(
     height: int, width: int, stride: int, scale: float, ratios: Sequence[float], device: torch.device
 ) -> Tensor:
-    """The anchors of a map, row by row and at each place by ratio: (height * width * ratios, 4).
+    """Return the anchors of a map: (height * width * ratios, 4), ordered by row, column and ratio.
 
-    They are centred at multiples of the stride, have the area (scale * stride)^2, and are not rounded. ratios: height
-    to width.
+    The anchors are centred at multiples of the stride, have the area (scale * stride)^2, and are not rounded. ratios:
+    height divided by width.
     """
     tall = torch.tensor(ratios, device=device).sqrt()
     half = scale * stride / 2 * torch.stack([-1 / tall, -tall, 1 / tall, tall], dim=1)
@@ -35,10 +35,10 @@ def anchors(
 
 
 def decoded(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[float, float]) -> Tensor:
-    """The boxes that offsets (dx, dy, dw, dh) make of given ones, within an image: (..., 4).
+    """Apply offsets (dx, dy, dw, dh) to boxes, and clip the results to the image: (..., 4).
 
-    boxes, offsets: (..., 4), which broadcast. stds: what offsets are multiplied by first; dw and dh are clamped to
-    +-ln(62.5) then. size: (height, width) of the image without padding.
+    boxes, offsets: (..., 4), broadcast with each other. stds: factors to multiply the offsets by, before dw and dh are
+    clamped to +-ln(62.5). size: (height, width) of the image without padding.
     """
     dx, dy, dw, dh = (offsets * offsets.new_tensor(stds)).unbind(-1)
     dw, dh = (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) for value in (dw, dh))
@@ -51,7 +51,7 @@ def decoded(boxes: Tensor, offsets: Tensor, stds: Sequence[float], size: tuple[f
 
 
 def encoded(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tensor:
-    """The offsets that `decoded` makes the targets of: (..., 4)."""
+    """Return the offsets from which `decoded` computes the targets: (..., 4)."""
 
     def parts(value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x1, y1, x2, y2 = value.unbind(-1)
@@ -63,16 +63,15 @@ def encoded(boxes: Tensor, targets: Tensor, stds: Sequence[float]) -> Tensor:
 
 
 def levels(boxes: Tensor, count: int) -> Tensor:
-    """The number of the map, from 0 for the finest, that each box reads: (boxes,)."""
+    """Return the index of the map that each box reads, 0 for the finest: (boxes,)."""
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     return torch.log2((width * height).sqrt() / FINEST_SIDE + 1e-6).floor().clamp(0, count - 1).long()
 
 
 def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, images: Tensor, side: int) -> Tensor:
-    """What boxes read of the maps that their sizes call for: (boxes, C, side, side).
+    """Pool the region of each box from the map for its size, by RoIAlign: (boxes, C, side, side).
 
-    RoIAlign, aligned, with as many samples as pixels. maps: (N, C, H, W) each, the finest first. images: (boxes,), the
-    image that each box belongs to.
+    maps: (N, C, H, W) each, the finest first. images: (boxes,), the index of the image of each box.
     """
     roi_align = extra_module("torchvision.ops", "coco").roi_align
     found = boxes.new_zeros(len(boxes), maps[0].shape[1], side, side)
@@ -85,20 +84,20 @@ def regions(maps: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, image
 
 
 def suppressed(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, most: int) -> Tensor:
-    """The numbers of at most `most` boxes, the best first, none of which overlaps a better one of its group by more."""
+    """Return the indices of at most `most` boxes after non-maximum suppression within each group, the best first."""
     kept: Tensor = extra_module("torchvision.ops", "coco").batched_nms(boxes, scores, groups, overlap)
     return kept[:most]
 
 
 def pasted(masks: Tensor, boxes: Tensor, size: tuple[int, int], threshold: float = 0.5) -> Tensor:
-    """Masks over boxes as masks of the whole image: (masks, height, width) of bool.
+    """Paste masks of boxes into masks of the whole image: (masks, height, width) of bool.
 
-    masks: (masks, side, side) of probabilities, sampled bilinearly at the centres of pixels, with nothing beyond the
-    box. boxes: (masks, 4), not rounded; a box without area has an empty mask. size: (height, width).
+    masks: (masks, side, side) of probabilities, sampled bilinearly at the pixel centres; they are 0 outside their box.
+    boxes: (masks, 4), not rounded; a box without area has an empty mask. size: (height, width).
     """
     height, width = size
     found = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
-    for index, (mask, box) in enumerate(zip(masks, boxes.tolist(), strict=True)):  # one at a time, as large as its box
+    for index, (mask, box) in enumerate(zip(masks, boxes.tolist(), strict=True)):  # each only as large as its box
         x1, y1, x2, y2 = box
         if not (x2 > x1 and y2 > y1):
             continue

@@ -1,4 +1,4 @@
-"""Weights of the public Swin detectors (mmdetection 2), for the parts that this package has."""
+"""Load the weights of the public Swin detectors (mmdetection 2) into the parts of a detector."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,9 +11,9 @@ from adalog.inputs.weights import misfit, read_weights
 
 
 def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
-    """Load a public checkpoint's weights into the parts, tensor by tensor; reading it runs no code.
+    """Load a public checkpoint into the parts of a detector without running code.
 
-    Raises DataError, which names what is missing or left over, unless names and shapes are exactly the parts'.
+    Raises DataError if a name or shape differs from the parts'; the message lists the differences.
     """
     given = {name: _as_here(name, value) for name, value in read_weights(path).items()}
     names = list(public_names(parts))
@@ -22,13 +22,13 @@ def load_parts(parts: Mapping[str, nn.Module], path: Path, spec: str) -> None:
         raise DataError(f"{path} does not fit {spec}: {told}; use the weights of this detector")
     for public, value in given.items():
         if public.endswith("relative_position_index") and not torch.equal(value, own[public]):
-            raise DataError(f"{path} does not fit {spec}: {public} counts positions in another order")
+            raise DataError(f"{path} does not fit {spec}: {public} has another order; use the weights of this detector")
     for part, module in parts.items():
         module.load_state_dict({name: given[public] for each, name, public in names if each == part})
 
 
 def public_names(parts: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, str]]:
-    """(the part, the name of one of its tensors, the name that it has in a public checkpoint), of every tensor."""
+    """Yield (part, name of a tensor in the part, its name in a public checkpoint) for every tensor."""
     for part, module in parts.items():
         kind, _, stage = part.partition("_")
         layers = {name: theirs for name, theirs in _layers(kind, module) if name != theirs}
@@ -44,7 +44,7 @@ def _as_here(name: str, value: Tensor) -> Tensor:
 
 
 def _layers(kind: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of layers here and there; what is within a layer is called the same, unless a longer name is told."""
+    """Yield (our name, public name) of layers. Names inside a layer are equal, unless a longer name is listed."""
     if kind == "backbone":
         yield "features.0.0", "patch_embed.proj"
         yield "features.0.2", "patch_embed.norm"

@@ -1,4 +1,4 @@
-"""COCO: images with annotated objects, what a detector finds in them as COCO's JSON, and average precision."""
+"""Read COCO annotations, write detections as COCO results, and compute average precision."""
 
 import contextlib
 import io
@@ -22,18 +22,18 @@ from adalog.extras import extra_module
 from adalog.inputs.refusals import listed, refusal
 from adalog.stored import is_whole
 
-# The classes in the order of the public detectors (those of COCO 2017).
+# The classes of COCO 2017, in the order of the public detectors.
 NAMES = tuple(resources.files("adalog.detection").joinpath("coco_names.txt").read_text("utf-8").splitlines())
-# COCO's twelve figures in its own order, of which a table shows six.
+# The first six of COCO's twelve figures, in COCO's order.
 FIGURES = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """Images of a folder, and what an annotation file says of them: the whole file as `told`.
+    """Images of a folder with their annotations.
 
-    ids: COCO's number of each image, in the order of `paths`; sizes: its (height, width) as the file has it.
-    categories: COCO's number of each class, by its name.
+    ids: COCO's id of each image, in the order of `paths`. sizes: (height, width) of each image in the file. categories:
+    COCO's id of each class by name. told: the content of the annotation file.
     """
 
     paths: tuple[Path, ...]
@@ -46,85 +46,89 @@ class Annotated:
         return len(self.paths)
 
     def image(self, index: int) -> Image.Image:
-        """One of the images in RGB. Raises DataError where it cannot be read, or is not of the size in the file."""
+        """Read an image as RGB. Raises DataError if it cannot be read, or does not have the size in the annotations."""
         path, (height, width) = self.paths[index], self.sizes[index]
         image = read(path)
         if image.size != (width, height):
             raise DataError(
-                f"{path} has {image.width} x {image.height} pixels, its annotations are of {width} x {height}: "
+                f"{path} has {image.width} x {image.height} pixels, but its annotations are for {width} x {height}: "
                 "give the image that was annotated"
             )
         return image
 
 
 def read_annotations(file: Path, folder: Path) -> Annotated:
-    """An annotation file (instances_*.json) and its images.
+    """Read an annotation file (instances_*.json) and find its images in a folder.
 
     Raises DataError for a file of another form, for images that are not in the folder, for boxes that are not four
-    finite numbers or whose width or height is negative, and for outlines that are neither polygons nor a mask of the
-    image's size. Boxes without area, and crowds, are kept: pycocotools knows what to do with them.
+    finite numbers or have a negative width or height, and for segmentations that are neither polygons nor a mask of the
+    image's size. Boxes without area and crowds are kept, because pycocotools handles them.
     """
-    with refusal(f"{file} cannot be read", "give an instances_*.json of COCO's form"):
+    with refusal(f"{file} cannot be read", "give an instances_*.json of COCO"):
         told = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(told, dict) or not all(
         isinstance(told.get(key), list) for key in ("images", "annotations", "categories")
     ):
-        raise DataError(f"{file} lacks images, annotations or categories: give an instances_*.json of COCO's form")
-    with refusal(f"{file} is not of COCO's form", "mend it"):
+        raise DataError(f"{file} lacks images, annotations or categories: give an instances_*.json of COCO")
+    with refusal(f"{file} is not in the format of COCO", "correct it"):
         for key in ("images", "categories"):
             for each in told[key]:
                 if not is_whole(each["id"], 0):
-                    raise DataError(f"{file}, {key}: the id {each['id']!r} is not a whole number; mend it")
+                    raise DataError(f"{file}, {key}: the id {each['id']!r} is not a whole number; correct it")
         categories = {str(each["name"]): int(each["id"]) for each in told["categories"]}
         images = {int(each["id"]): str(each["file_name"]) for each in told["images"]}
         numbers = set(categories.values())
         if len(images) < len(told["images"]) or len(numbers) < len(told["categories"]):
-            raise DataError(f"{file} has images or categories of one number twice: mend it")
+            raise DataError(
+                f"{file} has two images with the same id, or two categories with the same id or name: correct it"
+            )
         sizes = {int(each["id"]): _size_of(file, each) for each in told["images"]}
         for each in told["annotations"]:
             _check_annotation(file, each, sizes, numbers)
-        # pycocotools takes the number 0 for none, and keeps one annotation of each number.
+        # pycocotools treats the id 0 as no annotation, and keeps only one annotation per id.
         told["annotations"] = [{**each, "id": number} for number, each in enumerate(told["annotations"], 1)]
     missing = [name for name in images.values() if Path(name).is_absolute() or not (folder / name).is_file()]
     if missing:
         raise DataError(
-            f"{file} names images that {folder} does not have: {listed(missing)}; add them, or remove their entries"
+            f"{file} lists images that {folder} does not have: {listed(missing)}; add them, or remove their entries"
         )
     if not images:
-        raise DataError(f"{file} names no images: give a file that does")
+        raise DataError(f"{file} lists no images: give a file with images")
     return Annotated(
         tuple(folder / name for name in images.values()), tuple(images), tuple(sizes.values()), categories, told
     )
 
 
 def _size_of(file: Path, image: Mapping[str, Any]) -> tuple[int, int]:
-    """The (height, width) of an image, by its entry."""
+    """Return the (height, width) in the entry of an image."""
     height, width = size = (image.get("height"), image.get("width"))
     if not (is_whole(height, 1) and is_whole(width, 1)):
-        raise DataError(f"{file}, image {image['id']}: its size of {width} x {height} is none; give height and width")
+        raise DataError(
+            f"{file}, image {image['id']}: width {width}, height {height} are not positive whole numbers; correct them"
+        )
     return cast(tuple[int, int], size)
 
 
 def _check_annotation(
     file: Path, each: Mapping[str, Any], sizes: Mapping[int, tuple[int, int]], categories: set[int]
 ) -> None:
-    """Refuse an annotation with which pycocotools would fail. sizes: (height, width) of each image, by its number."""
+    """Raise DataError for an annotation on which pycocotools would fail. sizes: (height, width) of each image by id."""
     box, where = each["bbox"], f"{file}, annotation {each['id']}"
     if len(box) != 4 or not all(map(_is_number, box)) or min(box[2:]) < 0:
-        raise DataError(f"{where}: the box {box} is not (x, y, width, height) of finite numbers; mend or remove it")
+        raise DataError(f"{where}: the box {box} is not (x, y, width, height) in finite numbers; correct or remove it")
     if each["image_id"] not in sizes:
         raise DataError(f"{where}: image {each['image_id']} is not in the file; add it, or remove the annotation")
     if each["category_id"] not in categories:
         raise DataError(f"{where}: category {each['category_id']} is not in the file; add it, or remove the annotation")
     if not _is_number(each.get("area")) or each["area"] < 0:
-        raise DataError(f"{where}: the area {each.get('area')!r} is not a number of pixels; give it, or remove this")
+        raise DataError(f"{where}: the area {each.get('area')!r} is not a number of pixels; correct or remove it")
     if type(each.get("iscrowd")) not in (int, bool) or each["iscrowd"] not in (0, 1):
         raise DataError(f"{where}: iscrowd is {each.get('iscrowd')!r}; give 0 for one object, 1 for a crowd")
     outline, size = each.get("segmentation"), sizes[each["image_id"]]
     if not (_are_polygons(outline) if isinstance(outline, list) else _is_mask(outline, size)):
         raise DataError(
             f"{where}: its segmentation is neither polygons of three points or more nor a mask of {size[1]} x "
-            f"{size[0]} pixels; mend or remove it"
+            f"{size[0]} pixels; correct or remove it"
         )
 
 
@@ -133,7 +137,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_polygons(outline: Sequence[Any]) -> bool:
-    """Whether these are one polygon or more, each (x, y) of three points or more in one list."""
+    """Return True for a list of at least one polygon, each a flat list of x and y of at least three points."""
     return bool(outline) and all(
         isinstance(each, list) and len(each) >= 6 and len(each) % 2 == 0 and all(map(_is_number, each))
         for each in outline
@@ -141,9 +145,9 @@ def _are_polygons(outline: Sequence[Any]) -> bool:
 
 
 def _is_mask(outline: Any, size: tuple[int, int]) -> bool:
-    """Whether this is a mask of (height, width) `size` as COCO's run lengths: a list of them, or their compressed text.
+    """Return True for a mask of (height, width) `size` in COCO's run lengths, as a list or as compressed text.
 
-    In the text, each run is characters from "0" on of 5 bits each, all of which but the last have the sixth bit set.
+    In the text, each character from "0" on holds 5 bits of a run; all but the last of a run have the sixth bit set.
     """
     if not isinstance(outline, dict) or outline.get("size") != list(size):
         return False
@@ -157,9 +161,9 @@ def _is_mask(outline: Any, size: tuple[int, int]) -> bool:
 
 
 def results_of(detections: Iterable[Detections], ids: Sequence[int], categories: Sequence[int]) -> list[dict[str, Any]]:
-    """Detections as COCO's results: boxes as (x, y, width, height), masks run-length encoded.
+    """Convert detections to COCO results, with boxes (x, y, width, height) and run-length encoded masks.
 
-    ids: of the images, in their order. categories: COCO's number of each label; -1 leaves its detections out.
+    ids: COCO's id of each image. categories: COCO's id of each label, or -1 to leave out its detections.
     """
     found = []
     for number, each in zip(ids, detections, strict=True):
@@ -181,15 +185,15 @@ def results_of(detections: Iterable[Detections], ids: Sequence[int], categories:
 
 
 def encoded_mask(mask: np.ndarray) -> dict[str, Any]:
-    """A mask (H, W) in COCO's compressed run lengths."""
+    """Encode a mask (H, W) as COCO's compressed run lengths."""
     runs = extra_module("pycocotools.mask", "coco").encode(np.asfortranarray(mask, dtype=np.uint8))
     return {"size": [int(side) for side in runs["size"]], "counts": runs["counts"].decode("ascii")}
 
 
 def categories_of(names: Sequence[str], annotated: Annotated) -> list[int]:
-    """COCO's number of each of a detector's classes, by its name; -1 for those that the file has not.
+    """Return COCO's id of each class of a detector, or -1 if the annotation file does not have the class.
 
-    Raises DataError where the file has categories that the detector does not know.
+    Raises DataError if the file has categories that the detector does not know.
     """
     unknown = [name for name in annotated.categories if name not in names]
     if unknown:
@@ -198,10 +202,10 @@ def categories_of(names: Sequence[str], annotated: Annotated) -> list[int]:
 
 
 def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """COCO's average precision of boxes and masks, as pycocotools computes it, in 0 to 1.
+    """Compute COCO's average precision of boxes and masks with pycocotools, from 0 to 1.
 
-    Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and mask_... alike. A figure for which
-    there is no annotated object is NaN.
+    Keys: box_ap, box_ap50, box_ap75, box_ap_small, box_ap_medium, box_ap_large, and the same with mask_. A figure
+    without annotated objects is NaN.
     """
     found: dict[str, float] = {}
     evaluations = {kind: _evaluated(told, results, kind) for kind in ("bbox", "segm")}
@@ -213,13 +217,13 @@ def average_precision(told: Mapping[str, Any], results: Sequence[Mapping[str, An
 
 def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kind: str) -> list[float]:
     dataset, evaluation = extra_module("pycocotools.coco", "coco"), extra_module("pycocotools.cocoeval", "coco")
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         truth = dataset.COCO()
         truth.dataset = {"info": {}, **told}
         truth.createIndex()
         if results:
             found = truth.loadRes([dict(each) for each in results])
-        else:  # which loadRes does not take
+        else:  # loadRes does not accept an empty list
             found = dataset.COCO()
             found.dataset = {**truth.dataset, "annotations": []}
             found.createIndex()
@@ -233,7 +237,7 @@ def _evaluated(told: Mapping[str, Any], results: Sequence[Mapping[str, Any]], ki
 def annotations_of(
     masks: Tensor | np.ndarray, boxes: np.ndarray, labels: Sequence[int], image: int, first: int
 ) -> list[dict[str, Any]]:
-    """Known objects of one image as COCO's annotations, numbered from `first`; categories are labels + 1."""
+    """Return the objects of one image as COCO annotations with ids from `first`; categories are labels + 1."""
     found = []
     for number, (mask, box, label) in enumerate(zip(masks, boxes.tolist(), labels, strict=True)):
         found.append(

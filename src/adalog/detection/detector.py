@@ -1,4 +1,4 @@
-"""A detector: its parts, and what lies between them, as mmdetection 2 computes it at test time."""
+"""A detector: its parts, and the steps between them, computed as mmdetection 2 does at test time."""
 
 import dataclasses
 import math
@@ -14,21 +14,21 @@ from adalog.detection.images import Batch, Resizing
 from adalog.detection.network import BOX_SIDE, LEVELS, MASK_SIDE, RATIOS
 from adalog.errors import DataError
 
-# The parts that `--parts` names, in order; the heads of a cascade are box_0, box_1, box_2 and mask_0, mask_1, mask_2.
+# The values of `--parts`, in order. The heads of a cascade are box_0, box_1, box_2 and mask_0, mask_1, mask_2.
 KINDS = ("backbone", "neck", "rpn", "box", "mask")
-STRIDES = (4, 8, 16, 32, 64)  # of the maps of the pyramid
-STDS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))  # of offsets, by stage
+STRIDES = (4, 8, 16, 32, 64)  # strides of the pyramid's maps, in pixels
+STDS = ((0.1, 0.1, 0.2, 0.2), (0.05, 0.05, 0.1, 0.1), (0.033, 0.033, 0.067, 0.067))  # of the offsets, per stage
 Part = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a detector is told besides its weights.
+    """Settings of a detector.
 
-    names: of the classes. stages: how many box heads, one after another. anchor_scale: side of an anchor in strides.
-    proposals: how many regions are taken of a level, and kept in all. score, overlap, most: detections with a lower
-    score, or that overlap a better one of their class by more, or beyond so many an image, are left out. mask: the
-    probability from which a pixel belongs. resizing: what an image goes through first.
+    names: names of the classes. stages: number of box heads in sequence. anchor_scale: side of an anchor in strides.
+    proposals: largest number of regions per level, and in total. proposal_overlap, overlap: IoU above which a region or
+    a detection is suppressed by a better one. score: lowest score of a detection. most: largest number of detections
+    per image. mask: lowest probability of a mask's pixels. resizing: preparation of the images.
     """
 
     names: tuple[str, ...]
@@ -47,27 +47,27 @@ class Settings:
 
     @staticmethod
     def from_json(fields: Any) -> "Settings":
-        """The settings that `to_json` turned into `fields`, possibly through JSON. Raises ValueError for others."""
+        """Inverse of `to_json`, also through JSON. Raises ValueError for other fields or values."""
         known = {each.name: each for each in dataclasses.fields(Settings)}
         if not isinstance(fields, dict) or fields.keys() != known.keys():
-            raise ValueError(f"a detector has the settings {', '.join(known)}")
+            raise ValueError(f"the settings of a detector must be {', '.join(known)}")
         given = dict(fields)
         names, resizing = given.pop("names"), given.pop("resizing")
         if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError("the names of a detector's classes are no list of texts")
+            raise ValueError("the names of a detector's classes are not a list of texts")
         for name, value in given.items():
             whole = isinstance(known[name].default, int)
             good = type(value) is int if whole else type(value) in (int, float) and math.isfinite(value)
             if not good or not 0 <= value <= (100_000 if whole else 1000) or (name == "stages" and value not in (1, 3)):
-                raise ValueError(f"{name} = {value!r} is no setting of a detector")
+                raise ValueError(f"{name} = {value!r} is not a valid setting of a detector")
         return Settings(tuple(names), **given, resizing=Resizing.from_json(resizing))
 
 
 @dataclass(frozen=True)
 class Detections:
-    """What was found in one image, the surest first, in pixels of the image as it was given.
+    """Objects found in one image, sorted by descending score, in pixels of the original image.
 
-    boxes: (n, 4) as (x1, y1, x2, y2). scores: (n,). labels: (n,), numbers of classes. masks: (n, height, width).
+    boxes: (n, 4) as (x1, y1, x2, y2). scores: (n,). labels: (n,), indices of classes. masks: (n, height, width).
     """
 
     boxes: Tensor
@@ -80,10 +80,10 @@ class Detections:
 
 
 class Detector:
-    """Parts that are called one after another, be they modules of floats, quantized models, or run in integers."""
+    """A detector made of parts, which may be float modules, quantized models, or compiled models."""
 
     def __init__(self, parts: Mapping[str, Part], settings: Settings):
-        """parts: by name, as `network.make_parts` has them. Raises DataError if some are missing or too many."""
+        """Take the parts by name, as `network.make_parts` returns them. Raises DataError for other names or order."""
         heads = [
             kind if settings.stages == 1 else f"{kind}_{stage}"
             for kind in KINDS[3:]
@@ -92,17 +92,17 @@ class Detector:
         wanted = [*KINDS[:3], *heads]
         if list(parts) != wanted:
             raise DataError(
-                f"a detector of {settings.stages} stages has the parts {', '.join(wanted)}, got {', '.join(parts)}"
+                f"a detector with {settings.stages} stages needs the parts {', '.join(wanted)}, got {', '.join(parts)}"
             )
         self.parts, self.settings = dict(parts), settings
 
     def heads(self, kind: str) -> list[Part]:
-        """The box or mask heads, in order."""
+        """Return the box or mask heads in order."""
         return [part for name, part in self.parts.items() if name.partition("_")[0] == kind]
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> list[Detections]:
-        """What is in each image of a batch."""
+        """Detect the objects in each image of a batch."""
         maps = self.parts["neck"](*self.parts["backbone"](batch.images))
         found = self.parts["rpn"](*maps)
         results = []
@@ -115,9 +115,9 @@ class Detector:
         return results
 
     def proposals(self, found: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
-        """The regions of one image that may hold objects, the likeliest first: (n, 4).
+        """Return the regions of one image that may contain objects, the most likely first: (n, 4).
 
-        found: what the part "rpn" puts out, without the axis of images. size: (height, width) without padding.
+        found: outputs of the part "rpn" without the image axis. size: (height, width) without padding.
         """
         settings = self.settings
         boxes, scores, which = [], [], []
@@ -139,9 +139,9 @@ class Detector:
     def boxes(
         self, maps: Sequence[Tensor], proposals: Tensor, size: tuple[int, int], factors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(boxes, scores, labels) of the objects in one image's regions.
+        """Return (boxes, scores, labels) of the objects in the regions of one image.
 
-        maps: (1, C, H, W) each. factors: (4,), how much larger a box is in the resized image than in the given one.
+        maps: (1, C, H, W) each. factors: (4,), the sides of a box in the resized image over those in the original one.
         """
         settings, heads = self.settings, self.heads("box")
         if not len(proposals):
@@ -163,7 +163,7 @@ class Detector:
     def masks(
         self, maps: Sequence[Tensor], boxes: Tensor, labels: Tensor, factors: Tensor, original: tuple[int, int]
     ) -> Tensor:
-        """The masks of an image's boxes: (n, height, width) of bool. original: the image's (height, width)."""
+        """Return the masks of one image's boxes: (n, height, width) of bool. original: (height, width) of the image."""
         if not len(boxes):
             return torch.zeros(0, *original, dtype=torch.bool, device=boxes.device)
         given, heads = self.read(maps, boxes * factors, MASK_SIDE), self.heads("mask")
@@ -171,22 +171,22 @@ class Detector:
         return pasted(likely[torch.arange(len(likely)), labels], boxes, original, self.settings.mask)
 
     def read(self, maps: Sequence[Tensor], boxes: Tensor, side: int) -> Tensor:
-        """What boxes of one image read of its maps."""
+        """Pool the regions of one image's boxes from its maps."""
         images = torch.zeros(len(boxes), dtype=torch.long, device=boxes.device)
         return regions(maps[: LEVELS - 1], STRIDES, boxes, images, side)
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Detections]:
-        """What is in each image of many batches."""
+        """Yield the detections of each image of several batches."""
         for batch in batches:
             yield from self(batch)
 
 
 def in_order_of_anchors(values: Tensor, each: int) -> Tensor:
-    """(A * each, H, W) as (H * W * A, each), in the order of anchors."""
+    """Rearrange (A * each, H, W) to (H * W * A, each), the order of the anchors."""
     return values.permute(1, 2, 0).reshape(-1, each)
 
 
 def _area(boxes: Tensor) -> Tensor:
-    """Of boxes with two sides; 0 or NaN for others."""
+    """Return the areas of boxes; 0 for a box with a negative side, NaN for a box with NaN."""
     width, height = (boxes[..., 2] - boxes[..., 0]).clamp(min=0), (boxes[..., 3] - boxes[..., 1]).clamp(min=0)
     return width * height

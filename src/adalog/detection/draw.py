@@ -1,4 +1,4 @@
-"""A picture with what was found in it: masks, boxes, names and scores, for people to look at."""
+"""Draw detections into an image: masks, boxes, names and scores."""
 
 import colorsys
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from adalog.detection.detector import Detections
 
-_SHARE = 0.45  # of a mask's colour in its pixels
+_SHARE = 0.45  # opacity of masks
 
 
 def drawn(image: Image.Image, found: Detections, names: Sequence[str], least: float = 0.3) -> Image.Image:
-    """An RGB image with the detections of at least this score drawn into it, the surest on top.
+    """Return a copy of an RGB image with the detections of at least the score `least`, the highest on top.
 
-    names: of the classes. Each class has a colour of its own; lines and letters grow with the image.
+    names: names of the classes. Each class has its own colour; lines and letters grow with the image.
     """
     pixels = np.asarray(image).astype(np.float32)
     shown = [index for index in range(len(found)) if float(found.scores[index]) >= least]
@@ -28,7 +28,7 @@ def drawn(image: Image.Image, found: Detections, names: Sequence[str], least: fl
     for index in reversed(shown):
         box = [float(side) for side in found.boxes[index]]
         canvas.rectangle(box, outline=colour_of(int(found.labels[index])), width=line)
-    for index in shown:  # names last, so that no box hides one; each moves down until it covers no other
+    for index in shown:  # names come last, so that no box hides them; each moves down until it covers no other
         box, colour = found.boxes[index].tolist(), colour_of(int(found.labels[index]))
         text = f"{names[int(found.labels[index])]} {float(found.scores[index]):.2f}"
         left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
@@ -46,8 +46,8 @@ def drawn(image: Image.Image, found: Detections, names: Sequence[str], least: fl
 
 
 def colour_of(label: int) -> tuple[int, int, int]:
-    """A colour for a class, far from those of its neighbours."""
-    hue = label * 0.618033988749895 % 1.0  # steps of the golden ratio spread over the circle
+    """Return a colour for a class that differs strongly from those of neighbouring classes."""
+    hue = label * 0.618033988749895 % 1.0  # steps of the golden ratio spread evenly over the hues
     red, green, blue = colorsys.hsv_to_rgb(hue, 0.75 if label % 2 else 0.95, 0.95 if label % 3 else 0.75)
     return round(red * 255), round(green * 255), round(blue * 255)
 

@@ -1,4 +1,4 @@
-"""Images for a detector: resized without a change of proportions, normalised, and padded to a common size."""
+"""Prepare images for a detector: resize them with fixed proportions, normalise them, and pad them to one size."""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from adalog.inputs.shards import Member
 
 @dataclass(frozen=True)
 class Batch:
-    """Images in one tensor, (N, 3, H, W), with zeros to the right and below.
+    """Images in one tensor, (N, 3, H, W), padded with zeros on the right and at the bottom.
 
-    sizes: (height, width) of each without the zeros; originals: as it was given. factors: (N, 4), the ratio of these,
-    in the order of a box's sides.
+    sizes: (height, width) of each image without padding. originals: (height, width) before resizing. factors: (N, 4),
+    sizes divided by originals, in the order (x1, y1, x2, y2) of a box.
     """
 
     images: Tensor
@@ -31,16 +31,16 @@ class Batch:
     factors: Tensor
 
     def first(self, count: int) -> "Batch":
-        """Its first images, at most so many."""
+        """Return the first `count` images, or all if there are fewer."""
         return Batch(self.images[:count], self.sizes[:count], self.originals[:count], self.factors[:count])
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """How an image is prepared.
+    """Preparation of an image for a detector.
 
-    It is resized so that its shorter side is `short`, unless its longer one would be more than `long`; normalised by
-    mean and std; and padded with zeros to multiples of `divisor`, which is 32 for maps down to a 32nd of its size.
+    The image is resized so that its shorter side is `short`, or less if its longer side would exceed `long`. Then it is
+    normalised by mean and std, and padded with zeros to multiples of `divisor`, the coarsest stride of the backbone.
     """
 
     short: int = 800
@@ -52,32 +52,32 @@ class Resizing:
     def __post_init__(self) -> None:
         if not 1 <= self.short <= self.long <= 1 << 14 or not 1 <= self.divisor <= 1024:
             raise ValueError(
-                f"short = {self.short}, long = {self.long} and divisor = {self.divisor} are not 1 <= short <= long <= "
-                "16384 and 1 <= divisor <= 1024"
+                f"short = {self.short}, long = {self.long} and divisor = {self.divisor} do not satisfy 1 <= short <= "
+                "long <= 16384 and 1 <= divisor <= 1024"
             )
         numbers = (*self.mean, *self.std)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(map(math.isfinite, numbers)) or min(self.std) <= 0:
-            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, std positive")
+            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
 
     @staticmethod
     def from_json(given: Any) -> "Resizing":
-        """What `dataclasses.asdict` turned into `given`, possibly through JSON. Raises ValueError for anything else."""
+        """Inverse of `dataclasses.asdict`, also through JSON. Raises ValueError for anything else."""
         if not isinstance(given, dict) or given.keys() != {each.name for each in fields(Resizing)}:
-            raise ValueError("the resizing of a detector has other fields")
+            raise ValueError("the resizing of a detector has missing or unknown fields")
         if not all(type(given[name]) is int for name in ("short", "long", "divisor")):
-            raise ValueError("the sizes of a detector's images are no whole numbers")
+            raise ValueError("short, long and divisor of a detector's resizing are not whole numbers")
         triples = [given[name] for name in ("mean", "std")]
         if not all(isinstance(each, (list, tuple)) and all(type(x) in (int, float) for x in each) for each in triples):
-            raise ValueError("mean and std of a detector's images are no numbers")
+            raise ValueError("mean and std of a detector's resizing are not lists of numbers")
         return Resizing(given["short"], given["long"], tuple(given["mean"]), tuple(given["std"]), given["divisor"])
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) after resizing, rounded to the nearest."""
+        """Return (height, width) after resizing, rounded to the nearest integer."""
         scale = min(self.long / max(height, width), self.short / min(height, width))
         return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
 
     def resized(self, image: Image.Image) -> Tensor:
-        """An RGB image, resized bilinearly without smoothing and rounded to 8 bits, normalised: (3, H, W)."""
+        """Resize an RGB image bilinearly without antialiasing, round it to 8 bits, and normalise it: (3, H, W)."""
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
         size = self.size_of(image.height, image.width)
         if size != (image.height, image.width):
@@ -86,7 +86,7 @@ class Resizing:
         return (pixels[0] / 255 - mean) / std
 
     def batch(self, images: Sequence[Image.Image], size: tuple[int, int] | None = None) -> Batch:
-        """RGB images as a batch. size: (height, width) of the tensor; the least that holds all images, if not given."""
+        """Prepare RGB images as a batch. size: (height, width) of the tensor; by default the smallest that fits all."""
         values = [self.resized(image) for image in images]
         sizes = tuple((value.shape[1], value.shape[2]) for value in values)
         height, width = size or self.padded(sizes)
@@ -98,19 +98,19 @@ class Resizing:
         return Batch(whole, sizes, originals, torch.tensor([[x, y, x, y] for x, y in ratios]).reshape(-1, 4))
 
     def padded(self, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The least (height, width) that holds images of these sizes."""
+        """Return the smallest padded (height, width) that fits images of these sizes."""
         height, width = (max(each) for each in zip(*sizes, strict=True))
         return -(-height // self.divisor) * self.divisor, -(-width // self.divisor) * self.divisor
 
 
 def batches_of(images: Sequence[Image.Image], resizing: Resizing, count: int = 2) -> list[Batch]:
-    """RGB images in batches of so many, all padded to one height and width."""
+    """Prepare RGB images in batches of `count`, all padded to one height and width."""
     size = resizing.padded([resizing.size_of(image.height, image.width) for image in images])
     return [resizing.batch(images[start : start + count], size) for start in range(0, len(images), count)]
 
 
 def read(path: Path | Member) -> Image.Image:
-    """An image file, as `inputs.images.read_image` reads it. Raises DataError, also for one too thin to be resized."""
+    """Read an image file by `inputs.images.read_image`. Raises DataError, also if it is too thin to be resized."""
     image = read_image(path)
     if max(image.size) > 256 * min(image.size):
         raise DataError(f"{path} has {image.width} x {image.height} pixels, too thin for a detector: leave it out")

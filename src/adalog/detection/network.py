@@ -1,8 +1,8 @@
-"""The parts of Mask R-CNN and Cascade Mask R-CNN with a Swin, as mmdetection 2 has them.
+"""The parts of Mask R-CNN and Cascade Mask R-CNN with a Swin backbone, as in mmdetection 2.
 
-Mask R-CNN: He et al., ICCV 2017. Cascade R-CNN: Cai and Vasconcelos, CVPR 2018. FPN: Lin et al., CVPR 2017. Swin: Liu
-et al., ICCV 2021, whose public detectors these are. Each part is a module by itself, with tensors in and out; what lies
-between them, such as the choice of regions, is `detector.Detector`.
+Mask R-CNN: He et al., ICCV 2017. Cascade R-CNN: Cai and Vasconcelos, CVPR 2018. FPN: Lin et al., CVPR 2017. Swin and
+its public detectors: Liu et al., ICCV 2021. Each part is a separate module with tensors as inputs and outputs.
+`detector.Detector` does the steps between them, such as the choice of regions.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from torch.nn import functional as F
 
 from adalog.extras import extra_module
 
-LEVELS = 5  # maps of the pyramid
-RATIOS = (0.5, 1.0, 2.0)  # of anchors
-BOX_SIDE, MASK_SIDE = 7, 14  # of the regions that heads read
+LEVELS = 5  # number of maps of the pyramid
+RATIOS = (0.5, 1.0, 2.0)  # ratios of the anchors, height divided by width
+BOX_SIDE, MASK_SIDE = 7, 14  # sides of the regions that the heads read
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a detector.
+    """Sizes of a detector.
 
-    width, depths, heads: of the Swin. channels: of the pyramid and of the heads' convolutions. hidden: of the linears
-    of box heads. classes: how many, without the background. stages: of box and mask heads; 3 in a cascade, whose box
-    heads begin with convolutions.
+    width, depths, heads, window: of the Swin backbone. channels: of the pyramid and of the heads' convolutions. hidden:
+    width of the linears of box heads. classes: number of classes without the background. stages: number of box and of
+    mask heads; 3 in a cascade, whose box heads begin with convolutions.
     """
 
     width: int = 96
@@ -49,7 +49,7 @@ ARCHITECTURES = {
 
 
 class Backbone(nn.Module):
-    """torchvision's Swin without its head, and a norm for what each stage puts out: (N, 3, H, W) to four maps."""
+    """torchvision's Swin without its head, with a norm on the output of each stage: (N, 3, H, W) to four maps."""
 
     def __init__(self, sizes: Architecture):
         super().__init__()
@@ -76,7 +76,7 @@ class Backbone(nn.Module):
 
 
 class Neck(nn.Module):
-    """A feature pyramid: four maps to five of equal channels, the last of which is every second pixel of the fourth."""
+    """A feature pyramid: four maps to five with equal channels. The fifth takes every second pixel of the fourth."""
 
     def __init__(self, sizes: Architecture):
         super().__init__()
@@ -92,7 +92,7 @@ class Neck(nn.Module):
 
 
 class RegionProposals(nn.Module):
-    """The same three convolutions on each of five maps: scores (N, 3, H, W), then offsets (N, 12, H, W) of each."""
+    """The same three convolutions on each of five maps: all scores (N, 3, H, W), then all offsets (N, 12, H, W)."""
 
     def __init__(self, sizes: Architecture):
         super().__init__()
@@ -106,7 +106,7 @@ class RegionProposals(nn.Module):
 
 
 class BoxHead(nn.Module):
-    """Regions (R, C, 7, 7) to logits (R, classes + 1), the background last, and offsets by class (R, 4 classes)."""
+    """Regions (R, C, 7, 7) to logits (R, classes + 1), background last, and offsets per class (R, 4 * classes)."""
 
     def __init__(self, sizes: Architecture):
         super().__init__()
@@ -128,7 +128,7 @@ class BoxHead(nn.Module):
 
 
 class MaskHead(nn.Module):
-    """Regions (R, C, 14, 14) to logits of masks by class (R, classes, 28, 28)."""
+    """Regions (R, C, 14, 14) to mask logits per class (R, classes, 28, 28)."""
 
     def __init__(self, sizes: Architecture):
         super().__init__()
@@ -144,7 +144,7 @@ class MaskHead(nn.Module):
 
 
 def make_parts(sizes: Architecture) -> dict[str, nn.Module]:
-    """The parts of a detector by name, with random weights, in the order in which they run."""
+    """Return the parts of a detector by name, in the order in which they run, with random weights."""
     parts: dict[str, nn.Module] = {
         "backbone": Backbone(sizes),
         "neck": Neck(sizes),
@@ -157,12 +157,12 @@ def make_parts(sizes: Architecture) -> dict[str, nn.Module]:
 
 
 def parameters(parts: Sequence[nn.Module]) -> int:
-    """How many numbers are learned."""
+    """Count the learned parameters."""
     return sum(value.numel() for part in parts for value in part.parameters())
 
 
 def initialised(parts: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The parts with the weights that training begins with (mmdetection's)."""
+    """Initialize the parts for training as mmdetection does, and return them."""
     for name, part in parts.items():
         for layer, module in part.named_modules():
             if name == "backbone" or not isinstance(module, (nn.Conv2d, nn.Linear, nn.ConvTranspose2d)):

@@ -1,4 +1,4 @@
-"""A detector whose parts are quantized one by one, on what the float detector gives them, and its one file."""
+"""Quantize a detector part by part, on the inputs of the parts in the float detector; save and load the result."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ from adalog.stored import check_text, parse_json
 
 KEY = artifact.DETECTOR
 FORMAT = 1
-# Regions of all images that calibrate a head; a detector looks at a thousand of each.
+# The most regions to calibrate a head on, from all images; a detector reads up to a thousand per image.
 REGIONS = 2048
 
 
@@ -48,19 +48,20 @@ def quantize_detector(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[Detector]:
-    """The detector under each of these choices, with parts that are quantized models.
+    """Quantize a detector once per config; return detectors whose parts are quantized models.
 
-    Each part is calibrated by itself, and all operands are those of the float network. Heads are calibrated on at most
-    2,048 regions, evenly drawn from what the float detector looks at in the images that calibrate.
-    batches: images in tensors of one height and width; the first `images` of the choices calibrate, and stages may fit
-    all. parts: which kinds are quantized; the others stay float, in the same form. jobs, memory, partial, progress,
-    ranks: as of `adalog.quantize`; each part has a partial file of its own, and the memory to itself. Raises
-    CaptureError and CalibrationError, and ValueError for parts that there are not.
+    Each part is calibrated separately, on its inputs in the float detector. Heads are calibrated on at most 2,048
+    regions, spaced evenly among those that the float detector reads in the calibration images.
+
+    batches: images in tensors of one height and width. The first `images` of the configs are the calibration images;
+    stages may fit all images. parts: kinds of parts to quantize; the others stay float. jobs, memory, partial,
+    progress, ranks: as in `adalog.quantize`; each part has its own partial file, and may use all of the memory. Raises
+    CaptureError, CalibrationError, and ValueError for unknown parts.
     """
     check_parts(parts)
     counts = {config.images for config in configs}
     if len(counts) != 1:
-        raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with as many images")
+        raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with the same number")
     inputs, images = recorded(detector, batches)
     count = min(*counts, len(images))
     few = {} if count == len(images) else recorded(detector, _first(batches, count))[0]
@@ -80,7 +81,7 @@ def quantize_detector(
                 model = QuantizedModel(_float(program, own, given))
             else:
                 if _sizes(kind) == "fixed" and own.images_fitted:
-                    own = own.fitting(len(given[0]))
+                    own = own.with_fitted_images(len(given[0]))
                 file = None if partial is None else partial.with_name(f"{partial.name}.{name}")
                 model = calibration.quantize(own, within(name, progress), jobs=jobs, partial=file, ranks=ranks)
             model.note(part=name, calibration=digest([images[:count]]), images=count)
@@ -91,13 +92,13 @@ def quantize_detector(
 def part_calibration(
     part: nn.Module, name: str, first: tuple[Tensor, ...], given: tuple[Tensor, ...], *, seed: int, memory: int
 ) -> Calibration:
-    """The calibration of the part of that name. first: what it is given on the images that calibrate; given: on all."""
+    """Return the calibration of a part. first: its inputs on the calibration images; given: on all images."""
     sizes = _sizes(name.partition("_")[0])
     return Calibration(part, first, unlabelled=given, seed=seed, memory=memory, sizes=sizes)
 
 
 def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """So many of the images, the first ones."""
+    """Return the first `count` images in batches."""
     found: list[Batch] = []
     for batch in batches:
         if count > 0:
@@ -107,36 +108,39 @@ def _first(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def _sizes(kind: str) -> Sizes:
-    return "free" if kind in KINDS[:3] else "fixed"  # maps have the size of their image
+    return "free" if kind in KINDS[:3] else "fixed"  # the size of maps depends on the image
 
 
 def check_parts(parts: Collection[str]) -> None:
-    """Raise ValueError for parts that there are not."""
+    """Raise ValueError if a part is unknown, or if there are none."""
     unknown = set(parts) - set(KINDS)
     if unknown or not parts:
-        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose among {', '.join(KINDS)}")
+        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose from {', '.join(KINDS)}")
 
 
 def config_of(part: str, config: Config) -> Config:
-    """The choices for a part: only what reads the image itself has the bits of images."""
+    """Return the config of a part. Only the backbone reads the image, so only it uses `input_bits`."""
     return config if part == "backbone" else replace(config, input_bits=config.activation_bits)
 
 
 def within(name: str, progress: Progress | None) -> Progress | None:
-    """The callback for one part, whose name it tells."""
+    """Return the progress callback for one part, which adds the name of the part."""
     if progress is None:
         return None
     return lambda done, total, site: progress(done, total, f"{name}: {site}" if site else name)
 
 
 def _float(program: Program, config: Config, given: Sequence[Tensor]) -> QuantizedProgram:
-    """A part that stays float."""
+    """Return a part that stays float, in the form of a quantized program."""
     refusals = {site.name: "stays float: its part was not chosen" for site in find_sites(program)}
     return QuantizedProgram(program, config, (), refusals, {}, tuple(value[:0] for value in given))
 
 
 def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tuple[Tensor, ...]], Tensor]:
-    """(what each part is given on all images, the images). Heads that no object calls are given all regions."""
+    """Run the float detector; return (the inputs of each part on all images, the images).
+
+    If nothing is found in any image, so that a head is never called, all regions count as detections.
+    """
     calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in detector.parts}
     counts = dict.fromkeys(detector.parts, 0)
 
@@ -158,7 +162,9 @@ def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tu
             pass
     lacking = [name for name, found in calls.items() if not found]
     if lacking:
-        raise CalibrationError(f"the detector finds no region in these images, so that {lacking[0]} is never called")
+        raise CalibrationError(
+            f"the detector finds no region in these images, so {lacking[0]} has no inputs: give others"
+        )
     joined = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in calls.items()}
     for name, values in joined.items():
         if name.partition("_")[0] in KINDS[3:]:
@@ -167,7 +173,7 @@ def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tu
 
 
 def _evenly(values: Sequence[Tensor], first: int, most: int = 100) -> tuple[Tensor, ...]:
-    """At most so many rows of each value, the same ones, evenly drawn. first: shifts them."""
+    """Return at most `most` evenly spaced rows, the same ones of each value. first: shifts the rows."""
     step = -(-len(values[0]) // most)
     return tuple(value[first % max(step, 1) :: max(step, 1)].clone() for value in values)
 
@@ -176,14 +182,14 @@ def _evenly(values: Sequence[Tensor], first: int, most: int = 100) -> tuple[Tens
 
 
 def is_detector(content: bytes) -> bool:
-    """Whether a file's bytes hold a detector, as far as their beginning tells."""
+    """Return True if a file's bytes begin like a detector."""
     return KEY.encode() in content[: 8 + 4096]
 
 
 def save(detector: Detector, path: str | Path) -> int:
-    """Write all parts and the settings as one file, whole or not at all; returns its size [bytes].
+    """Write all parts and the settings as one file, all or nothing; return its size [bytes].
 
-    Each part is an artifact by itself, stored as bytes.
+    Each part is stored as the bytes of an artifact.
     """
     parts = {}
     for name, part in detector.parts.items():
@@ -196,15 +202,15 @@ def save(detector: Detector, path: str | Path) -> int:
 
 
 def load(path: str | Path) -> Detector:
-    """A saved detector, for which this package, torchvision's operations and the file are enough.
+    """Load a saved detector. This needs torchvision for its operations, but no model code and no other files.
 
-    Raises ArtifactError for a file that is none, and DataError without torchvision.
+    Raises ArtifactError for a file that is not a detector, and DataError without torchvision.
     """
     content = artifact.read(path)
     extra_module("torchvision.ops", "coco")
     try:
         header, stored = _parsed(content)
-    except Exception as cause:  # contents that no such file has make the parsing raise anything
+    except Exception as cause:  # parsing may raise any error on a hostile or damaged file
         raise ArtifactError(f"{path} is damaged, or no detector: {one_line(cause)}; make it anew") from cause
     parts = {
         name: QuantizedModel(artifact.deserialise(value.numpy().tobytes(), f"{path}, part {name},"))
@@ -221,22 +227,22 @@ def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:
     header = parse_json(metadata[KEY])
     check_text(header)
     if header.keys() != {"format", "parts", "settings"} or header["format"] != FORMAT:
-        raise ValueError(f"it has another format than {FORMAT}")
+        raise ValueError(f"its format is not {FORMAT}")
     stored = parse_safetensors(content)
     if sorted(stored) != sorted(header["parts"]) or any(
         value.dtype != torch.uint8 or value.ndim != 1 for value in stored.values()
     ):
-        raise ValueError("it has other parts than it says")
+        raise ValueError("its parts do not match its header")
     return Settings.from_json(header["settings"]), {name: stored[name] for name in header["parts"]}
 
 
 def compiled(detector: Detector, executor: str, **choices: Any) -> Detector:
-    """The detector with parts that run in integers, by the executor "reference", "torch" or "native"."""
+    """Return the detector with parts that run in integers by the executor "reference", "torch" or "native"."""
     parts = {name: part.compile(executor, **choices) for name, part in detector.parts.items()}  # type: ignore[attr-defined]
     return Detector(parts, detector.settings)
 
 
 def fastest(detector: Detector, threads: int) -> Detector:
-    """The detector with each part run by the fastest executor that takes it here."""
+    """Return the detector with each part run by the fastest executor that supports it on this machine."""
     parts = {name: quickest(part, threads)[0] for name, part in detector.parts.items()}  # type: ignore[arg-type]
     return Detector(parts, detector.settings)

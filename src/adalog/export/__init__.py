@@ -1,4 +1,4 @@
-"""Quantized programs as files for other engines, certificates that these compute what was judged, and tapes."""
+"""Export quantized programs to other engines, certify the exported files, and make tapes for `adalog.run`."""
 
 from collections.abc import Sequence
 
@@ -24,21 +24,22 @@ __all__ = [
     "to_tape",
 ]
 
-_IMAGES = 2  # of noise, on which an export is certified before it is written
+_IMAGES = 2  # the number of noise images on which an export is certified before it is written
 
 
 def export(
     quantized: QuantizedProgram, source: str, form: Form = "mixed", engines: Sequence[str] = ("onnxruntime",)
 ) -> tuple[bytes, list[Certificate]]:
-    """The ONNX file of a quantized program, and its certificate on noise of the calibration's shape in each engine.
+    """Return the ONNX file of a quantized program, and its certificate in each engine.
 
-    source: the SHA-256 of the artifact. A file whose certificate fails is not to be used.
-    Raises ArtifactError for a program that has no form in ONNX, and AdalogError where a package is missing.
+    The certificates are made on noise of the calibration's shape. Do not use a file if its certificate fails.
+    source: the SHA-256 of the artifact.
+    Raises ArtifactError if the program cannot be exported to ONNX, and AdalogError if a package is missing.
     """
     if form not in FORMS:
-        raise ValueError(f"form = {form!r} is none of {', '.join(FORMS)}")
+        raise ValueError(f"form = {form!r} is not one of {', '.join(FORMS)}.")
     if not quantized.example:
-        raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
+        raise ArtifactError("The model was made without images, so its input shapes are unknown. Give it an `example`.")
     content = to_onnx(quantized, form, source, selects="openvino" in engines)
     noise = noise_like(quantized, _IMAGES)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]

@@ -1,4 +1,4 @@
-"""Certificates: an artifact and its export side by side, number by number, site by site, and answer by answer."""
+"""Certify an export: compare its tensors, its sites and its outputs with those of the artifact."""
 
 import hashlib
 import json
@@ -22,23 +22,24 @@ from adalog.runtime import Compiled
 from adalog.runtime.reference import IntegerSite, Product
 
 FORMAT = 1
-SITE_IMAGES = 8  # of which every site is compared; all others are compared by the model's outputs alone
-ROUNDING = 1e-5  # how far the float product of a site may be off, of its largest value
-# The share of codes that an engine may round another way at the very edge of two codes: a product puts out few values,
-# and one of them that lies there is met again and again.
+SITE_IMAGES = 8  # images on which every site is compared; on further images, only the model's outputs are compared
+ROUNDING = 1e-5  # largest allowed error of a site's float product, as a fraction of its largest value
+# The share of codes that an engine may round the other way at the edge between two codes. A product returns few
+# distinct values, so a value at such an edge occurs many times.
 CODES_OFF = 1e-3
-CHANGED = 0.01  # the share of images whose largest output may change through the rounding of floats between sites
-ERROR = 0.2  # the median relative error of the outputs that this may cause
-MOVED = 1e-6  # by how much, relatively, inputs are moved to see what rounding alone does to the artifact's own outputs
-Answers = list[tuple[Tensor, Tensor]]  # of a batch: for each float output, the artifact's and the file's
+CHANGED = 0.01  # the share of images whose largest output may change because floats between sites round differently
+ERROR = 0.2  # the median relative error of the outputs that the same rounding may cause
+MOVED = 1e-6  # relative change of the inputs that shows what rounding alone does to the artifact's own outputs
+Answers = list[tuple[Tensor, Tensor]]  # of one batch: the artifact's and the file's value of each float output
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One site, on the values that the engine computed itself.
+    """The comparison of one site, on the values that the engine computed itself.
 
-    equal: whether its accumulators are those of its codes. operands: how many codes of operands it has. off: how many
-    of them are not those of their values. differ: how many are not those of the executor, whose values may differ.
+    equal: True if the accumulators are the exact sums for the engine's codes. operands: the number of operand codes.
+    off: how many of them are the wrong codes for the values that the engine encoded. differ: how many of them differ
+    from the executor's codes, whose values may differ too.
     """
 
     site: str
@@ -50,13 +51,14 @@ class SiteReport:
 
 @dataclass
 class Certificate:
-    """What was found. failures: why the certificate fails; none where it does not.
+    """The result of comparing an exported file with its artifact.
 
-    argmax_changed: how many images have another largest value in the first output, with their numbers in `changed`;
-    None where that is not (images, classes). error: the median and the largest relative error of an image's outputs.
-    own_error: the median one between the executor and fake quantization of inputs that are moved by a millionth, on the
-    first images: the artifact computes both. beyond_own: how many largest values change although the artifact prefers
-    its own by more than that error, times the norm of the outputs.
+    failures: the reasons why the certificate fails; empty if it passes. argmax_changed: the number of images that have
+    another largest value in the first output, or None if that output is not (images, classes); `changed` lists the
+    images. error: the median and the largest relative error of an image's outputs. own_error: the artifact's own median
+    error on the first images, between the executor and fake quantization of inputs that are moved by a millionth.
+    beyond_own: the number of changed images on which the artifact puts its own class ahead of the file's class by more
+    than own_error times the norm of its outputs.
     """
 
     form: str
@@ -82,7 +84,7 @@ class Certificate:
         return bool(self.sites) and all(site.equal for site in self.sites)
 
     def json(self) -> dict[str, Any]:
-        """The certificate as JSON, with None for errors that are not finite."""
+        """Return the certificate as JSON, with None for errors that are not finite."""
         told = asdict(self)
         told["own_error"] = _finite(self.own_error)
         if self.error is not None:
@@ -90,28 +92,28 @@ class Certificate:
         return {"format": FORMAT, "passed": self.passed, "accumulators_equal": self.accumulators_equal, **told}
 
     def text(self) -> str:
-        """The certificate on one page."""
+        """Return the certificate as a page of text."""
         operands, off, differ = (
             sum(getattr(site, name) for site in self.sites) for name in ("operands", "off", "differ")
         )
         lines = [
-            f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine}, beside {self.executor}",
+            f"{'PASSED' if self.passed else 'FAILED'}: {self.form} form in {self.engine} compared with {self.executor}",
             *(f"failure: {each}" for each in self.failures),
             f"images: {self.images:,}; sites: {len(self.sites)}, on the first {min(self.images, SITE_IMAGES)} images",
             f"accumulators: {'all equal' if self.accumulators_equal else 'NOT equal'}",
-            f"codes: {operands:,}; not those of their values: {off:,}; not those of the executor: {differ:,}",
+            f"codes: {operands:,}; wrong for their values: {off:,}; different from the executor's: {differ:,}",
         ]
         if self.error is not None:
             median, largest = self.error["median"], self.error["largest"]
             lines.append(f"relative error of the outputs: median {median:.2g}, largest {largest:.2g}")
             lines.append(
-                f"that of the artifact's own fake quantization, with inputs moved by {MOVED:.0e}: median "
+                f"relative error of the artifact's own fake quantization, with inputs moved by {MOVED:.0e}: median "
                 f"{self.own_error:.2g}"
             )
         if self.argmax_changed is not None:
             shown = f" ({', '.join(map(str, self.changed[:20]))})" if self.changed else ""
             lines.append(f"images whose largest output changes: {self.argmax_changed:,}{shown}")
-            lines.append(f"of these by more than the artifact's own error explains: {self.beyond_own:,}")
+            lines.append(f"images that change by more than the artifact's own error explains: {self.beyond_own:,}")
         lines += [f"SHA-256 of the {name}: {digest}" for name, digest in self.digests.items()]
         lines.append("; ".join(f"{name} {version}" for name, version in self.versions.items()))
         return "\n".join(lines)
@@ -127,10 +129,10 @@ def certify(
     engine: str = "onnxruntime",
     executor: str = "torch",
 ) -> Certificate:
-    """Compare an exported file with its artifact.
+    """Compare an exported file with its artifact, and return the certificate.
 
-    source: the SHA-256 of the artifact. content: the file. batches: the inputs of some images each.
-    Raises ArtifactError for a file that `to_onnx` did not write, ValueError for no images, and AdalogError where a
+    source: the SHA-256 of the artifact. content: the file. batches: the model's inputs, some images at a time.
+    Raises ArtifactError if `to_onnx` did not write the file, ValueError if there are no images, and AdalogError if a
     package is missing.
     """
     package(engine)
@@ -140,14 +142,14 @@ def certify(
         form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
     )
     if about["artifact"] != source:
-        found.failures.append("the file was made of another artifact")
+        found.failures.append("The file was made from another artifact.")
     if about["graph"] != graph_digest(model):
-        found.failures.append("the file was changed after it was written")
+        found.failures.append("The file was changed after adalog wrote it.")
     replay = _replayed(quantized, form)
     odd = changed_tensors(model, replay)
     if odd:
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        found.failures.append(f"numbers of the file are not those of the artifact: {odd[0]}{more}")
+        found.failures.append(f"Tensors of the file differ from the artifact: {odd[0]}{more}.")
     try:
         _compare(found, quantized, replay, model, content, batches)
     except ArtifactError as cause:
@@ -156,23 +158,28 @@ def certify(
 
 
 def read(content: bytes) -> tuple[Any, dict[str, Any]]:
-    """A file's model, and what its metadata say of it. Raises ArtifactError for a file that `to_onnx` did not write."""
+    """Return a file's model and adalog's metadata. Raises ArtifactError if `to_onnx` did not write the file."""
     onnx = package("onnx")
     try:
         model = onnx.load_model_from_string(content)
         notes = {entry.key: entry.value for entry in model.metadata_props}
         about = json.loads(notes[KEY])
         sane = about["form"] in FORMS and all(isinstance(about[key], str) for key in ("artifact", "graph"))
-    except Exception as cause:  # readers of strange bytes raise anything
-        raise ArtifactError(f"the file is no ONNX model that adalog exported: {one_line(cause)}") from cause
+    except Exception as cause:  # parsers may raise any exception for arbitrary bytes
+        raise ArtifactError(
+            f"The file is not an ONNX model that adalog exported ({one_line(cause)}). Make one with `adalog export`."
+        ) from cause
     outside = any(each.data_location == onnx.TensorProto.EXTERNAL for each in model.graph.initializer)
     if not sane or outside:
-        raise ArtifactError("the file is no ONNX model that adalog exported: its form or its tensors are strange")
+        raise ArtifactError(
+            "The file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid. "
+            "Make one with `adalog export`."
+        )
     return model, about
 
 
 def changed_tensors(model: Any, replay: Replay) -> list[str]:
-    """The names of the file's tensors that are not those of the artifact, in the file's order."""
+    """Return the names of the file's tensors that differ from the artifact's, in the file's order."""
     from onnx import numpy_helper
 
     wanted = {tensor_name(name): as_array(value) for name, value in replay.named_buffers()}
@@ -200,7 +207,7 @@ def _versions(engine: str) -> dict[str, str]:
 
 
 def _replayed(quantized: QuantizedProgram, form: Form) -> Replay:
-    """The replayed program, after a run that tells the names of its values."""
+    """Return the replayed program after one run, which records the names of its values."""
     replay = Replay(quantized, form).eval()
     replay(*(value.new_zeros((1, *value.shape[1:])) for value in quantized.example))
     return replay
@@ -239,14 +246,14 @@ def _compare(
             found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
         seen += len(batch[0])
     if not seen:
-        raise ValueError("there are no images to compare with: give at least one")
+        raise ValueError("There are no images to compare. Give at least one.")
     found.images = seen
     found.own_error = float(_errors(own).median())
     judge(found, answers)
 
 
 def _moved(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs, the floats among them moved by about a millionth of each value; the same each time."""
+    """Return the inputs with each float moved by about a millionth of its value, in the same way in each call."""
     generator = torch.Generator().manual_seed(0)
     return [
         value * (1 + MOVED * torch.randn(value.shape, generator=generator, dtype=value.dtype))
@@ -260,13 +267,16 @@ def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
     try:
         return run(inputs)
     except Exception as cause:  # engines raise classes of their own
-        raise ArtifactError(f"{engine} does not run the file: {one_line(cause)}") from cause
+        raise ArtifactError(
+            f"{engine} cannot run the file ({one_line(cause)}). Try another version of it, or another engine."
+        ) from cause
 
 
 def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
-    """The file with outputs for what every site reads and makes; the name of each encoded value, by the operand's.
+    """Add outputs to the file for the values that every site reads and computes.
 
-    Raises ArtifactError for a file that lacks one of these.
+    Returns the new file, and the name of each encoded value by `Digit.at`. Raises ArtifactError if the file lacks one
+    of the values.
     """
     from onnx import ModelProto, ValueInfoProto
 
@@ -287,7 +297,7 @@ def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
         wanted |= dict.fromkeys([*traced.results, *(digit.name for digit in digits)])
     missing = [name for name in wanted if name not in made]
     if missing:
-        raise ArtifactError(f"the file has no value {missing[0]}, which the artifact computes")
+        raise ArtifactError(f"The file has no value {missing[0]}, which the artifact computes. Export it again.")
     ends = {each.name for each in (*copy.graph.output, *copy.graph.input)}
     wanted |= {name: None for name in values.values() if name in made}
     copy.graph.output.extend(ValueInfoProto(name=name) for name in wanted if name not in ends)
@@ -297,7 +307,7 @@ def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
 def _site(
     replay: Replay, site: IntegerSite, inner: Mapping[str, Any], values: Mapping[str, str], codes: Mapping[str, Tensor]
 ) -> SiteReport:
-    """What a site of the export did with the values that it read."""
+    """Compare a site of the export with its exact sums, for the values that it read."""
     traced = replay.products[site.name].traced
     assert traced is not None
     sides = [(site.left, traced.left), *([] if traced.right is None else [(site.right, traced.right)])]
@@ -330,13 +340,13 @@ def _site(
 
 
 def _whole(part: Sequence[Digit], inner: Mapping[str, Any]) -> Tensor:
-    """The integers of a part that was written as digits."""
+    """Return the integers of a part that was written as digits."""
     each = [digit.factor * (torch.as_tensor(inner[digit.name]).long() - digit.zero_point) for digit in part]
     return torch.stack(each).sum(0)
 
 
 def _unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
-    """At how many places any part differs."""
+    """Count the places at which any part differs."""
     if some[0].shape != others[0].shape:
         return some[0].numel()
     different = [one != other for one, other in zip(some, others, strict=True)]
@@ -344,7 +354,7 @@ def _unequal(some: Sequence[Tensor], others: Sequence[Tensor]) -> int:
 
 
 def _same(site: IntegerSite, sums: Tensor, got: Tensor, scale: Tensor | None, left: Tensor) -> bool:
-    """Whether a site's results are its exact sums, or these times the scale but for rounding."""
+    """Return True if a site's results are its exact sums or, up to rounding, the sums times the scale."""
     wanted = sums if site.geometry is None else site.image(sums, left.shape)
     if got.shape != wanted.shape:
         return False
@@ -365,22 +375,25 @@ def _merged(before: list[SiteReport], now: list[SiteReport]) -> list[SiteReport]
 
 
 def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
-    """The float outputs of a batch, the artifact's beside the file's. Raises ArtifactError where there is none."""
+    """Pair the float outputs of a batch (artifact, file). Raises ArtifactError if there are none, or shapes differ."""
     both = [(one, torch.as_tensor(other)) for one, other in zip(wanted, got, strict=True)]
     for one, other in both:
         if one.shape != other.shape:
-            raise ArtifactError(f"the file puts out {tuple(other.shape)}, the artifact {tuple(one.shape)}")
+            raise ArtifactError(
+                f"The file returns an output of shape {tuple(other.shape)}, but the artifact returns "
+                f"{tuple(one.shape)}. Export it again."
+            )
     floats = [(one, other) for one, other in both if one.is_floating_point() and one.ndim]
     if not floats:
         raise ArtifactError(
-            "the model puts out no floats of each image to compare: quantize it without the argmax, or the mean of all "
-            "images, that it ends in"
+            "The model does not return a float output per image, so there is nothing to compare. Quantize it without "
+            "the argmax, or the mean of all images, at its end."
         )
     return floats
 
 
 def _errors(answers: Sequence[Answers]) -> Tensor:
-    """The relative error of each image's outputs, all of them together: (images,)."""
+    """Return the relative error of each image, over all of its outputs together: (images,)."""
     found = []
     for batch in answers:
         wanted, got = (
@@ -391,7 +404,7 @@ def _errors(answers: Sequence[Answers]) -> Tensor:
 
 
 def judge(found: Certificate, answers: Sequence[Answers]) -> None:
-    """Write what the outputs of all batches tell, and the failures that follow."""
+    """Compare the outputs of all batches, and write the results and the failures to the certificate."""
     errors = _errors(answers)
     wanted, got = (torch.cat(list(side)) for side in zip(*(batch[0] for batch in answers), strict=True))
     found.error = {"median": float(errors.median()), "largest": float(errors.max())}
@@ -401,14 +414,14 @@ def judge(found: Certificate, answers: Sequence[Answers]) -> None:
         preferred = wanted.amax(1) - wanted.gather(1, got.argmax(1, keepdim=True))[:, 0]
         found.beyond_own = int((preferred > found.own_error * wanted.norm(dim=1)).sum())
         if found.beyond_own > max(1, CHANGED * found.images):
-            found.failures.append(f"the largest output of {found.beyond_own} images changes, and not by rounding alone")
+            found.failures.append(f"The largest output of {found.beyond_own} images changes, not by rounding alone.")
     if not found.error["median"] <= max(ERROR, 2 * found.own_error):
-        found.failures.append(f"the outputs have a median relative error of {found.error['median']:.2g}")
+        found.failures.append(f"The median relative error of the outputs is too large: {found.error['median']:.2g}.")
     unequal = [site.site for site in found.sites if not site.equal]
     if unequal or not found.sites:
         found.failures.append(
-            f"accumulators are not those of the codes: {unequal[0] if unequal else 'there is no site'}"
+            f"Accumulators differ from the exact sums of the codes: {unequal[0] if unequal else 'no site was found'}."
         )
     off = [site for site in found.sites if site.off > max(1, CODES_OFF * site.operands)]
     if off:
-        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are not those of their values")
+        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values.")

@@ -1,4 +1,4 @@
-"""The engines that run an exported file, with their default options, and in float32."""
+"""Run exported files in other engines, with the engines' default options and in float32."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -10,26 +10,31 @@ from adalog.export.onnx import package
 
 Engine = Literal["onnxruntime", "openvino"]
 ENGINES = get_args(Engine)
-Run = Callable[[Mapping[str, Any]], dict[str, Any]]  # from inputs by name to outputs by name, as arrays
+Run = Callable[[Mapping[str, Any]], dict[str, Any]]  # inputs by name -> outputs by name, as arrays
 
 
 def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
-    """What runs a file. Raises ArtifactError for a file that the engine refuses, and ValueError for another engine."""
+    """Return a function that runs a file in an engine.
+
+    Raises ArtifactError if the engine refuses the file, and ValueError for an unknown engine.
+    """
     if engine not in ENGINES:
-        raise ValueError(f"engine = {engine!r} is none of {', '.join(ENGINES)}")
+        raise ValueError(f"engine = {engine!r} is not one of {', '.join(ENGINES)}.")
     module = package(engine)
     try:
         return (
             _onnxruntime(module, content, threads) if engine == "onnxruntime" else _openvino(module, content, threads)
         )
     except Exception as cause:  # engines raise classes of their own
-        raise ArtifactError(f"{engine} does not open the file: {one_line(cause)}") from cause
+        raise ArtifactError(
+            f"{engine} cannot open the file ({one_line(cause)}). Try another version of it, or another engine."
+        ) from cause
 
 
 def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 4  # what fails is raised; less would go to the terminal
+    options.log_severity_level = 4  # failures are raised; print nothing else to the terminal
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_outputs()]
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
@@ -37,7 +42,7 @@ def _onnxruntime(onnxruntime: Any, content: bytes, threads: int) -> Run:
 
 def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
     core = openvino.Core()
-    # Processors with bfloat16 would otherwise compute in it, and round every accumulator to 8 bits.
+    # Without the hint, processors with bfloat16 compute in it and round every accumulator to 8 bits.
     options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     model = core.compile_model(core.read_model(content), "CPU", options)
     request = model.create_infer_request()
@@ -46,7 +51,7 @@ def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
         results = request.infer(dict(inputs))
         found: dict[str, Any] = {}
         for output in model.outputs:
-            value = results[output].copy()  # the next answer is written to the same memory
+            value = results[output].copy()  # the next run writes to the same memory
             found |= dict.fromkeys(output.get_names(), value)
         return found
 
@@ -54,7 +59,7 @@ def _openvino(openvino: Any, content: bytes, threads: int) -> Run:
 
 
 def to_openvino(content: bytes) -> tuple[bytes, bytes]:
-    """A file's .xml and .bin for OpenVINO. Raises ArtifactError for a file that it refuses."""
+    """Convert a file to the .xml and .bin of OpenVINO. Raises ArtifactError if OpenVINO refuses the file."""
     openvino = package("openvino")
     try:
         model = openvino.Core().read_model(content)
@@ -63,4 +68,7 @@ def to_openvino(content: bytes) -> tuple[bytes, bytes]:
             openvino.serialize(model, str(path))
             return path.read_bytes(), path.with_suffix(".bin").read_bytes()
     except Exception as cause:  # the engine raises classes of its own
-        raise ArtifactError(f"OpenVINO does not convert the file: {one_line(cause)}") from cause
+        raise ArtifactError(
+            f"OpenVINO cannot convert the file ({one_line(cause)}). Try another version of OpenVINO, or use the ONNX "
+            "file."
+        ) from cause

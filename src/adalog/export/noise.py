@@ -1,4 +1,4 @@
-"""Inputs on which exports are tried before they are written."""
+"""Make noise inputs, on which an export is tried before it is written."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from adalog.quantized import QuantizedProgram
 
 
 def noise_like(quantized: QuantizedProgram, count: int) -> tuple[Tensor, ...]:
-    """Inputs of the calibration's shape: floats are normal noise, the same each time, and other types are zero."""
+    """Return inputs of the calibration's shape: floats are the same normal noise in each call, other dtypes zeros."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn((count, *value.shape[1:]), generator=generator, dtype=value.dtype)

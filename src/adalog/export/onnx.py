@@ -1,6 +1,8 @@
-"""Quantized programs as ONNX files: replayed, translated by PyTorch, and then made small, plain and the same each time.
+"""Export quantized programs as ONNX files.
 
-Weights are stored as codes, in four bits where these are enough. The metadata say what the file was made of.
+PyTorch translates the replayed program to ONNX. This module then makes the file small, plain and reproducible. It
+stores weights as codes (in four bits if these are enough), names the values, and writes metadata that say what the file
+was made from.
 """
 
 import hashlib
@@ -22,18 +24,19 @@ from adalog.extras import extra_module
 from adalog.graph.program import Output
 from adalog.quantized import QuantizedProgram
 
-OPSET = 21  # the first with integers of four bits
-_IR = 10  # the version of the file's format that belongs to it
-_SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of sizes that are free
-KEY = "adalog"  # of the metadata, beside what the artifact notes of its images and classes
-NOTED = ("preprocessing", "classes")
+OPSET = 21  # the first version with integers of four bits
+_IR = 10  # the version of the file format that belongs to this opset
+_SIZES = {"B": "batch", "H": "height", "W": "width"}  # the names of free sizes
+KEY = "adalog"  # the key of adalog's own metadata
+NOTED = ("preprocessing", "classes")  # keys of the artifact's provenance that are copied to the metadata
 
 
 def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bool = False) -> bytes:
-    """The ONNX file of a quantized program; the same program gives the same bytes with the same packages.
+    """Return the ONNX file of a quantized program; the same program gives the same bytes with the same packages.
 
-    source: the SHA-256 of the artifact. selects: write codes as OpenVINO is quickest at and most exact with, not ONNX
-    Runtime. Raises ArtifactError for a program that has no form in ONNX, AdalogError where the packages are missing.
+    source: the SHA-256 of the artifact. selects: write codes in the form that is fastest and most exact in OpenVINO,
+    instead of the form for ONNX Runtime. Raises ArtifactError if the program cannot be exported to ONNX, and
+    AdalogError if a package is missing.
     """
     onnx = package("onnx")
     package("onnxscript")
@@ -58,18 +61,18 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     onnx.helper.set_model_props(model, notes)
     try:
         onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:  # as for stored outputs
-        raise ArtifactError(f"the program has no form in ONNX: {one_line(cause)}") from cause
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:  # for stored outputs, say
+        raise ArtifactError(f"The program cannot be exported to ONNX: {one_line(cause)}") from cause
     return bytes(model.SerializeToString(deterministic=True))
 
 
 def package(name: str) -> Any:
-    """The package of this name. Raises DataError where it is not installed, or does not load."""
+    """Import the package of this name. Raises DataError if it is not installed or cannot be imported."""
     return extra_module(name, "openvino" if name == "openvino" else "onnx")
 
 
 def graph_digest(model: Any) -> str:
-    """The SHA-256 of all that a file computes: its graph with every number in it, and its versions of operators."""
+    """Return the SHA-256 of everything that a file computes: its graph with all numbers, and its operator versions."""
     digest = hashlib.sha256(model.graph.SerializeToString(deterministic=True))
     for opset in sorted((each.domain, each.version) for each in model.opset_import):
         digest.update(repr(opset).encode())
@@ -77,7 +80,7 @@ def graph_digest(model: Any) -> str:
 
 
 def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
-    """The file as PyTorch writes it."""
+    """Translate the replayed program with PyTorch, and return the ONNX model."""
     inputs = tuple(value.new_zeros((2, *value.shape[1:])) for value in quantized.example)
     shapes = []
     for name, value in zip(quantized.program.inputs, inputs, strict=True):
@@ -90,8 +93,8 @@ def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
             found = torch.onnx.export(exported, dynamo=True, opset_version=OPSET, verbose=False)
     except AdalogError:
         raise
-    except Exception as cause:  # PyTorch may raise anything about an operation that it cannot translate
-        raise ArtifactError(f"the program has no form in ONNX: {one_line(cause)}") from cause
+    except Exception as cause:  # PyTorch may raise any exception for an operation that it cannot translate
+        raise ArtifactError(f"The program cannot be exported to ONNX: {one_line(cause)}") from cause
     assert found is not None
     return found.model_proto
 
@@ -100,7 +103,7 @@ def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
 
 
 def _rename(model: Any, replay: Replay) -> None:
-    """Give the values and nodes of sites their names, and drop what PyTorch noted of its own work."""
+    """Give the values and nodes of sites their names, and drop the notes of PyTorch's exporter."""
     graph = model.graph
     names: dict[str, str] = {}
     for initializer in graph.initializer:
@@ -130,7 +133,7 @@ def _rename(model: Any, replay: Replay) -> None:
 
 
 def tensor_name(buffer: str) -> str:
-    """The name in the file of a buffer of `Replay`."""
+    """Return the name that a buffer of `Replay` has in the file."""
     for prefix in ("steps.", "tensors."):
         if buffer.startswith(prefix):
             return buffer.removeprefix(f"{prefix}/").replace("/", ".")
@@ -138,7 +141,7 @@ def tensor_name(buffer: str) -> str:
 
 
 def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
-    """Name inputs and outputs as the program does; a single one is "images", or "logits"."""
+    """Name inputs and outputs as in the program; a single input is "images", a single unnamed output is "logits"."""
     graph, program = model.graph, quantized.program
     output = program.output
     ends = list(output) if isinstance(output, Output) and len(output) == len(graph.output) else None
@@ -165,14 +168,11 @@ def _name_ends(model: Any, quantized: QuantizedProgram) -> None:
                 dim.dim_param = sizes.get(dim.dim_param, dim.dim_param)
 
 
-# --- what PyTorch does not write -------------------------------------------------------------------------------------
+# --- operators and types that PyTorch does not write -----------------------------------------------------------------
 
 
 class _Writer:
-    """Nodes and tensors that are added to a graph in the place of one node.
-
-    at: what the names of all of them begin with.
-    """
+    """Nodes and tensors that replace one node of a graph. at: the prefix of all their names."""
 
     def __init__(self, at: str):
         self.at, self.nodes, self.tensors = at, [], {}  # type: str, list[Any], dict[str, Any]
@@ -191,10 +191,10 @@ class _Writer:
 
 
 def _expand_steps(model: Any, *, selects: bool) -> None:
-    """Write every `STEPS` and `BYTE_STEPS` as operators of ONNX.
+    """Replace every `STEPS` and `BYTE_STEPS` with operators of ONNX.
 
-    selects: write bytes as a chain of Where, which OpenVINO turns into one kernel; ONNX Runtime is nine times as slow
-    at it as at the sums of bytes that are written otherwise.
+    selects: write bytes as a chain of Where, which OpenVINO turns into one kernel, instead of the sums of bytes that
+    ONNX Runtime runs faster.
     """
     from onnx import numpy_helper
 
@@ -218,7 +218,7 @@ def _expand_steps(model: Any, *, selects: bool) -> None:
 
 
 def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
-    """level = last + sum over thresholds of (value > threshold) height, in floats."""
+    """Write level = last + sum over thresholds of (value > threshold) * height, in floats."""
     total = writer.tensor("level", levels[-1])
     for k in reversed(range(len(thresholds))):
         above = writer.node("Greater", [value, writer.tensor(f"threshold_{k}", thresholds[k])])
@@ -228,14 +228,14 @@ def _steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: st
 
 
 def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
-    """The same in bytes: a value above a threshold t is more than half of 2 t, so that it rounds to 1 or more.
+    """Write the same sum in bytes: in steps of 2 t, a value above the threshold t rounds to 1 or more.
 
-    With a zero point of 254, the byte then is 255, and 254 otherwise. ONNX Runtime adds such bytes several at a time.
+    With a zero point of 254, its byte is then 255, and otherwise 254. ONNX Runtime adds several such bytes at a time.
     """
     one, zero = writer.tensor("one", np.float32(1)), writer.tensor("zero", np.uint8(0))
     edge = writer.tensor("edge", np.uint8(254))
     total = writer.tensor("level", levels[-1])
-    if levels[-1] > 0:  # below zero the byte would be less than 254, and take from this level
+    if levels[-1] > 0:  # the byte of a negative value would be less than 254, and would reduce this level
         value = writer.node("Max", [value, writer.tensor("none", np.float32(0))])
     for k in reversed(range(len(thresholds))):
         above = writer.node("QuantizeLinear", [value, writer.tensor(f"threshold_{k}", 2 * thresholds[k]), edge])
@@ -247,7 +247,7 @@ def _byte_steps(writer: _Writer, value: str, thresholds: Any, levels: Any, resul
 
 
 def _selects(writer: _Writer, value: str, thresholds: Any, levels: Any, result: str) -> None:
-    """The same as a chain of choices between bytes."""
+    """Write the same levels as a chain of Where between bytes."""
     total = writer.tensor("level", np.uint8(levels[-1]))
     for k in reversed(range(len(thresholds))):
         above = writer.node("Greater", [value, writer.tensor(f"threshold_{k}", thresholds[k])])
@@ -256,10 +256,10 @@ def _selects(writer: _Writer, value: str, thresholds: Any, levels: Any, result: 
 
 
 def _round_signed(model: Any) -> None:
-    """Round what becomes signed bytes before QuantizeLinear sees it.
+    """Round values before QuantizeLinear turns them into signed bytes.
 
-    OpenVINO 2026.4 counts the steps of signed bytes from -128 on in float32, which rounds a value to 1.5e-5 of a step.
-    Products put out few values, and one of them so near to the edge of two codes has the wrong one in most images.
+    OpenVINO 2026.4 counts the steps of signed bytes from -128 in float32, which is inexact near the edge between two
+    codes. A product returns few distinct values, so a value near an edge would get the wrong code in most images.
     """
     from onnx import TensorProto, numpy_helper
 
@@ -281,7 +281,7 @@ def _round_signed(model: Any) -> None:
 
 
 def _store(model: Any, stored: Mapping[str, Stored]) -> None:
-    """Replace the values of weights by their codes, in the narrowest type, and what makes the values of them."""
+    """Store weights as codes in the narrowest type, and add the nodes that compute the values from the codes."""
     from onnx import TensorProto, helper, numpy_helper
 
     graph = model.graph
@@ -317,7 +317,7 @@ def _store(model: Any, stored: Mapping[str, Stored]) -> None:
 
 
 def stored_tensors(name: str, weight: Stored) -> dict[str, Any]:
-    """The tensors that a weight is stored as, by their names in the file; codes are int8 or uint8."""
+    """Return the tensors that a weight is stored as, by their names in the file; codes are int8 or uint8."""
     codes = weight.codes.contiguous().numpy()
     narrow = np.int8 if codes.min(initial=0) >= -128 and codes.max(initial=0) <= 127 else np.uint8
     found = {f"{name}.codes": codes.astype(narrow)}
@@ -327,19 +327,19 @@ def stored_tensors(name: str, weight: Stored) -> dict[str, Any]:
 
 
 def _is_narrow(codes: Any) -> bool:
-    """Whether four bits hold these numbers."""
+    """Return True if signed integers of four bits can hold these codes."""
     return bool(codes.dtype == np.int8 and codes.min(initial=0) >= -8 and codes.max(initial=0) <= 7)
 
 
 def pack_nibbles(codes: Any) -> bytes:
-    """Numbers of four bits, two per byte, the first in the lower half."""
+    """Pack integers of four bits into bytes, two per byte, the first in the lower half."""
     flat = codes.reshape(-1)
     flat = np.append(flat, np.zeros(len(flat) % 2, flat.dtype)).astype(np.uint8) & 15
     return bytes(flat[::2] | flat[1::2] << 4)
 
 
 def _rebuild(model: Any, nodes: Sequence[Any], tensors: Mapping[str, Any]) -> None:
-    """Give the graph these nodes and, beside its own initialisers, these; drop those that no node reads."""
+    """Give the graph these nodes, add these initializers to its own, and drop the initializers that no node reads."""
     from onnx import numpy_helper
 
     graph = model.graph
@@ -353,10 +353,10 @@ def _rebuild(model: Any, nodes: Sequence[Any], tensors: Mapping[str, Any]) -> No
 
 
 def as_array(value: Tensor) -> Any:
-    """A tensor as the file's arrays have it."""
+    """Return a tensor as a NumPy array."""
     return value.detach().cpu().contiguous().numpy()
 
 
 def inputs_of(images: Sequence[Tensor], names: Sequence[str]) -> dict[str, Any]:
-    """Inputs as engines take them, by name."""
+    """Return inputs by name as NumPy arrays, as engines take them."""
     return {name: as_array(value) for name, value in zip(names, images, strict=True)}

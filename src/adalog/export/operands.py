@@ -1,7 +1,7 @@
-"""From values to the whole numbers that a product takes, as operators of ONNX.
+"""Encode values as the whole numbers that a product multiplies, with operators of ONNX.
 
-An operand is a sum of parts (`adalog.runtime.reference`). The integers of a part are written as bytes with a zero
-point, cut in two where they are wider than a byte, or as whole numbers in float32.
+An operand is a sum of parts (see `adalog.runtime.reference`). The integers of a part are written as bytes with a zero
+point (as two bytes if they are wider than one), or as whole numbers in float32.
 """
 
 import math
@@ -15,17 +15,17 @@ from adalog.export.operators import BYTE_STEPS, STEPS, operator
 from adalog.quantizers import LogQuantizer, Quantizer, TwinUniformQuantizer, UniformQuantizer, symmetric_zero_point
 from adalog.runtime.integer.encode import value_thresholds
 
-COMPARED_BITS = 4  # up to which logarithmic codes are found by comparing with every threshold
-_FINEST = 2**14  # cells per octave at which the search for cells that keep thresholds apart ends
-_FUZZ = 0.02  # of a cell: how far an engine's logarithm may be off
+COMPARED_BITS = 4  # logarithmic codes of up to this many bits are found by comparing with every threshold
+_FINEST = 2**14  # the most cells per octave that are tried to keep thresholds apart
+_FUZZ = 0.02  # how far an engine's logarithm may be off, in cells
 
 
 @dataclass(frozen=True)
 class Digit:
-    """Whole numbers as an engine multiplies them: a part's integers are the sum of factor (value - zero_point).
+    """Whole numbers as an engine multiplies them: a part's integers are the sum of factor * (value - zero_point).
 
-    name: that of the value in the file. at: what the names of the nodes that make it begin with, so that the first of
-    them reads what was encoded. operand: the encoder's name.
+    name: the name of the value in the file. at: the prefix of the names of the nodes that compute it; the first of
+    these nodes reads the value that is encoded. operand: the encoder's name.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Digit:
 
 
 class Encoder(nn.Module):
-    """Turns values into an `Operand`, whose integers are those of the codes that `Quantizer.quantize` gives.
+    """Encoder of values as an `Operand`, with the integers of the codes that `Quantizer.quantize` returns.
 
-    Raises ArtifactError for a quantizer that has no form in ONNX.
+    Raises ArtifactError for a quantizer that cannot be exported to ONNX.
     """
 
     def __init__(self, quantizer: Quantizer, name: str):
@@ -58,7 +58,10 @@ class Encoder(nn.Module):
         elif isinstance(quantizer, LogQuantizer):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         else:
-            raise ArtifactError(f"{name} has a quantizer of the kind {quantizer.kind}, which has no form in ONNX")
+            raise ArtifactError(
+                f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX. Choose "
+                "another kind of quantizer."
+            )
         self.parts, self.each = nn.ModuleList(parts), parts
 
     def forward(self, x: Tensor) -> "Operand":
@@ -66,19 +69,19 @@ class Encoder(nn.Module):
 
 
 def fits_bytes(quantizer: Quantizer) -> bool:
-    """Whether every integer is one byte less a zero point, or two bytes."""
+    """Return True if every integer is one byte minus a zero point, or two bytes."""
     return all(most - least <= 255 or (least == 0 and most < 2**16) for least, most in quantizer.limits())
 
 
 class Operand:
-    """What an encoder makes of a value: it is written when a product first asks for it."""
+    """A value and its encoder; the encoded value is written when a product first asks for it."""
 
     def __init__(self, encoder: Encoder, value: Tensor):
         self.encoder, self.value = encoder, value
         self._made: dict[str, list[list[Digit]]] = {}
 
     def bytes(self, *, signed: bool) -> list[list[Digit]]:
-        """The digits of each part, as bytes."""
+        """Return the digits of each part, as bytes."""
         kind = "signed" if signed else "bytes"
         if kind not in self._made:
             self._made[kind] = [
@@ -91,7 +94,7 @@ class Operand:
         return self._made[kind]
 
     def floats(self) -> list[list[Digit]]:
-        """Each part as whole numbers in float32."""
+        """Return each part as whole numbers in float32."""
         if "floats" not in self._made:
             self._made["floats"] = [
                 [Digit(name, part.whole(self.value, name, name), at=name, operand=self.encoder.name)]
@@ -104,7 +107,7 @@ class Operand:
 
 
 class _Rounded(nn.Module):
-    """clamp(round(x / scale), low, high), the integers of a uniform quantizer or of half of a twin one."""
+    """clamp(round(x / scale), low, high): the integers of a uniform quantizer, or of one half of a twin quantizer."""
 
     def __init__(self, scale: Tensor, low: Tensor, high: Tensor):
         super().__init__()
@@ -115,7 +118,7 @@ class _Rounded(nn.Module):
         self.scale, self.low, self.high = (nn.Buffer(value.clone()) for value in (scale, low, high))
 
     def _clamped(self, x: Tensor, at: str, result: str = "") -> Tensor:
-        # With scales per head, OpenVINO 2026.4 takes the first head's for all where a Clip and a QuantizeLinear follow.
+        # With scales per head, OpenVINO 2026.4 uses the first head's scale for all if a Clip and QuantizeLinear follow.
         if self.single:
             return operator("Clip", [x, self.low, self.high], at=at, result=result)
         return operator("Min", [operator("Max", [x, self.low], at=at), self.high], at=at, result=result)
@@ -125,7 +128,7 @@ class _Rounded(nn.Module):
         return self._clamped(operator("Round", [ratio], at=name), name, result)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
-        """A value beyond the range is clamped before it is rounded, to the same code: engines then see one operator."""
+        """Write the part as bytes; clamping before rounding gives the same codes, and engines see one operator."""
         least, most = limits
         zero_point = -least - ((most - least + 1) // 2 if signed else 0)
         dtype = torch.int8 if signed else torch.uint8
@@ -140,10 +143,10 @@ class _Rounded(nn.Module):
 
 
 class _Logarithm(nn.Module):
-    """The entry of a logarithmic quantizer's table that belongs to each value.
+    """The entry of a logarithmic quantizer's table for each value.
 
-    Up to `COMPARED_BITS` bits, a value is compared with every threshold. Above, its logarithm tells the cell that it
-    lies in. There is one threshold at most in or near a cell, and the value is compared with that.
+    Up to `COMPARED_BITS` bits, a value is compared with every threshold. Above that, its logarithm selects the cell
+    that it lies in. At most one threshold is in or near a cell, and the value is compared with this threshold.
     """
 
     def __init__(self, quantizer: LogQuantizer):
@@ -177,7 +180,7 @@ class _Logarithm(nn.Module):
         return operator("Gather", [self.entries, index], at=name, result=result, shape=x.shape)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:
-        """Entries above 255 become two digits of base 256."""
+        """Write the part as bytes; entries above 255 become two digits of base 256."""
         most = limits[1]
         shift = 128 if signed else 0
         dtype, code = (torch.int8, 3) if signed else (torch.uint8, 2)
@@ -213,10 +216,11 @@ def _number(x: Tensor, constant: float) -> Tensor:
 
 
 def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]:
-    """Cells of equal width in the logarithm that keep these descending thresholds apart.
+    """Divide the logarithm into cells of equal width that keep these descending thresholds apart.
 
-    table: the entry above each threshold, and the one below them all. Returns how many cells an octave has, the number
-    of the first, the threshold of each cell, and two entries per cell: for values at most the threshold, and above it.
+    table: the entry above each threshold, and the entry below all of them. Returns the number of cells per octave, the
+    number of the first cell, the threshold of each cell, and two entries per cell: for values up to the threshold, and
+    for values above it. Raises ArtifactError if no width of cells keeps the thresholds apart.
     """
     octaves = thresholds.double().log2()
     cells = 1
@@ -225,21 +229,23 @@ def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]
     places = octaves * cells
     first, last = math.floor(float(places[-1])) - 1, math.floor(float(places[0])) + 1
     numbers = torch.arange(first, last + 1, dtype=torch.float64)
-    # How many thresholds lie surely above a cell, and how many are not surely below it; at most one is in between.
+    # The number of thresholds surely above each cell, and the number not surely below it: they may differ by one.
     above = (places[None] >= numbers[:, None] + (1 + _FUZZ)).sum(1)
     near = (places[None] > numbers[:, None] - _FUZZ).sum(1)
     if bool((near - above > 1).any()):
-        raise ArtifactError(f"the thresholds of {len(table)} levels lie too close together to be looked up")
+        raise ArtifactError(
+            f"The thresholds of {len(table)} levels are too close together to export to ONNX. Use fewer bits."
+        )
     ends = torch.cat([thresholds, thresholds.new_full((1,), math.inf)])[torch.where(near > above, above, -1)]
     entries = torch.stack([table[near], table[above]], dim=1).flatten()
     return cells, first, ends, entries
 
 
 class _Ones(nn.Module):
-    """The part that is one everywhere: an offset that no bias has absorbed."""
+    """The part that is 1 everywhere, for an offset that no bias has absorbed."""
 
     def whole(self, x: Tensor, name: str, result: str) -> Tensor:
-        ones = torch.ones_like(x, dtype=torch.int8)  # PyTorch would leave out a cast of floats to floats
+        ones = torch.ones_like(x, dtype=torch.int8)  # not float32, because PyTorch would drop the cast
         return operator("Cast", [ones], at=name, result=result, dtype=torch.float32, to=1)
 
     def bytes(self, x: Tensor, name: str, limits: tuple[int, int], signed: bool) -> list[Digit]:

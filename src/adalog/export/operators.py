@@ -1,4 +1,4 @@
-"""The operators of ONNX that a replayed program writes itself, each under the name by which a certificate finds it."""
+"""Write operators of ONNX from a replayed program, each under a name by which a certificate finds it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The metadata of a node while it is on its way: the name of the node, and that of its result.
+# Metadata keys that carry the name of a node, and the name of its result, through PyTorch's exporter.
 NODE, RESULT = "adalog.node", "adalog.result"
-# An operator that is no operator of ONNX: the level of each value, given thresholds (descending) and the levels above
-# them, with that below them all. `onnx` writes it as comparisons; it would take PyTorch seconds to export those.
+# A placeholder that is not an operator of ONNX: it returns the level of each value, given descending thresholds, the
+# level above each of them, and the level below all of them. `adalog.export.onnx` replaces it with operators of ONNX,
+# because PyTorch would take long to export so many.
 STEPS = "adalog::Steps"
-BYTE_STEPS = "adalog::ByteSteps"  # the same, where levels are bytes
+BYTE_STEPS = "adalog::ByteSteps"  # the same for levels that are bytes
 
 
 def operator(
@@ -24,10 +25,10 @@ def operator(
     shape: Sequence[int] | None = None,
     **attributes: Any,
 ) -> Tensor:
-    """One operator of ONNX. While a model is exported it becomes a node; otherwise it gives zeros of the right shape.
+    """Write one operator of ONNX: a node while a model is exported, otherwise zeros of the right shape.
 
-    at: the operand or site that it belongs to; result: a name for its result; none where nobody asks for it. dtype and
-    shape: those of the result, by default those of the first input.
+    at: the operand or site that the operator belongs to. result: a name for the result, or "" if it needs none. dtype,
+    shape: the dtype and shape of the result, by default those of the first input.
     """
     first = inputs[0]
     assert first is not None
@@ -44,6 +45,6 @@ def operator(
 
 
 def matmul_shape(left: Tensor, right: Tensor) -> Sequence[int]:
-    """The shape of a product of matrices, whose leading dimensions broadcast."""
+    """Return the shape of a product of matrices whose leading dimensions broadcast."""
     lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     return [*lead, left.shape[-2], right.shape[-1]]

@@ -1,4 +1,4 @@
-"""Products of whole numbers, as operators of ONNX."""
+"""Multiply whole numbers with operators of ONNX."""
 
 import math
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from adalog.export.operators import matmul_shape, operator
 from adalog.quantizers import UniformQuantizer
 from adalog.runtime.reference import INT32, IntegerSite
 
-_EXACT = 2**24  # below which float32 holds every whole number
+_EXACT = 2**24  # float32 holds every whole number below this
 _PAIRS = 2**15  # engines without VNNI add two products of an unsigned and a signed byte in 16 bits
-_BASES = ((0, 0), (256, 0), (0, 16), (256, 16), (16, 16))  # how floats are cut into digits: left, right; 0: not at all
+_BASES = ((0, 0), (256, 0), (0, 16), (256, 16), (16, 16))  # bases of the digits of floats (left, right); 0: no digits
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight's bytes as the file holds them: value = (code - zero_point), cast to the type of the value.
+    """A weight's bytes as the file holds them: value = code - zero_point, cast to the dtype of the value.
 
-    codes: whole numbers in int64, from -8 to 7 where four bits are enough. zero_point: to broadcast; None for zero.
+    codes: whole numbers in int64, from -8 to 7 if four bits are enough. zero_point: broadcasts to the codes; None is 0.
     """
 
     codes: Tensor
@@ -32,9 +32,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a site's product multiplied, and the names of its results in the file: one per pair of parts.
+    """The operands of a site's product, and the names of its results in the file, one per pair of parts.
 
-    scales: the value of one unit of each result; None where the results are the accumulators themselves.
+    scales: the value of one unit of each result, or None if the results are the accumulators themselves.
     """
 
     left: tuple[tuple[Digit, ...], ...]
@@ -44,7 +44,7 @@ class Traced:
 
 
 class Product(nn.Module):
-    """The product of a site. mixed: matrices of bytes are written as quantized floats, else as integers."""
+    """The product of a site. mixed: write matrices of bytes as quantized floats, otherwise as integers."""
 
     def __init__(self, site: IntegerSite, *, mixed: bool):
         super().__init__()
@@ -67,7 +67,7 @@ class Product(nn.Module):
     # --- what the file stores ---
 
     def _scales(self) -> list[Tensor]:
-        """The scale of each pair of parts, in the shape of the product's results."""
+        """Return the scale of each pair of parts, in a shape that broadcasts to the product's results."""
         site = self.site
         if site.geometry is None:
             return [scale.clone() for scale in site.scales]
@@ -76,7 +76,7 @@ class Product(nn.Module):
         return [scale.expand(shape).reshape(-1, 1, 1).contiguous() for scale in site.scales]
 
     def _store(self, site: IntegerSite) -> None:
-        """Keep the weight as codes less half of their range, which four bits hold where the codes have four."""
+        """Store the weight as codes minus half of their range, so that codes of four bits fit in signed four bits."""
         assert site.weight is not None
         if isinstance(site.right, UniformQuantizer):
             half = 2 ** (site.right.bits - 1)
@@ -96,7 +96,7 @@ class Product(nn.Module):
             return
         whole = codes - zero
         if 2 * max(map(_raw, site.left.limits())) * int(whole.abs().max()) < _PAIRS and int(whole.abs().max()) < 128:
-            # OpenVINO multiplies bytes only by weights without zero points.
+            # OpenVINO multiplies bytes only with weights that have no zero point.
             self.stored["weight_0"] = Stored(codes.t(), zero.t() if bool(zero.any()) else None)
             codes, zero, self.signed = whole, torch.zeros_like(zero), True
         else:
@@ -137,7 +137,7 @@ class Product(nn.Module):
 
     @property
     def _scaled_already(self) -> bool:
-        """Whether the units of both operands are part of the quantized floats."""
+        """True if the quantized floats already contain the units of both operands."""
         units = [*self.site.left.units(), *([] if self.site.weight is not None else self.site.right.units())]
         return self.bytes and self.mixed and all(unit.numel() == 1 for unit in units)
 
@@ -147,7 +147,7 @@ class Product(nn.Module):
         return tuple(self.get_buffer(f"scale_{index}") for index in range(len(names)))
 
     def _weights(self) -> list[list[Digit]]:
-        """The stored weight as the right side of the product."""
+        """Return the stored weight as the right side of the product."""
         return [
             [
                 Digit(f"{self.site.name}.weight_{place}", self.get_buffer(f"weight_{place}"), factor)
@@ -156,7 +156,7 @@ class Product(nn.Module):
         ]
 
     def _sums(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
-        """The accumulators of each pair of parts: int32 of bytes, else whole numbers in float32 or int32."""
+        """Return the accumulators of each pair of parts: int32 or int64, or whole numbers in float32."""
         if not self.bytes:
             lefts, rights = self._cut(lefts, 0), None if rights is None else self._cut(rights, 1)
         found = []
@@ -215,11 +215,11 @@ class Product(nn.Module):
         )
         if self.mixed:
             return sums
-        # An engine would otherwise multiply the weights by the scales, and the sums were no whole numbers.
+        # Without the cast, an engine may multiply the weights by the scales, so that the sums are not whole numbers.
         return operator("Cast", [sums], at=site.name, result=result, dtype=torch.int32, to=6)
 
     def _dequantized(self, lefts: list[list[Digit]], rights: list[list[Digit]] | None) -> list[Tensor]:
-        """The products of each pair of parts, of floats that engines know as quantized."""
+        """Return the product of each pair of parts, computed from floats that engines recognize as quantized."""
         site, inside = self.site, self._scaled_already
         found = []
         pairs = [(i, j) for i in range(len(lefts)) for j in range(1 if rights is None else len(rights))]
@@ -242,7 +242,7 @@ class Product(nn.Module):
         return found
 
     def _float(self, digit: Digit, unit: Tensor | None) -> Tensor:
-        """What bytes stand for. unit: of their part; None where the product is multiplied by it afterwards."""
+        """Dequantize the bytes of a digit. unit: the unit of its part, or None if the product is scaled afterwards."""
         stored = self.site.weight is not None and digit.name.startswith(f"{self.site.name}.weight_")
         if stored and unit is not None:
             scale = self.get_buffer("unit")
@@ -257,7 +257,7 @@ class Product(nn.Module):
         )
 
     def _cut(self, parts: list[list[Digit]], side: int) -> list[list[Digit]]:
-        """Whole numbers in float32 as digits of the base of this side."""
+        """Cut whole numbers in float32 into digits of the base of this side."""
         base = self.bases[side]
         if not base:
             return parts
@@ -273,7 +273,7 @@ class Product(nn.Module):
 
 
 def _raw(limits: tuple[int, int]) -> int:
-    """The largest byte of an operand with these limits."""
+    """Return the largest byte of an operand with these limits."""
     return min(255, limits[1] - limits[0])
 
 
@@ -282,7 +282,7 @@ def _factors(base: int) -> tuple[int, ...]:
 
 
 def _digit(whole: Tensor, factor: int, base: int) -> Tensor:
-    """The digit of whole numbers in float32 that counts by this factor."""
+    """Return the digit of whole numbers in float32 that has this factor."""
     if not base:
         return whole
     high = (whole / base).floor()
@@ -290,7 +290,7 @@ def _digit(whole: Tensor, factor: int, base: int) -> Tensor:
 
 
 def _bases(site: IntegerSite) -> tuple[int, int]:
-    """How both sides are cut into digits so that float32 holds every sum. Raises ArtifactError where none fits."""
+    """Choose the bases of the digits of both sides so that float32 holds every sum; raise ArtifactError if none fit."""
     sides = [max(max(-least, most) for least, most in operand.limits()) for operand in (site.left, site.right)]
     for bases in _BASES:
         largest = [
@@ -299,6 +299,6 @@ def _bases(site: IntegerSite) -> tuple[int, int]:
         if site.terms * math.prod(largest) < _EXACT:
             return bases
     raise ArtifactError(
-        f"site {site.name} sums {site.terms:,} products up to {math.prod(sides):,}, more than floats hold: it has no "
-        "form in ONNX; fewer bits would have one"
+        f"Site {site.name} sums {site.terms:,} products of up to {math.prod(sides):,}, which float32 cannot hold "
+        "exactly, so adalog cannot export it to ONNX. Use fewer bits."
     )

@@ -1,4 +1,4 @@
-"""A module that replays a quantized program with operators of ONNX in place of its encoders and products."""
+"""Replay a quantized program as a module, with operators of ONNX in place of its encoders and products."""
 
 import operator as python
 from collections.abc import Callable, Sequence
@@ -35,9 +35,9 @@ _SIZES: dict[str, Callable[..., Any]] = {
 
 
 class Replay(nn.Module):
-    """The program of a quantized model, whose outputs are a tuple of tensors.
+    """The program of a quantized model as a module that returns a tuple of tensors.
 
-    sites: the sites that run in integers. Raises ArtifactError for a program that has no form in ONNX.
+    sites: the sites that run in integers. Raises ArtifactError if the program cannot be exported to ONNX.
     """
 
     def __init__(self, quantized: QuantizedProgram, form: Form):
@@ -46,7 +46,7 @@ class Replay(nn.Module):
         floats = [value for value in program.tensors.values() if value.is_floating_point()]
         odd = [value.dtype for value in floats if value.dtype != torch.float32]
         if odd:
-            raise ArtifactError(f"the model is in {odd[0]}: convert it to float32, the type that is exported")
+            raise ArtifactError(f"The model is in {odd[0]}, but adalog exports float32 only. Convert it to float32.")
         self.sites = _apart(plan(program, quantized.example))
         self.steps = nn.ModuleDict()
 
@@ -67,8 +67,8 @@ class Replay(nn.Module):
             elif node.op == FAKE_QUANTIZE:
                 site = str(node.args[1]).rpartition(".")[0]
                 raise ArtifactError(
-                    f"{node.args[1]} is read by a float operation: it has no form in ONNX; keep the site in float, "
-                    f"as by --pin '{site}=32'"
+                    f"A float operation reads the quantized operand {node.args[1]}, which adalog cannot export to "
+                    f"ONNX. Keep the site in float, for example with --pin '{site}=32'."
                 )
         self._stored = {name: f"tensors.{_path(name)}" for name in self.program.tensors}
         self.tensors = nn.Module()
@@ -81,7 +81,7 @@ class Replay(nn.Module):
         return {step.site.name: step for step in self.steps.values() if isinstance(step, Product)}
 
     def stored(self) -> dict[str, Stored]:
-        """The weights that are stored in narrow types, by the name of the buffer that holds their value."""
+        """Return the weights that are stored in narrow types, by the name of the buffer that holds their value."""
         return {
             f"steps.{path}.{name}": each
             for path, step in self.steps.items()
@@ -96,7 +96,7 @@ class Replay(nn.Module):
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
-    """The same sites, those of a layer that is called again under names of their own."""
+    """Return the same sites, in which each further call of a layer has a name of its own."""
     found: dict[str, IntegerSite] = {}
     for site in sites:
         name = f"{site.name}#{site.node.name}" if site.name in found else site.name
@@ -105,5 +105,5 @@ def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
 
 
 def _path(name: str) -> str:
-    """A name that a module may have for a part of it, and that none of its own attributes has."""
+    """Return a name that is valid for a module's part, and that none of the module's own attributes has."""
     return "/" + name.replace(".", "/")

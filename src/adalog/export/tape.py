@@ -1,4 +1,4 @@
-"""Tapes: what `adalog.run` needs beside an artifact to run it without PyTorch."""
+"""Make tapes, which `adalog.run` needs together with an artifact to run it without PyTorch."""
 
 import hashlib
 from pathlib import Path
@@ -17,28 +17,35 @@ from adalog.runtime.native.record import record
 
 
 def to_tape(path: Path, batch: int = 1) -> bytes:
-    """The tape of an artifact, which runs images of the calibration's size, `batch` at a time.
+    """Return the tape of an artifact, which runs images of the calibration's size, `batch` at a time.
 
-    It has run `batch` + 1 images of noise through `adalog.run` with the bits that `native` gives all of them together.
-    Raises ArtifactError for a model that only PyTorch runs, and ValueError where no kernels run here.
+    Before it returns, this function runs `batch` + 1 images of noise through `adalog.run`, and checks that the outputs
+    have the same bits as one run of all these images by the "native" executor.
+    Raises ArtifactError if the model needs PyTorch to run, and ValueError if no kernels run on this machine.
     """
     content = artifact.read(path)
     quantized = artifact.deserialise(content, str(path))
     odd = [value.dtype for value in quantized.example if value.dtype != torch.float32]
     if odd:
-        raise ArtifactError(f"{path} takes inputs of {odd[0]}: without PyTorch a model takes float32")
+        raise ArtifactError(
+            f"{path} takes inputs of {odd[0]}, but a tape takes float32 inputs only. Quantize the model with float32 "
+            "inputs."
+        )
     compiled = Compiled(quantized, "native", threads=1)
     try:
         tape = record(compiled.prepare(batch), hashlib.sha256(content).hexdigest(), batch)
     except ArtifactError as cause:
-        raise ArtifactError(f"{path} has no tape: {cause}") from cause
+        raise ArtifactError(f"adalog cannot make a tape of {path}: {cause}") from cause
     noise = noise_like(quantized, batch + 1)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tape"
         file.write_bytes(tape)
         found = run.load(path, tape=file)(*(value.numpy() for value in noise))
     if not all(map(_is_same, leaves_of(found), leaves_of(compiled(*noise)))):
-        raise ArtifactError(f"{path} has no tape: the images of a batch change each other's outputs")
+        raise ArtifactError(
+            f"adalog cannot make a tape of {path}: the images of a batch change each other's outputs. Run it with "
+            "PyTorch instead."
+        )
     return tape
 
 

@@ -1,1 +1,1 @@
-"""Programs: captured, rewritten, and what is found in their flow of data."""
+"""Capture models as programs, rewrite the programs, and analyze how data flows through them."""

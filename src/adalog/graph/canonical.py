@@ -1,7 +1,7 @@
-"""The canonical form of a program: the same values, written in the one way that the rest of the package reads.
+"""Rewrite a program to canonical form: the same values, computed in the one way that the rest of the package expects.
 
-`UNFOLDED` are rewrites of single operations, applied as `capture` reads them: pattern (the operation) -> what replaces
-it. `REWRITES` are rewrites of whole programs, applied in order:
+`capture` applies `UNFOLDED` to single operations as it reads them. `canonical` applies `REWRITES` to the whole program,
+in this order:
 
     softmax_left          V^T A^T                            -> (A V)^T
     share_equal_values    the same operation, twice          -> once
@@ -22,7 +22,7 @@ from adalog.graph.operations import PRODUCTS
 from adalog.graph.program import Arg, Node, Program, Ref, map_refs, refs_of
 from adalog.graph.sites import find_source
 
-# Arguments that are parameters: (operation, position) -> what they are.
+# Arguments that are parameters: (operation, position) -> "weight" or "bias".
 _PARAMETERS = {
     **{(f"aten.{op}.default", 1): "weight" for op in ("linear", "conv2d", "matmul", "batch_norm")},
     **{(f"aten.{op}.default", 2): "bias" for op in ("linear", "conv2d", "batch_norm")},
@@ -36,10 +36,10 @@ _PARAMETERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One operation as `torch.export` gives it, with what a rewrite needs to replace it.
+    """One operation of the exported graph, with everything that a rewrite needs to replace it.
 
-    metas, meta_kwargs: each argument as a tensor without data, whose sizes may be symbolic. emit(op, *args, part=""):
-    adds a node, named after this operation and the part, and returns the reference to it.
+    metas, meta_kwargs: the arguments as tensors without data; their sizes may be symbolic. emit(op, *args, part=""):
+    adds a node, named after this operation and the part, and returns a reference to it.
     """
 
     args: tuple[Arg, ...]
@@ -51,12 +51,15 @@ class Call:
 
 
 def unfold_attention(call: Call) -> Ref:
-    """softmax(Q K^T scale + mask) V as separate operations, so that its two products are sites."""
+    """Unfold softmax(Q K^T scale + mask) V into separate operations, so that its two products become sites."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     if given.get("is_causal") or given.get("enable_gqa"):
         where = call.scope or "the model"
-        raise CaptureError(f"attention in {where} is causal or grouped, which no vision transformer needs")
+        raise CaptureError(
+            f"The attention in {where} is causal or grouped, which adalog does not support. Capture a part of the "
+            "model that does not contain it."
+        )
     scale = given.get("scale")
     if scale is None:
         scale = 1 / math.sqrt(call.metas[0].shape[-1])
@@ -76,9 +79,10 @@ def unfold_attention(call: Call) -> Ref:
 
 
 def unfold_einsum(call: Call) -> Ref | None:
-    """An einsum of two operands as permute, flatten, matmul, unflatten, permute.
+    """Write an einsum of two operands as permute, flatten, matmul, unflatten, permute.
 
-    Letters of both operands are summed, or else they are matmul's leading dimensions; letters of one operand stay.
+    A letter of both operands is summed, or is a leading dimension of matmul if the output has it. A letter of one
+    operand is a row or column dimension. If matmul cannot express the equation, capture refuses the model.
     """
     equation, operands = call.args[:2]
     if len(operands) != 2:
@@ -90,14 +94,14 @@ def unfold_einsum(call: Call) -> Ref | None:
     alone = set(left) ^ set(right)
     plain = all(word.isalpha() and len(set(word)) == len(word) for word in (left, right, wanted) if word)
     if not plain or not alone <= set(wanted) or not set(wanted) <= {*left, *right}:
-        return call.emit(f'aten.einsum.default("{equation}")')  # which no program can hold
+        return call.emit(f'aten.einsum.default("{equation}")')  # not on the whitelist, so that capture refuses it
     sizes: dict[str, Arg] = {}
     told: dict[str, Any] = {}
     for word, value, meta in zip((left, right), operands, call.metas[1], strict=True):
         for axis, (letter, size) in enumerate(zip(word, meta.shape, strict=True)):
             known = isinstance(size, int)
             once = [isinstance(each, int) and each == 1 for each in (size, told.setdefault(letter, size))]
-            if once[0] != once[1]:  # one operand is repeated
+            if once[0] != once[1]:  # one operand is broadcast
                 return call.emit(f'aten.einsum.default("{equation}")')
             sizes[letter] = size if known else call.emit("aten.sym_size.int", value, axis, part="_size")
     lead = [letter for letter in left if letter in right and letter in wanted]
@@ -114,7 +118,7 @@ def unfold_einsum(call: Call) -> Ref | None:
 def _arrange(
     call: Call, value: Ref, word: str, groups: tuple[list[str], ...], sizes: Mapping[str, Arg], part: str
 ) -> Ref:
-    """A value whose dimensions have these letters, permuted to (*lead, one dimension, one dimension)."""
+    """Permute and flatten a value, whose dimensions `word` names, to (*lead, second group, third group)."""
     lead, *grouped = groups
     order = tuple(word.index(letter) for letter in [*lead, *grouped[0], *grouped[1]])
     value = call.emit("aten.permute.default", value, order, part=part)
@@ -134,7 +138,7 @@ def _arrange(
 
 
 def unfold_vector_product(call: Call) -> Ref | None:
-    """A product with a vector as a product with a matrix of one row or one column."""
+    """Write a product with a vector as a product with a matrix of one row or one column."""
     row, column = (meta.ndim == 1 for meta in call.metas)
     if not row and not column:
         return None
@@ -149,7 +153,7 @@ def unfold_vector_product(call: Call) -> Ref | None:
 
 
 def unfold_added_product(call: Call) -> Ref:
-    """beta added + alpha left right, as separate operations."""
+    """Write beta * added + alpha * (left @ right) as separate operations."""
     added, left, right = call.args
     alpha, beta = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
     product = call.emit("aten.matmul.default", left, right, part="_product")
@@ -161,9 +165,9 @@ def unfold_added_product(call: Call) -> Ref:
 
 
 def unfold_named_padding(call: Call) -> Ref:
-    """A convolution with padding "same" or "valid", with the padding as numbers.
+    """Write a convolution with padding "same" or "valid" with the padding as numbers.
 
-    Where an even kernel asks for an odd number of zeros, the odd one goes below and to the right.
+    If the total padding is odd, the extra row goes to the bottom and the extra column to the right.
     """
 
     def of(
@@ -189,17 +193,17 @@ def unfold_named_padding(call: Call) -> Ref:
 
 
 def _spelled(op: str, *last: Arg) -> Callable[[Call], Ref]:
-    """The same operation under another name, with these arguments after its own."""
+    """Return a rewrite that emits the operation as `op`, with the arguments `last` after its own."""
     return lambda call: call.emit(op, *call.args, *last, **call.kwargs)
 
 
 def _reversed(call: Call) -> Ref:
-    """`x.T`."""
+    """Write `x.T` as a permutation."""
     return call.emit("aten.permute.default", call.args[0], tuple(reversed(range(call.metas[0].ndim))))
 
 
 def _corrected(op: str) -> Callable[[Call], Ref]:
-    """A variance or deviation over dimensions, with `unbiased` as a correction of 1 or 0."""
+    """Return a rewrite of a variance or standard deviation that turns `unbiased` into a correction of 1 or 0."""
 
     def spelled(call: Call) -> Ref:
         given = dict(zip(("self", "dim", "unbiased", "keepdim"), call.args, strict=False)) | dict(call.kwargs)
@@ -209,9 +213,9 @@ def _corrected(op: str) -> Callable[[Call], Ref]:
     return spelled
 
 
-# Each returns what replaces the operation; None where the operation is canonical as it is.
+# Each function returns the replacement of an operation, or None to keep the operation as it is.
 UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
-    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # of real values
+    **dict.fromkeys(("aten.mT.default", "aten.mH.default"), _spelled("aten.transpose.int", -2, -1)),  # values are real
     "aten.adjoint.default": _spelled("aten.transpose.int", -2, -1),
     "aten.numpy_T.default": _reversed,
     **dict.fromkeys(("aten.swapaxes.default", "aten.swapdims.default"), _spelled("aten.transpose.int")),
@@ -235,7 +239,7 @@ UNFOLDED: Mapping[str, Callable[[Call], Ref | None]] = {
 
 
 def softmax_left(program: Program) -> Program:
-    """V^T A^T as (A V)^T, so that a softmax is always the left operand of its product."""
+    """Rewrite V^T A^T as (A V)^T, so that a softmax is always the left operand of its product."""
     makers = {node.name: node for node in program.nodes}
     nodes: list[Node] = []
 
@@ -262,7 +266,7 @@ def softmax_left(program: Program) -> Program:
 
 
 def share_equal_values(program: Program) -> Program:
-    """Equal operations on equal values done once, so that one activation is one value, however often it is viewed."""
+    """Merge equal operations on equal values, so that one activation is one value however often it is viewed."""
     seen: dict[Any, str] = {}
     names: dict[str, str] = {}
     nodes = []
@@ -279,16 +283,16 @@ def share_equal_values(program: Program) -> Program:
 
 
 def store_parameters(program: Program) -> Program:
-    """Weights, biases and products that depend on tensors alone, as stored tensors.
+    """Compute the weights, biases and products that depend on stored tensors alone, and store the results.
 
-    Examples are a bias joined from several and the MLP of a position table. A product with a stored matrix on its
-    right, x W, becomes a linear with the transpose of W.
+    Examples are a bias concatenated from several tensors, and the MLP of a position table. A product x W with a stored
+    matrix W becomes a linear with the transpose of W.
     """
     constant = set(program.tensors)
     for node in program.nodes:
         if constant.issuperset(node.refs()):
             constant.add(node.name)
-    stored: dict[str, str] = {}  # a computed value -> the tensor that it becomes
+    stored: dict[str, str] = {}  # computed value -> name of the tensor that it becomes
     taken = {*program.tensors, *program.inputs, *(node.name for node in program.nodes)}
 
     def store(value: str, node: Node, part: str) -> None:
@@ -321,7 +325,10 @@ def store_parameters(program: Program) -> Program:
 
 
 def fold_batch_norms(program: Program) -> Program:
-    """y = (conv(x) - mean) g + b, g = weight / sqrt(variance + eps), as one convolution with other weights."""
+    """Fold each batch norm into the convolution before it.
+
+    y = (conv(x) - mean) g + b with g = weight / sqrt(variance + eps) is one convolution with other weights.
+    """
     makers = {node.name: node for node in program.nodes}
     readers = program.consumers()
     uses = [*refs_of(program.output), *(name for node in program.nodes for name in node.refs())]
@@ -333,9 +340,9 @@ def fold_batch_norms(program: Program) -> Program:
         conv = makers.get(norm.args[0].name)
         if conv is None or conv.op != "aten.conv2d.default" or len(readers[conv.name]) != 1 or conv.name in outputs:
             continue
-        if norm.args[3] is None or norm.args[4] is None:  # it normalises by the batch's own statistics
+        if norm.args[3] is None or norm.args[4] is None:  # the norm uses the batch's own statistics
             continue
-        if not all(arg is None or arg.name in tensors for arg in norm.args[1:5]):  # they are computed
+        if not all(arg is None or arg.name in tensors for arg in norm.args[1:5]):  # a parameter is computed
             continue
         weight_name = conv.args[1].name
         if weight_name not in tensors or uses.count(weight_name) != 1:
@@ -368,7 +375,7 @@ REWRITES: tuple[Callable[[Program], Program], ...] = (
 
 
 def canonical(program: Program) -> Program:
-    """The program after all `REWRITES`, without what no output needs."""
+    """Apply all `REWRITES` to a program, and remove the nodes and tensors that no output needs."""
     for rewrite in REWRITES:
         program = rewrite(program)
     return program.pruned()

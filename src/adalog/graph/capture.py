@@ -1,7 +1,7 @@
-"""From a PyTorch model to a program: `torch.export`, then the canonical form that the rest of the package reads.
+"""Capture a PyTorch model as a program: export it with `torch.export`, then rewrite it to canonical form.
 
-Reading an exported graph leaves out identities (dropout, clone, casts to the same type) and gives each in-place write a
-value of its own; `canonical` says what else changes. The program is then compared with the model.
+The importer drops identities (dropout, clone, casts to the same dtype) and turns each in-place write into a new value;
+`adalog.graph.canonical` lists the other changes. `capture` then compares the program with the model.
 """
 
 import inspect
@@ -23,12 +23,12 @@ from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
 from adalog.graph.program import Arg, Node, Output, Program, Ref, given_leaves
 from adalog.graph.sizes import rule_of
 
-TOLERANCE = 1e-4  # largest difference of program and model in float32, as a fraction of the largest output
+TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
-_MANY = 1 << 20  # a limit of so many images or more is no path of its own
+_MANY = 1 << 20  # a limit on the batch size counts as no limit from this many images on
 Sizes = Literal["fixed", "free"]
-# Height and width, as multiples of those of the images, at which a program with free sizes is compared with the model.
-# The last two keep the ratio, which a model may ask for.
+# Factors for the images' height and width, at which a program with free sizes is compared with the model.
+# The last two factors keep the aspect ratio, because a model may require it.
 _STRETCHED = ((1.25, 1.5), (1.5, 2.0), (2.0, 1.0), (3.0, 2.0), (0.75, 1.25), (2.0, 2.0), (0.5, 0.5))
 
 _SYMBOLIC: dict[Any, str] = {
@@ -42,9 +42,9 @@ _SYMBOLIC: dict[Any, str] = {
 }
 
 
-# A program drops `contiguous`, so it cannot promise the memory layout that a view asks for; reshape asks for none.
+# A program drops `contiguous`, so it cannot guarantee the memory layout that `view` needs; `reshape` takes any layout.
 _SPELLINGS = {"aten.view.default": "aten.reshape.default", "aten.view_as.default": "aten.reshape_as.default"}
-# Operations that return their first argument at inference: a clone in memory of its own, the others in the same.
+# Operations that return their first argument at inference. Clones return it in new memory, the others in the same.
 _CLONES = aten("clone.default lift_fresh_copy.default")
 _IDENTITIES = _CLONES | aten(
     "dropout.default dropout_.default feature_dropout.default alpha_dropout.default contiguous.default detach.default "
@@ -53,26 +53,27 @@ _IDENTITIES = _CLONES | aten(
 _CASTS = aten("to.dtype to.dtype_layout to.device to.other type_as.default")
 _NEW = {f"aten.new_{name}.default": f"aten.{name}.default" for name in ("zeros", "ones", "full")}
 _CHECKS = ("aten._assert", "aten.sym_constrain")
-# Views that can be written through, and the operations that put the written slice back into the whole.
+# Views that select a part of a tensor, and the operations that put a written part back into the whole tensor.
 _SCATTERS = {"aten.slice.Tensor": "aten.slice_scatter.default", "aten.select.int": "aten.select_scatter.default"}
-_TRANSPOSES = aten("transpose.int t.default")  # which undo themselves
+_TRANSPOSES = aten("transpose.int t.default")  # each is its own inverse
 _RESHAPES = aten("reshape.default reshape_as.default flatten.using_ints unflatten.int squeeze.dim unsqueeze.default")
-# Regions that export keeps as graphs of their own, and the position of that graph among the arguments.
+# Regions that export keeps as separate graphs, and the position of the graph among the arguments.
 _REGIONS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 @torch.no_grad()
 def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fixed") -> Program:
-    """The program of a model, which takes any batch size, and images of any size where `sizes` are "free".
+    """Capture a model as a program that takes any batch size.
 
-    inputs: the model's positional inputs, (N, ...) each; a single tensor is the only input. Inputs that are no tensors
-    (None, a number) become constants of the program. A single image is captured as two equal ones. sizes: whether
-    height and width of inputs (N, C, H, W) are left open; a program with free sizes knows those that it cannot take.
-    Raises CaptureError where the model cannot be exported or uses an operation outside the whitelist, and where the
-    program and the model differ on the inputs at batches of 1, 2 and 7, or on images of another size.
+    inputs: the model's positional inputs, (N, ...) each; a single tensor is the only input. Inputs that are not tensors
+    (None, a number) become constants of the program. A single image is captured as two equal images. sizes: "fixed" for
+    images of the given size, "free" for images of any height and width, with inputs (N, C, H, W). A program with free
+    sizes refuses a size for which the model takes another code path.
+    Raises CaptureError if the model cannot be exported, if it uses an operation outside the whitelist, or if program
+    and model differ on the inputs at batches of 1, 2 and 7 or, with free sizes, on images of another size.
     """
     if sizes not in get_args(Sizes):
-        raise ValueError(f"sizes = {sizes!r} is none of {', '.join(get_args(Sizes))}")
+        raise ValueError(f"sizes = {sizes!r} is not one of {', '.join(get_args(Sizes))}.")
     example = batched(inputs)
     with inference(model):
         program = canonical(_import(model, take(example, [0, 1]), sizes == "free"))
@@ -84,20 +85,24 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
 
 
 def batched(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
-    """The positional inputs as a tuple. Raises CaptureError unless all tensors hold equally many images, but not 0."""
+    """Return the positional inputs as a tuple.
+
+    Raises CaptureError unless all tensors hold the same number of images, at least one.
+    """
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     counts = [len(value) if value.ndim else None for value in given if isinstance(value, Tensor)]
     if not counts or len(set(counts)) > 1 or not counts[0]:
         shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, Tensor)) or "no tensor"
         raise CaptureError(
-            f"the inputs are {shapes}, but each must hold one image or more, and equally many, in its first dimension; "
-            "repeat an input that all images share once for each image, or keep it in the model as a buffer"
+            f"adalog cannot use these inputs: {shapes}. The first dimension of every tensor must count the images: at "
+            "least one, and the same number in each. Repeat an input that all images share once per image, or store it "
+            "in the model as a buffer."
         )
     return given
 
 
 def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ...]:
-    """The inputs of the images with these numbers; numbers beyond the last image start again at the first."""
+    """Return the inputs of the images with these numbers; numbers beyond the last image start again at the first."""
     rows = torch.as_tensor(images)
 
     def taken(value: Any) -> Any:
@@ -108,7 +113,7 @@ def take(inputs: Sequence[Any], images: Sequence[int] | Tensor) -> tuple[Any, ..
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode inside the context, and in its own mode again afterwards."""
+    """Put every module in evaluation mode while the context is open, and restore its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -119,7 +124,7 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Program:
-    """The exported model as a program, before it is canonical."""
+    """Export a model, and return it as a program that is not canonical yet."""
     exported = _export(model, example, any_size)
     inputs, tensors, standing = [], dict[str, Tensor](), dict[str, Arg]()
     targets = {spec.target for spec in exported.graph_signature.input_specs}
@@ -140,8 +145,8 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     result = importer.walk(exported.graph, [standing[node.name] for node in placeholders])
     if importer.unknown:
         raise CaptureError(
-            f"{type(model).__name__} uses {', '.join(sorted(importer.unknown))}, which this version cannot store or "
-            "run. Capture a part of the model without it."
+            f"{type(model).__name__} uses {', '.join(sorted(importer.unknown))}, which this version of adalog cannot "
+            "store or run. Capture a part of the model that does not use it."
         )
     output = _structure(result, exported.call_spec.out_spec)
     program = Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
@@ -150,7 +155,7 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
         return program
     given = {ref.name: _meta(node).shape for node in placeholders if isinstance(ref := standing[node.name], Ref)}
     free = {name: (2, 3) for name in inputs if len(given[name]) == 4}
-    if not free:  # no maps: the batch is free in every program, and needs no rule
+    if not free:  # no input is (N, C, H, W), and a free batch size does not need a rule
         _check_any_batch(model, exported)
         return program
     return replace(program, free=free, rule=rule_of(inputs, [given[name] for name in inputs], free))
@@ -170,40 +175,41 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
             return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        part = "the part that can be (for a detector, its backbone) and pass that to adalog.quantize."
+        part = "the part that can be exported (for a detector, its backbone) and pass that to adalog.quantize."
         way_out = (
-            f"It may be that its sizes cannot be free: capture it for one size, or capture {part}"
+            f'Capture it for one size (sizes="fixed", or without --free-sizes), or capture {part}'
             if any_size
             else f"Capture {part}"
         )
-        raise CaptureError(f"{type(model).__name__} could not be exported: {first_line} {way_out}") from cause
+        raise CaptureError(f"{type(model).__name__} could not be exported ({first_line}). {way_out}") from cause
 
 
 def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
-    """Raise CaptureError where the model takes another path from some number of images on, which a rule would know."""
+    """Raise CaptureError if the model takes another code path above some batch size; with a rule, the rule says so."""
     for node in exported.graph.nodes:
         if node.op == "placeholder" and isinstance(value := node.meta["val"], Tensor) and value.ndim:
-            size = getattr(getattr(value.shape[0], "node", None), "expr", None)  # None of a tensor that the model holds
+            size = getattr(getattr(value.shape[0], "node", None), "expr", None)  # None for the model's own tensors
             if size in exported.range_constraints and exported.range_constraints[size].upper < _MANY:
                 raise CaptureError(
-                    f"{type(model).__name__} takes another path for more than {exported.range_constraints[size].upper} "
-                    "images at once, as by splitting the batch: capture a part of it that treats all batches alike"
+                    f"{type(model).__name__} takes another code path for more than "
+                    f"{exported.range_constraints[size].upper} images at once, for example because it splits the "
+                    "batch. Capture a part of the model that treats batches of all sizes alike."
                 )
 
 
 def _without_layouts() -> AbstractContextManager[Any]:
-    """Where export does not ask for the memory layout of values at every size, which takes most of its time."""
-    if not hasattr(export_config, "backed_size_oblivious"):  # as in PyTorch 2.6
+    """Keep export from asking for memory layouts at every size, which would take most of its time."""
+    if not hasattr(export_config, "backed_size_oblivious"):  # PyTorch 2.6 does not have this option
         return nullcontext()
     patch: AbstractContextManager[Any] = export_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     return patch
 
 
 class _Importer:
-    """Reads an exported graph into nodes, and collects the operations that no program can hold in `unknown`.
+    """Importer of an exported graph into nodes, which collects unsupported operations in `unknown`.
 
-    An in-place write makes a new value, which is put back into the tensor that the written one is a view of; other
-    views of that tensor are then made again.
+    An in-place write becomes a new value. If the written tensor is a view of another tensor, the importer puts the new
+    value back into that tensor, and computes other views of it again when they are next read.
     """
 
     def __init__(self, names: Iterable[str]):
@@ -214,7 +220,7 @@ class _Importer:
         self._stale: set[fx.Node] = set()
 
     def walk(self, graph: fx.Graph, inputs: Sequence[Arg]) -> Arg:
-        """Import every node of a graph, whose placeholders are `inputs`. Returns the graph's output."""
+        """Import every node of a graph, whose placeholders have the values `inputs`, and return the graph's output."""
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self._values |= zip(placeholders, inputs, strict=True)
         for node in graph.nodes:
@@ -236,7 +242,7 @@ class _Importer:
             return args[0]
         if op in _CASTS:
             return args[0] if _dtype(node) == _dtype(node.args[0]) else self._cast(node, args[0])
-        if op in _NEW:  # only their device and type come from the first argument
+        if op in _NEW:  # the first argument only determines the device and dtype
             return self._emit(node, _NEW[op], *args[1:], dtype=_dtype(node))
         if op == "getitem" and isinstance(args[0], tuple):
             return args[0][args[1]]
@@ -261,10 +267,13 @@ class _Importer:
             return arg
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
             return None
-        raise CaptureError(f"an argument of type {type(arg).__name__} ({arg}) cannot be stored in a program")
+        raise CaptureError(
+            f"An operation of the model has an argument of type {type(arg).__name__} ({arg}), which a program cannot "
+            "store. Capture a part of the model without this operation."
+        )
 
     def _emit(self, source: fx.Node, op: str, *args: Arg, part: str = "", **kwargs: Arg) -> Ref:
-        """Add a node, named after the exported one that it comes from and its part in it."""
+        """Add a node, named after the exported node and the part of it that this one computes; return a reference."""
         if op not in OPERATIONS:
             self.unknown.add(op)
         stem = name = source.name + part
@@ -280,7 +289,7 @@ class _Importer:
         return self._emit(node, "aten.to.dtype", value, _dtype(node))
 
     def _inline(self, node: fx.Node, op: str) -> Arg:
-        """Import a region that runs under other global settings; only autocast would change what it computes."""
+        """Import a region that has its own global settings; only autocast changes the values, and is unsupported."""
         if op == "wrap_with_autocast" and node.args[2]:
             self.unknown.add("autocast")
         region, *operands = node.args[_REGIONS[op] :]
@@ -292,7 +301,7 @@ class _Importer:
         return self.walk(graph, self._convert(operands))
 
     def _write(self, node: fx.Node, op: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> Ref:
-        """Import an in-place operation as the one that returns its result, and put that where it was written."""
+        """Import an in-place operation as the operation that returns a new value, and put that value in its place."""
         target = node.args[0]
         assert isinstance(target, fx.Node)
         if op in ("aten.copy_.default", "aten.fill_.Tensor"):
@@ -313,7 +322,7 @@ class _Importer:
         return result
 
     def _put_back(self, view: fx.Node, new: Ref, whole: Arg) -> Ref:
-        """The value of `whole` after its view has become `new`."""
+        """Return the value of `whole` after its view has become `new`."""
         op = _op(view)
         if op in _IDENTITIES or _is_in_place(view):
             return new
@@ -342,7 +351,7 @@ def _scope(node: fx.Node) -> str:
 
 
 def _meta(node: Any) -> Tensor:
-    """The value of a node as a tensor without data; its sizes may be symbolic."""
+    """Return the value of a node as a tensor without data; its sizes may be symbolic."""
     return node.meta["val"]
 
 
@@ -356,7 +365,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 def _shared_with(node: fx.Node) -> fx.Node | None:
-    """The argument whose memory a node's result may share; None where the result has its own."""
+    """Return the argument whose memory a node's result may share, or None if the result has memory of its own."""
     first = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(first, fx.Node) or _op(node) in _CLONES:
         return None
@@ -366,14 +375,14 @@ def _shared_with(node: fx.Node) -> fx.Node | None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The node that owns the memory which this one's result may share."""
+    """Return the node that owns the memory that this node's result may share."""
     while (whole := _shared_with(node)) is not None:
         node = whole
     return node
 
 
 def _structure(flat: Sequence[Arg], spec: Any) -> Any:
-    """The model's output structure with a `Ref` per tensor; named outputs of any class become an `Output`."""
+    """Return the model's output structure with a `Ref` per tensor; named outputs of any class become an `Output`."""
     if spec.is_leaf():
         return flat[0]
     children, start = [], 0
@@ -386,7 +395,7 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     if isinstance(keys, (tuple, list)) and keys and isinstance(keys[0], list):  # a dataclass: the fields that are set
         keys = keys[0]
     if spec.type is dict and not all(isinstance(key, str) for key in keys):
-        raise CaptureError(f"the model puts out a dict with the keys {keys}: give them names, which are text")
+        raise CaptureError(f"The model returns a dict with the keys {keys}. Use strings as keys.")
     if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))
@@ -394,16 +403,22 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
 
 
 def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
-    """Raise CaptureError unless program and model agree on these inputs, which the program's rule must allow."""
+    """Raise CaptureError unless the program's rule allows these inputs, and program and model agree on them."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     given = f"inputs of {' and '.join(str(tuple(value.shape)) for value in tensors)}"
     if program.rule is not None and not all(program.rule.run(tensors)):
-        raise CaptureError(f"{type(model).__name__} takes another path for {given}: capture it for one size")
+        raise CaptureError(
+            f"{type(model).__name__} takes another code path for {given}. Capture it for one size "
+            '(sizes="fixed", or without --free-sizes).'
+        )
     try:
-        # The model may write to what it is given.
+        # Clones, because the model may write to its inputs.
         made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
-    except Exception as cause:  # the model's own code may raise anything
-        raise CaptureError(f"{type(model).__name__} fails on {given}: {one_line(cause)}") from cause
+    except Exception as cause:  # the model's own code may raise any exception
+        raise CaptureError(
+            f"{type(model).__name__} fails on {given} ({one_line(cause)}). Capture a part of the model that runs on "
+            "such inputs."
+        ) from cause
     wanted = [value for value in pytree.tree_leaves(made) if value is not None]
     got = given_leaves(program.run(tensors))
     for expected, actual in zip(wanted, got, strict=True):
@@ -411,27 +426,28 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
             continue
         if expected.shape != actual.shape:
             raise CaptureError(
-                f"the program of {type(model).__name__} and the model differ in the shape of an output on {given}: "
-                f"{tuple(actual.shape)} and {tuple(expected.shape)}; the model may take another path there, or behave "
-                "differently from call to call"
+                f"The captured program of {type(model).__name__} differs from the model in the shape of an output on "
+                f"{given}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
+                "path for such inputs, or behave differently from call to call. Capture a part of it that does neither."
             )
         if not expected.is_floating_point() or not expected.numel():
             continue
-        same = expected == actual  # as of two infinities, which a mask may put out
+        same = expected == actual  # includes equal infinities, which a mask may contain
         largest = expected.masked_fill(same & expected.isinf(), 0).abs().max().item()
         error = (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
         if not error <= TOLERANCE:
             raise CaptureError(
-                f"the program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                f"output on {given} (at most {TOLERANCE:g} is allowed); the images may hold NaN, or the "
-                "model may behave differently from call to call"
+                f"The captured program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
+                f"output on {given} (at most {TOLERANCE:g} is allowed). The images may hold NaN, or the model may "
+                "behave differently from call to call. Check the images, and capture a part of the model whose outputs "
+                "do not change between calls."
             )
 
 
 def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs with images of another height and width, the first of a few that the program takes.
+    """Return the inputs with images of another height and width: the first of a few sizes that the program takes.
 
-    Raises CaptureError where it takes none of them.
+    Raises CaptureError if the program takes none of them.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     for height, width in _STRETCHED:
@@ -447,10 +463,13 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
             continue
         return tuple(stretched(value) for value in inputs)
     shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
-    raise CaptureError(f"no other size than {shapes} serves this model: capture it for one size")
+    raise CaptureError(
+        f"The model takes no other size than {shapes}. Capture it for one size "
+        '(sizes="fixed", or without --free-sizes).'
+    )
 
 
 def _stretched(value: Tensor, dim: int, factor: float) -> Tensor:
-    """The value with a dimension that is longer by this factor: each entry again, or some left out, in any dtype."""
+    """Resize a dimension by this factor, by repeating entries or leaving some out; works for any dtype."""
     before, after = value.shape[dim], max(1, round(value.shape[dim] * factor))
     return value.index_select(dim, torch.arange(after, device=value.device) * before // after)

@@ -1,4 +1,4 @@
-"""The geometry of a 2-D convolution, and the patches that make it a matrix product."""
+"""Compute the geometry of a 2-D convolution, and the patches that turn it into a matrix product."""
 
 import math
 
@@ -9,7 +9,7 @@ from adalog.graph.program import Node
 
 
 def conv_geometry(node: Node) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """(stride, padding, dilation, groups) of an aten.conv2d node, each of the first three (vertical, horizontal)."""
+    """Return (stride, padding, dilation, groups) of an aten.conv2d node; the first three are (vertical, horizontal)."""
     given = dict(zip(("stride", "padding", "dilation", "groups"), node.args[3:], strict=False)) | dict(node.kwargs)
 
     def pair(name: str, default: int) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def output_sizes(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
 ) -> tuple[int, ...]:
-    """(height, width) of a convolution's output."""
+    """Return (height, width) of a convolution's output."""
     each = zip(sizes, kernel, stride, padding, dilation, strict=True)
     return tuple((size + 2 * pad - reach * (taps - 1) - 1) // step + 1 for size, taps, step, pad, reach in each)
 
@@ -41,9 +41,9 @@ def patches(
     *,
     fill: int = 0,
 ) -> Tensor:
-    """The patch of an image that each output of a convolution reads: (B, C, H, W) -> (B, L, C * kh * kw).
+    """Return the patch of the image that each output of a convolution reads: (B, C, H, W) -> (B, L, C * kh * kw).
 
-    x: of any type; it is padded with `fill`.
+    x may have any dtype; it is padded with `fill`.
     """
     height, width = output_sizes(x.shape[2:], kernel, stride, padding, dilation)
     if any(padding):

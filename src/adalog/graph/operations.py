@@ -1,4 +1,7 @@
-"""The operations that a program may hold, by name: nothing else can be named, so running one runs no foreign code."""
+"""Define the operations that a program may hold, by name.
+
+A program cannot name anything else, so running a program never runs foreign code.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -6,11 +9,11 @@ from typing import Any
 
 import torch
 
-FAKE_QUANTIZE = "adalog.fake_quantize"  # the one operation that is not PyTorch's: quantize and dequantize a value
+FAKE_QUANTIZE = "adalog.fake_quantize"  # quantize and dequantize a value; the only tensor operation not from PyTorch
 
 
 def aten(names: str) -> frozenset[str]:
-    """ATen operations by their names without the prefix."""
+    """Return the full names of ATen operations, given their names without the prefix."""
     return frozenset(f"aten.{name}" for name in names.split())
 
 
@@ -52,20 +55,20 @@ _ATEN = aten(
 
 
 def _on_sizes(function: Callable[..., int]) -> Callable[..., int]:
-    """Arithmetic that takes whole numbers of 64 bits only, although Python's operators would take more."""
+    """Restrict a function of sizes to 64-bit integers, because Python's operators take larger ones and other types."""
 
     def checked(*sizes: int) -> int:
         if not all(type(size) is int and abs(size) < 2**63 for size in sizes):
-            raise TypeError("takes whole numbers of 64 bits")
+            raise TypeError("sizes must be 64-bit integers")
         return function(*sizes)
 
     return checked
 
 
 def _item(values: Sequence[Any], index: int) -> Any:
-    """One of several tensors that an operation made, by its number."""
+    """Return one of several tensors that an operation returned, by its index."""
     if not isinstance(values, (tuple, list)) or type(index) is not int:
-        raise TypeError("takes one of several values by its number")
+        raise TypeError("getitem takes several values and an integer index")
     return values[index]
 
 
@@ -87,7 +90,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "getitem": _item,
 }
 
-# Multiplications that always run in float; they are no sites.
+# Multiplications that always run in float; they are not sites.
 FLOAT_PRODUCTS = aten(
     "conv1d.default conv1d.padding conv3d.default conv3d.padding "
     "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
@@ -95,31 +98,31 @@ FLOAT_PRODUCTS = aten(
 
 OPERATIONS: frozenset[str] = _ATEN | FLOAT_PRODUCTS | set(_PYTHON) | {FAKE_QUANTIZE}
 
-# Multiplications of two tensors, which can be quantized. The first two have a weight and a bias.
+# Multiplications of two tensors that can be quantized. The first two have a weight and a bias.
 PRODUCTS = ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.bmm.default")
 
-# Operations that make a tensor from numbers alone, and so must be told the device.
+# Operations that make a tensor from numbers alone, so they need the device as an argument.
 FACTORIES = aten("zeros.default ones.default full.default arange.default arange.start arange.start_step")
 
-# Keyword arguments for the place and layout of a value in memory; a program runs where its inputs are.
+# Keyword arguments for a value's device and memory layout, which capture drops: a program runs on its inputs' device.
 PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
 
-# Operations that move values about without changing them; the source of a value is found by walking through these.
+# Operations that move values without changing them; `find_source` walks through them.
 MOVES = {"getitem"} | aten(
     "reshape.default permute.default transpose.int t.default flatten.using_ints unflatten.int expand.default "
     "unsqueeze.default squeeze.dim squeeze.dims squeeze.default movedim.int unbind.int split.Tensor "
     "split_with_sizes.default chunk.default select.int slice.Tensor narrow.int roll.default flip.default repeat.default"
 )
 
-# Operations that put a number around a value, or drop its edges.
+# Operations that pad a value, or crop it (with negative widths).
 PADS = aten("pad.default constant_pad_nd.default")
 
-# Operations that read a tensor's shape alone.
+# Operations that read only a tensor's shape.
 SHAPE_READERS = aten("sym_size.int zeros_like.default ones_like.default full_like.default")
 
 
 def resolve(op: str) -> Callable[..., Any]:
-    """The function of an operation on the whitelist. Raises KeyError for any other name."""
+    """Return the function of an operation on the whitelist. Raises KeyError for any other name."""
     if op not in OPERATIONS or op == FAKE_QUANTIZE:
         raise KeyError(op)
     if op in _PYTHON:

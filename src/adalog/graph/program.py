@@ -1,6 +1,6 @@
-"""A program: the straight line of operations that a model is, with its tensors and quantizers.
+"""Hold a model as a program: a straight line of operations, with its tensors and quantizers.
 
-It is what `capture` reads from a model, what calibration observes and rewrites, what an artifact stores, and what runs.
+`capture` makes a program from a model, calibration observes and rewrites it, and an artifact stores it.
 """
 
 from collections import Counter
@@ -22,12 +22,12 @@ from adalog.graph.operations import (
 )
 from adalog.quantizers import QuantizedTensor, Quantizer
 
-# The most elements that a program may hold at once for each image (2**28 in float32: 1 GiB). For comparison: the scores
-# of 24 heads over 1,370 tokens, as in the largest DINOv2 at 518 pixels, are 45 million.
+# The most elements that a program may hold at once per image: 2**28, which is 1 GiB in float32. The attention scores of
+# the largest DINOv2 at 518 pixels (24 heads, 1,370 tokens) are 45 million elements.
 MAX_ELEMENTS = 2**28
-# Every tensor counts as this many elements at least, so that a program cannot hold millions of tiny ones.
+# Every tensor counts as at least this many elements, so that a program cannot hold millions of tiny ones.
 _PER_TENSOR = 2**8
-# How many tensors an operation makes from one, known before it runs.
+# The number of tensors that an operation makes from one, computed before it runs.
 _PIECES: dict[str, Callable[..., int]] = {
     "aten.unbind.int": lambda x, dim=0: x.shape[dim],
     "aten.split.Tensor": lambda x, size, dim=0: x.shape[dim] // size,
@@ -56,7 +56,7 @@ class Node:
     scope: str = ""
 
     def refs(self) -> Iterator[str]:
-        """The names of the values it reads, in order."""
+        """Iterate over the names of the values that the node reads, in order."""
         return iter(self._refs)
 
     @cached_property
@@ -64,7 +64,7 @@ class Node:
         return tuple(refs_of((self.args, tuple(self.kwargs.values()))))
 
     def renamed(self, names: Mapping[str, str]) -> "Node":
-        """The same operation reading other values."""
+        """Return the node with the values that it reads renamed. names: old name -> new name."""
 
         def rename(ref: Ref) -> Ref:
             return Ref(names.get(ref.name, ref.name))
@@ -74,7 +74,7 @@ class Node:
 
 
 class Output(dict[str, Any]):
-    """A model's named outputs, readable as attributes too."""
+    """A model's named outputs, which can also be read as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,12 +85,12 @@ class Output(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Program:
-    """A straight line of operations that reads inputs and stored tensors and makes an output.
+    """A straight line of operations that reads inputs and stored tensors and computes an output.
 
-    inputs: their names. output: nested tuples, lists and dicts of `Ref`. tensors: float values by name, among them the
-    dequantized value of every entry of `weights`. quantizers: by the name that a fake-quantize node gives. free: the
-    dimensions of inputs, besides the first, that may have any size for which `rule`, a program of sizes alone, puts out
-    nothing but ones.
+    inputs: the names of the inputs. output: nested tuples, lists and dicts of `Ref`. tensors: stored values by name,
+    including the dequantized value of every entry of `weights`. quantizers: by the name in a fake-quantize node. free:
+    for each input, the dimensions besides the first that may vary. rule: a program that computes with sizes alone; the
+    inputs' sizes are allowed if all its outputs are 1. Without a rule, all sizes are allowed.
     """
 
     inputs: tuple[str, ...]
@@ -110,12 +110,12 @@ class Program:
     ) -> Any:
         """Evaluate the program on its inputs, in order.
 
-        watch(node, args, result) sees every operation with its evaluated arguments; if it returns something, that takes
-        the result's place. steps: functions that compute a node's value from its arguments instead of its operation, by
-        the node's name. Raises ProgramError where an operation fails.
+        watch(node, args, result) is called after every operation, with its evaluated arguments. If it returns a value
+        other than None, that value replaces the result. steps: functions by node name; each computes its node's value
+        from the arguments, instead of the node's operation. Raises ProgramError if an operation fails.
         """
         if len(inputs) != len(self.inputs):
-            raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
+            raise TypeError(f"The model takes {len(self.inputs)} inputs, got {len(inputs)}.")
         values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
         for node, dead in zip(self.nodes, self._last_uses(), strict=True):
@@ -128,7 +128,7 @@ class Program:
                 result = self.apply(node, args, kwargs) if step is None else step(*args)
             except torch.OutOfMemoryError:
                 raise  # the batch is too large; the caller may halve it
-            except Exception as cause:  # an operation may raise anything about its arguments
+            except Exception as cause:  # an operation may raise any exception for its arguments
                 raise ProgramError(f"{_where(node)} fails: {one_line(cause)}") from cause
             instead = None if watch is None else watch(node, args, result)
             values[node.name] = result if instead is None else instead
@@ -137,33 +137,34 @@ class Program:
         return evaluate(self.output, values)
 
     def apply(self, node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of one operation on evaluated arguments."""
+        """Run one operation on evaluated arguments, and return its result."""
         if node.op == FAKE_QUANTIZE:
             x, quantizer = args[0], self.quantizers[args[1]]
             if torch.broadcast_shapes(x.shape, quantizer.scale.shape) != x.shape:
-                raise ValueError(f"scales {tuple(quantizer.scale.shape)} are not for a value {tuple(x.shape)}")
+                raise ValueError(
+                    f"scales of shape {tuple(quantizer.scale.shape)} do not fit a value of shape {tuple(x.shape)}"
+                )
             return x if x.is_meta else quantizer.fake_quantize(x)
         if node.op in _PIECES:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
-                raise ValueError(f"makes {count} tensors of one")
+                raise ValueError(f"splitting one tensor into {count} takes too much memory")
         if node.op == "aten.div.Tensor_mode" and kwargs.get("rounding_mode") == "trunc":
             _check_division(*args[:2])
         return resolve(node.op)(*args, **kwargs)
 
     @torch.no_grad()
     def check(self, inputs: Sequence[Tensor]) -> None:
-        """Refuse a program that cannot run on inputs like these, without running it on data.
+        """Check that the program can run on inputs like these, without running it on data.
 
-        Takes about a millisecond per seven nodes. Raises ProgramError for sizes against the rule, where an operation
-        cannot take its arguments, where a quantizer does not have the shape for its value, or where the values held at
-        once, inputs included, are more than `MAX_ELEMENTS` per image.
+        Raises ProgramError if the rule forbids the sizes, if an operation cannot take its arguments, if a quantizer's
+        shape does not fit its value, or if the values held at once (inputs included) exceed `MAX_ELEMENTS` per image.
         """
         if self.rule is not None and not _holds(self.rule, inputs):
             sizes = " and ".join(str(tuple(value.shape[1:])) for value in inputs)
             raise ProgramError(
-                f"inputs of {sizes} are not what the program was captured for: there the model takes another path "
-                "(as where a map is no larger than a window); quantize it with images of about this size"
+                f"The program was not captured for inputs of {sizes}. The model takes another code path for this size, "
+                "for example because a map is not larger than a window. Quantize it with images of about this size."
             )
         for node in self.nodes:
             _check_dtypes(node)
@@ -175,7 +176,10 @@ class Program:
             held[node.name] = _elements(result)
             count = sum(held.values()) + _scratch(node.op, args, result)
             if count > limit:
-                raise ProgramError(f"{_where(node)} takes {count:,} elements; a batch like this may take {limit:,}")
+                raise ProgramError(
+                    f"{_where(node)} takes {count:,} elements, but a batch of this size may take {limit:,}. "
+                    "Use smaller images."
+                )
             for name in next(last_uses):
                 held.pop(name, None)
 
@@ -184,12 +188,12 @@ class Program:
     def run_without_data(
         self, inputs: Sequence[Tensor], watch: Callable[[Node, tuple[Any, ...], Any], Any] | None = None
     ) -> Any:
-        """Evaluate the program on inputs on the meta device: all values have shapes and types, but no data."""
+        """Evaluate the program on the meta device: all values have shapes and dtypes, but no data."""
         tensors = {name: value.to("meta") for name, value in self.tensors.items()}
         return replace(self, tensors=tensors).run(inputs, watch)
 
     def _last_uses(self) -> list[list[str]]:
-        """The names, per node, whose values no later node reads."""
+        """Return, for each node, the names of the values that no later node reads."""
         kept = {*self.tensors, *self.inputs, *refs_of(self.output)}
         dead: list[list[str]] = []
         for node in reversed(self.nodes):
@@ -199,7 +203,7 @@ class Program:
         return dead[::-1]
 
     def consumers(self) -> dict[str, list[Node]]:
-        """The nodes that read each value, by its name."""
+        """Return the nodes that read each value, by the value's name."""
         readers: dict[str, list[Node]] = {}
         for node in self.nodes:
             for name in dict.fromkeys(node.refs()):
@@ -207,7 +211,7 @@ class Program:
         return readers
 
     def unquantized(self) -> "tuple[Program, dict[str, str]]":
-        """The program without its fake-quantize nodes, and the name of the value that each of these nodes read."""
+        """Return the program without fake-quantize nodes, and the name of the value that each of these nodes read."""
         sources: dict[str, str] = {}
         nodes = []
         for node in self.nodes:
@@ -219,12 +223,12 @@ class Program:
         return replace(self, nodes=tuple(nodes), quantizers={}, weights={}), sources
 
     def float_operations(self) -> dict[str, int]:
-        """The number of operations that do not multiply two tensors, by ATen's name without overload."""
+        """Count the operations that do not multiply two tensors, by ATen name without overload."""
         ops = (node.op for node in self.nodes if node.op not in PRODUCTS and node.op not in FLOAT_PRODUCTS)
         return dict(Counter(op.removeprefix("aten.").split(".")[0] for op in ops if op.startswith("aten.")))
 
     def pruned(self) -> "Program":
-        """The program without the nodes and tensors that no output needs."""
+        """Return the program without the nodes and tensors that no output needs."""
         needed = set(refs_of(self.output))
         nodes = []
         for node in reversed(self.nodes):
@@ -235,9 +239,9 @@ class Program:
         return replace(self, nodes=tuple(nodes[::-1]), tensors=tensors)
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Program":
-        """The program with a function (a move to a device, a cast) applied to every tensor and quantizer parameter.
+        """Apply a function (a move to a device, a cast) to every tensor and quantizer parameter.
 
-        Codes, indices and masks keep their type under any cast.
+        Codes, indices and masks keep their dtype under any cast.
         """
 
         def mapped(value: Tensor) -> Tensor:
@@ -256,7 +260,7 @@ class Program:
 
 
 def _holds(rule: Program, inputs: Sequence[Tensor]) -> bool:
-    """Whether all that a rule says of the inputs' sizes is true; what cannot be computed for them is not."""
+    """Return True if all outputs of a rule are true for the inputs' sizes, and False if they cannot be computed."""
     try:
         return all(rule.run_without_data(inputs))
     except ProgramError:
@@ -268,35 +272,35 @@ def _where(node: Node) -> str:
 
 
 def _check_dtypes(node: Node) -> None:
-    """Refuse types given as numbers: PyTorch accepts them, and crashes on a number that names no type."""
+    """Raise ProgramError for a dtype given as a number: PyTorch accepts it, and crashes if it does not name a dtype."""
     if not node.op.startswith("aten."):
         return
     arguments = resolve(node.op)._schema.arguments  # type: ignore[attr-defined]
     named = zip((argument.name for argument in arguments), node.args, strict=False)
     dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
-        raise ProgramError(f"{_where(node)} takes a type, not {dtypes}")
+        raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}.")
 
 
 def _check_division(one: Any, other: Any) -> None:
-    """Refuse the one quotient of whole numbers that has no place in their type: processors stop at it."""
+    """Raise ValueError if the least integer of a dtype is divided by -1: the overflow would kill the process."""
     dtype = torch.result_type(one, other)
     absent = any(isinstance(value, Tensor) and value.is_meta for value in (one, other))
     if dtype in (torch.int32, torch.int64) and not absent:
         one, other = (torch.as_tensor(value).to(dtype) for value in (one, other))
         if bool(((one == torch.iinfo(dtype).min) & (other == -1)).any()):
-            raise ValueError(f"divides {torch.iinfo(dtype).min} by -1, which {dtype} does not hold")
+            raise ValueError(f"it divides {torch.iinfo(dtype).min} by -1, and {dtype} cannot hold the result")
 
 
 def _elements(value: Any) -> int:
-    """The elements of a tensor or a tuple of tensors, those of 8 bytes counted twice; a size counts nothing."""
+    """Count the elements of a tensor or a tuple of tensors: 8-byte elements count twice, sizes do not count."""
     if isinstance(value, Tensor):
         return max(value.numel() * max(1, value.element_size() // 4), _PER_TENSOR)
     return sum(_elements(item) for item in value) if isinstance(value, (tuple, list)) else 0
 
 
 def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
-    """The elements that an operation may make besides its result: patches of images, operands repeated for a batch."""
+    """Count the elements that an operation may need besides its result: image patches, operands copied for a batch."""
     if op == "aten.conv2d.default":
         kernel = args[1].shape
         return result.numel() // max(kernel[0], 1) * args[0].shape[-3] * kernel[2] * kernel[3]
@@ -308,7 +312,7 @@ def _scratch(op: str, args: tuple[Any, ...], result: Any) -> int:
 
 
 def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
-    """The argument with every `Ref` replaced by its value."""
+    """Replace every `Ref` in nested arguments by its value."""
     if isinstance(arg, Ref):
         return values[arg.name]
     if isinstance(arg, (tuple, list)):
@@ -319,7 +323,7 @@ def evaluate(arg: Arg, values: Mapping[str, Any]) -> Any:
 
 
 def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
-    """The argument with every `Ref` replaced by what the function makes of it."""
+    """Replace every `Ref` in nested arguments by `function(ref)`."""
     if isinstance(arg, Ref):
         return function(arg)
     if isinstance(arg, (tuple, list)):
@@ -330,7 +334,7 @@ def map_refs(arg: Arg, function: Callable[[Ref], Any]) -> Any:
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """The values in nested tuples, lists and dicts, in order."""
+    """Return the values in nested tuples, lists and dicts, in order."""
     if isinstance(output, (tuple, list, dict)):
         items = output.values() if isinstance(output, dict) else output
         return [leaf for item in items for leaf in leaves_of(item)]
@@ -338,12 +342,12 @@ def leaves_of(output: Any) -> list[Any]:
 
 
 def given_leaves(output: Any) -> list[Any]:
-    """The same without those that are None, which models put out for what they do not give."""
+    """Return the values of an output, in order, except None, which models return for outputs they do not compute."""
     return [leaf for leaf in leaves_of(output) if leaf is not None]
 
 
 def refs_of(arg: Arg) -> Iterator[str]:
-    """The names in nested arguments, in order."""
+    """Yield the names of the references in nested arguments, in order."""
     if isinstance(arg, Ref):
         yield arg.name
     elif isinstance(arg, dict):

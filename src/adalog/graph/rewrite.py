@@ -1,4 +1,4 @@
-"""A program and its assignments -> the quantized program."""
+"""Build the quantized program from a program and the quantizers assigned to its sites."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from adalog.quantizers import Assignment, Fold, QuantizedTensor, Quantizer
 class SiteGroup:
     """Sites that are searched together: one product, or several linears that share an activation (separate q, k, v).
 
-    pair: the norm that is folded into them, where one can be.
+    pair: the norm that can be folded with them, or None.
     """
 
     sites: tuple[Site, ...]
@@ -34,29 +34,29 @@ class SiteGroup:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """The left operand of each call of its sites, which all of them have in common."""
+        """The left operand of each call, which all sites of the group share."""
         return tuple(call.left for call in self.first.calls)
 
     @property
     def calls(self) -> tuple[tuple[Site, ...], ...]:
-        """For each call, the multiplications of all sites."""
+        """The multiplications of all sites, one tuple per call."""
         return tuple(zip(*(site.calls for site in self.sites), strict=True))
 
     def until(self, call: int) -> "SiteGroup":
-        """The group without the calls after this one, counted from 0."""
+        """Return the group without the calls after this one, counted from 0."""
         return replace(self, sites=tuple(replace(site, again=site.again[:call]) for site in self.sites))
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names of all its multiplications."""
+        """The node names of all multiplications in the group."""
         return tuple(call.node.name for site in self.sites for call in site.calls)
 
 
-Assigned = Sequence[tuple[SiteGroup, Assignment]]  # what was decided, group by group, in order of execution
+Assigned = Sequence[tuple[SiteGroup, Assignment]]  # the assignment of each group, in order of execution
 
 
 def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]:
-    """The sites by what is searched together, in order of execution."""
+    """Group the sites that are searched together, in order of execution."""
     folded = {name: pair for pair in pairs if not pair.refusal for name in pair.sites}
     together: dict[tuple[str, ...], list[Site]] = {}
     for site in sites:
@@ -67,7 +67,7 @@ def group_sites(sites: Sequence[Site], pairs: Sequence[Pair]) -> list[SiteGroup]
 
 
 def rewritten(program: Program, assigned: Assigned) -> Program:
-    """The program with quantizers before its products, codes for weights, folded norms and absorbed offsets."""
+    """Return the program with quantized operands, coded weights, folded norms and absorbed offsets."""
     build = _Build(program)
     for group, assignment in assigned:
         build.place(group, assignment)
@@ -75,18 +75,24 @@ def rewritten(program: Program, assigned: Assigned) -> Program:
 
 
 def absorbs_offset(site: Site) -> bool:
-    """Whether the bias of a linear or convolution can absorb its input's offset: padding is zero before it is added."""
+    """Return True if a site's bias can absorb its input's offset: a linear, or a convolution without padding.
+
+    Padding inserts zeros that do not contain the offset, so a bias would be wrong at the edges.
+    """
     return site.role == "linear" or (site.role == "conv" and not any(conv_geometry(site.node)[1]))
 
 
 def absorb_offset(weight_hat: Tensor, bias: Tensor | None, offset: float) -> Tensor:
-    """Eq. 15: b - offset * W_hat 1, with the dequantized weight (O, I), for an input that keeps its offset."""
+    """Return the bias b - offset * W_hat 1 (Eq. 15), for an input that keeps its offset.
+
+    weight_hat: the dequantized weight W_hat, (O, I).
+    """
     shift = (weight_hat.double().sum(dim=1) * offset).to(weight_hat.dtype)
     return -shift if bias is None else bias - shift
 
 
 class _Build:
-    """A program while it is rewritten, group by group."""
+    """A program that is being rewritten, group by group."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -98,7 +104,7 @@ class _Build:
         self._folded: set[str] = set()
         self._names = {*program.inputs, *program.tensors, *self._nodes}
         self._uses = Counter(refs_of(program.output))
-        self._of_images = set(program.inputs)  # the values that depend on them
+        self._of_images = set(program.inputs)  # the values that depend on the inputs
         for node in program.nodes:
             self._uses.update(node.refs())
             if not self._of_images.isdisjoint(node.refs()):
@@ -144,7 +150,7 @@ class _Build:
 
     def _fold_norm(self, pair: Pair, fold: Fold) -> None:
         norm = pair.norm
-        if norm.name in self._folded:  # it feeds several groups
+        if norm.name in self._folded:  # the norm feeds several groups
             return
         if pair.padded:
             fold = replace(fold, beta=torch.zeros_like(fold.beta))
@@ -155,7 +161,10 @@ class _Build:
         self._folded.add(norm.name)
 
     def _shifted(self, site: Site, fold: Fold) -> str:
-        """The input of a linear less the fold's beta, which the zeros around the norm's output must lose as well."""
+        """Subtract the fold's beta from the input of a linear, and return the name of the result.
+
+        The norm cannot do this itself, because the zeros padded around its output must lose beta too.
+        """
         name = self._new(f"{site.name}.shifted")
         self._tensors[f"{name}#beta"] = -fold.beta
         self._before.setdefault(site.node.name, []).append(
@@ -172,7 +181,10 @@ class _Build:
         offset: float,
         given: Tensor | None,
     ) -> None:
-        """inputs: of each call. given: a bias in place of the site's own."""
+        """Store a site's weight and bias, and let its calls read them.
+
+        inputs: the left operand of each call. given: a bias that replaces the site's own.
+        """
         calls = [call.node for call in site.calls]
         original = self._program.tensors[site.right]
         values, shape = original.flatten(1), original.shape
@@ -203,7 +215,7 @@ class _Build:
             self._nodes[node.name] = replace(node, args=(x, Ref(name), bias_ref, *node.args[3:]))
 
     def _fake(self, call: Site, value: str, quantizer_name: str, quantizer: Quantizer | None) -> Ref:
-        """The value fake-quantized before a call; the calls of one site share the quantizer."""
+        """Fake-quantize a value before a call, and return the reference; the calls of a site share the quantizer."""
         if quantizer is None:
             return Ref(value)
         again = quantizer_name in self._quantizers
@@ -215,14 +227,14 @@ class _Build:
         return Ref(name)
 
     def _new(self, name: str) -> str:
-        """The name, or one that begins with it where the model has a value of this name."""
+        """Reserve a name for a new value, and return it: `name`, with "#" appended while that name is taken."""
         while name in self._names:
             name += "#"
         self._names.add(name)
         return name
 
     def _own(self, name: str, nodes: Sequence[Node]) -> str:
-        """The tensor's name, or one of its own for these nodes where others read the tensor too."""
+        """Return the tensor's name, or a new name for these nodes if other nodes read the tensor too."""
         return name if self._uses[name] == len(nodes) else f"{name}#{nodes[0].name}"
 
     def program(self) -> Program:
@@ -237,7 +249,7 @@ class _Build:
 
 
 def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Quantizer | QuantizedTensor | None:
-    """Those rows of a weight, counted through all groups, whose quantizer is shaped (..., rows, 1)."""
+    """Return rows start to end of a weight, counted through all groups; its quantizer has the shape (..., rows, 1)."""
 
     def some(value: Tensor) -> Tensor:
         return value.flatten(0, -2)[start:end]
@@ -250,12 +262,12 @@ def _rows(right: Quantizer | QuantizedTensor | None, start: int, end: int) -> Qu
 
 
 def _untransposed(value: Tensor) -> Tensor:
-    """For an operand that was searched transposed: one value per head, or one in all, is the same either way."""
+    """Transpose a quantizer parameter (per tensor or per head) of an operand that was searched transposed."""
     return _without_lead(value.transpose(-1, -2))
 
 
 def _without_lead(value: Tensor) -> Tensor:
-    """Without the leading axes of one, which a table that all images share does not have."""
+    """Drop the leading dimensions of size one, which a table that all images share does not have."""
     while value.ndim and value.shape[0] == 1:
         value = value[0]
     return value

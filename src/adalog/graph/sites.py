@@ -1,4 +1,4 @@
-"""The sites, LayerNorm pairs and blocks of a program, found from the flow of data and never from names."""
+"""Find the sites, LayerNorm pairs and blocks of a program from its flow of data, never from names."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -25,9 +25,9 @@ POWER_LAW_ACTIVATIONS = (*GELUS, "silu", "hardswish", "mish")
 
 @dataclass(frozen=True)
 class Source:
-    """Where an operand comes from: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
+    """The origin of an operand: "weight", "input", "layer_norm", "softmax", an activation's name, or "other".
 
-    node: the name of the node that made it, before any views. minimum: the least value that this operation can make.
+    node: the name of the node that computed it, before any views. minimum: the least value that this operation returns.
     """
 
     kind: str
@@ -37,13 +37,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Site:
-    """One multiplication: its role ("linear", "conv", "qk" or "av") and the names of its operands, left and right.
+    """One multiplication, with its role ("linear", "conv", "qk" or "av") and the names of its left and right operands.
 
     The right operand of a linear or convolution is its weight, and `bias` names its bias, if it has one. The operands
-    of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: why it stays float, if it does.
-    again: the further calls of a layer that is called several times, such as a detector's head on maps of several
-    sizes. They share its weight, its bias and its quantizers, and `left_source` is what all its inputs have in common.
-    headed: those of its operands whose last dimension but two counts heads, as `with_heads` tells.
+    of "qk" and "av" are computed values; the right one may be a stored tensor. refusal: the reason why the site stays
+    float, if it does. again: the further calls of a layer that is called several times, such as a detector's head on
+    maps of several sizes. They share the weight, the bias and the quantizers, and `left_source` is what their inputs
+    have in common. headed: the operands whose third dimension from the end counts heads; `with_heads` sets it.
     """
 
     name: str
@@ -60,15 +60,16 @@ class Site:
 
     @property
     def calls(self) -> tuple["Site", ...]:
-        """Every multiplication that shares this site's quantizers, itself first."""
+        """All multiplications that share this site's quantizers, starting with the site itself."""
         return (self, *self.again)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A LayerNorm and the linears that read it, whose scale can be folded; refusal: why not, where it cannot.
+    """A LayerNorm and the linears that read it; the norm's channel scales can be folded into the linears.
 
-    padded: whether zeros are put around the norm's output before the linears read it.
+    refusal: the reason why they cannot, if so. padded: True if the norm's output is padded with zeros before the
+    linears read it.
     """
 
     norm: Node
@@ -78,13 +79,13 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """The name of the norm's module, or of its node where the norm is the whole model."""
+        """The name of the norm's module, or the name of its node if the norm is the whole model."""
         return self.norm.scope or self.norm.name
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes, of which one value goes in and one goes out: what later stages run at a time."""
+    """Consecutive nodes with one value in and one value out, which later stages run as a unit."""
 
     value_in: str
     value_out: str
@@ -92,7 +93,7 @@ class Block:
 
 
 def find_sites(program: Program) -> list[Site]:
-    """Every multiplication that can be quantized, in order of execution, with the source of each operand.
+    """Find every multiplication that can be quantized, in order of execution, with the source of each operand.
 
     Multiplications by the same stored weight, with the same bias and geometry, are calls of one site.
     """
@@ -105,11 +106,11 @@ def find_sites(program: Program) -> list[Site]:
 
 
 def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]) -> list[Site]:
-    """The same sites, each of which tells which of its computed operands count heads: along their third dimension from
-    the end.
+    """Set `headed` of each site: its computed operands whose third dimension from the end counts heads.
 
-    The product has four dimensions, and that one has the same size for any number of images and, where sizes are free,
-    for larger ones. Elsewhere it may count images, rows, or nothing: all heads read one key, say.
+    The dimension counts heads if the product has four dimensions, and if its size is not 1 and does not change with the
+    number of images or, if sizes are free, for larger images. Otherwise it may count images or rows, or all heads may
+    share one key.
     """
     names = {name for site in sites if site.role in ("qk", "av") for name in (site.left, site.right)}
     if not names:
@@ -133,7 +134,7 @@ def with_heads(sites: Sequence[Site], program: Program, inputs: Sequence[Tensor]
 
 
 def _called(calls: Sequence[Site]) -> Site:
-    """The site with these calls."""
+    """Merge the calls of one layer into one site."""
     if len(calls) == 1:
         return calls[0]
     sources = [call.left_source for call in calls]
@@ -143,7 +144,7 @@ def _called(calls: Sequence[Site]) -> Site:
 
 
 def find_refused(program: Program) -> list[Site]:
-    """Every multiplication that stays float, in order of execution; its `refusal` says why."""
+    """Find every multiplication that stays float, in order of execution; its `refusal` gives the reason."""
     return [site for site in _products(program) if site.refusal]
 
 
@@ -179,14 +180,14 @@ def _products(program: Program) -> list[Site]:
 
 
 def _is_attention(makers: Mapping[str, Node], name: str) -> bool:
-    """Whether a softmax made a value, even if linears mixed its heads afterwards (talking heads)."""
+    """Return True if a softmax computed a value, even if linears mixed its heads afterwards (talking heads)."""
     while name in makers and makers[name].op in MOVES | set(PRODUCTS[:2]):
         name = makers[name].args[0].name
     return name in makers and makers[name].op == "aten.softmax.int"
 
 
 def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Source:
-    """The source of a value: what made it, before any views."""
+    """Find the source of a value: the operation that computed it, before any views."""
     while name in makers and makers[name].op in MOVES:
         name = makers[name].args[0].name
     if name in program.inputs:
@@ -209,7 +210,7 @@ def find_source(program: Program, makers: Mapping[str, Node], name: str) -> Sour
 
 
 def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
-    """c, where the node is x * sigmoid(c x), in either order of its factors; None where it is not."""
+    """Return c if the node is x * sigmoid(c x), with its factors in either order, and None otherwise."""
     if node.op != "aten.mul.Tensor" or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     for x, gate_ref in (node.args, node.args[::-1]):
@@ -227,7 +228,7 @@ def _quick_gelu_gain(makers: Mapping[str, Node], node: Node) -> float | None:
 
 
 def minimum_of(function: Any) -> float:
-    """The least value of a pointwise activation, computed in float64: GELU's is -0.16997120747990366."""
+    """Compute the least value of a pointwise activation in float64; for GELU it is -0.16997120747990366."""
     low, high = -30.0, 30.0
     for _ in range(12):
         x = torch.linspace(low, high, 2001, dtype=torch.float64)
@@ -238,11 +239,11 @@ def minimum_of(function: Any) -> float:
 
 
 def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> list[Pair]:
-    """For every LayerNorm that feeds a linear: the linears to fold it with, or the reason not to.
+    """Find every LayerNorm that feeds a linear, with the linears to fold it with or the reason not to fold it.
 
-    Folding changes every value that the norm puts out. So every reader must be a linear, and its last axis must count
-    the norm's channels, whatever views or zeros around them lie between. example: inputs whose shapes the program is
-    traced with.
+    Folding changes every value that the norm outputs. So every reader must be a linear, and the last axis of its input
+    must count the norm's channels, whatever views or zero padding lie between. example: inputs whose shapes are used to
+    trace the program.
     """
     values, readers = trace(program, example), program.consumers()
     linears = {call.node.name: site for site in sites if site.role == "linear" for call in site.calls}
@@ -277,10 +278,10 @@ def find_pairs(program: Program, sites: Sequence[Site], example: Sequence[Tensor
 
 
 def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The number of the split, from 0, that each output channel of a linear belongs to: (O,), by the linear's name.
+    """Assign each output channel of a linear to a split, numbered from 0: (O,), by the linear's name.
 
-    Channels belong together if the same operations read them, through views: the queries, keys and values that one
-    linear makes are three splits. example: inputs whose shapes the program is traced with.
+    Channels belong to one split if the same operations read them, through views. For example, the queries, keys and
+    values that one linear computes are three splits. example: inputs whose shapes are used to trace the program.
     """
     values, readers = trace(program, example), program.consumers()
     splits = {}
@@ -288,7 +289,7 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
         if site.role != "linear":
             continue
         read_by: list[list[int]] = [[] for _ in range(values[site.node.name].shape[-1])]
-        count = 0  # of readers
+        count = 0  # number of readers
         views = (view for call in site.calls for view in channels_in_views(call.node.name, values, readers))
         for view, channels in views:
             for reader in readers.get(view, []):
@@ -302,11 +303,11 @@ def find_splits(program: Program, sites: Sequence[Site], example: Sequence[Tenso
 
 
 def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """The counts of what a program multiplies, and the list of its sites, as JSON.
+    """Count the multiplications of a program by role, and list its sites, as JSON.
 
-    post_gelu: the number of sites whose left operand a GELU made. pairs: the number of pairs that fold. refusals: by
-    name, why a norm is not folded or a multiplication stays float. other_sites: products of two values that belong to
-    no attention. float_ops: the operations that do not multiply two tensors.
+    post_gelu: the number of sites whose left operand comes from a GELU. pairs: the number of pairs that fold. refusals:
+    by name, the reason why a norm is not folded or a multiplication stays float. other_sites: products of two computed
+    values outside attention. float_ops: counts of the operations that do not multiply two tensors.
     """
     readers = program.consumers()
     roles = {site.name: site.role for site in sites}
@@ -340,9 +341,9 @@ def census(program: Program, sites: Sequence[Site], pairs: Sequence[Pair]) -> di
 
 
 def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bool:
-    """Whether a softmax reads the result of a product, with no other product between them."""
+    """Return True if a softmax reads the result of a product, without another product between them."""
     front = [product.name]
-    for name in front:  # the list grows meanwhile
+    for name in front:  # the loop appends to this list
         for reader in readers.get(name, []):
             if reader.op == "aten.softmax.int":
                 return True
@@ -352,12 +353,12 @@ def _reaches_softmax(readers: Mapping[str, Sequence[Node]], product: Node) -> bo
 
 
 def find_blocks(program: Program) -> list[Block]:
-    """The program cut into its stem, one block per attention, and its head, at values that all later ones depend on.
+    """Cut the program into its stem, one block per attention, and its head, at values that everything later depends on.
 
     A block starts at the last such value before its softmax, which is the residual stream in a pre-norm ViT. It holds
-    all that follows (the MLP, a change of resolution) up to the next block. The head starts after the last residual
+    everything up to the next block, such as the MLP or a change of resolution. The head starts after the last residual
     addition. Values that do not depend on the inputs (position tables, masks) may be read across blocks, like tensors.
-    What is no tensor but a list of some is no border of blocks.
+    A block boundary must be a tensor, not a list.
     """
     narrow = _borders(program)
     attentions = [index for index, node in enumerate(program.nodes) if node.op == "aten.softmax.int"]
@@ -367,9 +368,10 @@ def find_blocks(program: Program) -> list[Block]:
 
 
 def find_spans(program: Program) -> list[Block]:
-    """The program as one block. Several outputs cut it, each at the last value that it and all later ones depend on.
+    """Return the program as one block or, if it has several outputs, cut it once per output.
 
-    Such outputs are the scales of a detector's backbone.
+    Each cut is at the last value that the output and everything later depend on. A detector's backbone has such
+    outputs, one per scale.
     """
     outputs = set(refs_of(program.output))
     made = [index for index, node in enumerate(program.nodes) if node.name in outputs]
@@ -379,9 +381,9 @@ def find_spans(program: Program) -> list[Block]:
 
 
 def find_pieces(program: Program) -> list[Block]:
-    """The program cut finely: before each site, at the last value that all later ones depend on.
+    """Cut the program finely: before each site, at the last value that everything later depends on.
 
-    A piece holds a site, or those of an attention or of another residual branch.
+    A piece holds one site, or all sites of an attention or of another residual branch.
     """
     narrow = _bottlenecks(program)
     products = {call.node.name for site in find_sites(program) for call in site.calls}
@@ -390,7 +392,7 @@ def find_pieces(program: Program) -> list[Block]:
 
 
 def _cut(program: Program, places: Iterable[int]) -> list[Block]:
-    """The program cut behind the nodes with these indices."""
+    """Cut the program after the nodes with these indices."""
     ends = [place + 1 for place in sorted(set(places))]
     blocks: list[Block] = []
     value, start = program.inputs[0], 0
@@ -402,15 +404,15 @@ def _cut(program: Program, places: Iterable[int]) -> list[Block]:
 
 
 def _borders(program: Program) -> list[int]:
-    """The indices of nodes where a program may be cut into blocks: its bottlenecks that are no lists."""
+    """Return the indices of the nodes after which a program may be cut into blocks: bottlenecks that are not lists."""
     lists = {name for node in program.nodes if node.op == "getitem" for name in node.refs()}
     return [index for index in _bottlenecks(program) if program.nodes[index].name not in lists]
 
 
 def _bottlenecks(program: Program) -> list[int]:
-    """The indices of nodes after which theirs is the only value, of those that depend on inputs, that is still read.
+    """Return the indices of the nodes whose value is, at that point, the only input-dependent value that is read later.
 
-    Reading a tensor for its shape alone does not count, and neither does putting it out.
+    Reading only a tensor's shape does not count, and neither does returning the tensor as an output.
     """
     steps = [(index, node) for index, node in enumerate(program.nodes) if node.op not in SHAPE_READERS]
     last_use = {name: index for index, node in steps for name in node.refs()}
@@ -426,11 +428,11 @@ def _bottlenecks(program: Program) -> list[int]:
 
 
 def _adds_to_stream(program: Program, narrow: Sequence[int]) -> bool:
-    """Whether the last bottleneck adds to an earlier one, directly or through views and other additions."""
+    """Return True if the last bottleneck adds to an earlier one, directly or through views and other additions."""
     *streams, last = (program.nodes[index] for index in narrow)
     makers = {node.name: node for node in program.nodes}
     front = [last] if last.op == "aten.add.Tensor" else []
-    for node in front:  # the list grows meanwhile
+    for node in front:  # the loop appends to this list
         if node in streams:
             return True
         if node.op in MOVES | {"aten.add.Tensor"}:

@@ -1,10 +1,10 @@
-"""Programs that take images of any size: for which sizes the captured operations are those of the model.
+"""Derive the rule that says for which image sizes a captured program computes the same as the model.
 
-`torch.export` follows one path through the model's Python code. Where that code asks for a size ("is the map larger
-than a window?"), export notes the answer as a guard, and the program is the model's only where the guard holds. All
-such guards that are not true of every size become the `rule` of the program, so that a size at which the model would
-have gone another way is refused and never computed wrongly. Hundreds of others say how PyTorch would lay out values in
-memory; a program leaves that to each operation.
+`torch.export` follows one code path through the model. When that code asks for a size ("is the map larger
+than a window?"), export records the result as a guard, and the program equals the model only if the guard holds. The
+guards that are not true for every size become the program's `rule`. The program then refuses a size for which the model
+would take another code path, instead of computing wrong values. Export also records many guards on PyTorch's memory
+layouts. This module ignores them, because each operation of a program chooses its own layout.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,11 +46,11 @@ _OPERATIONS: Mapping[Any, str] = {
 def rule_of(
     inputs: Sequence[str], shapes: Sequence[Sequence[Any]], free: Mapping[str, tuple[int, ...]]
 ) -> Program | None:
-    """What the sizes of inputs must hold: a program whose outputs are to be true; None where all sizes are right.
+    """Return a program whose outputs are all true for the allowed sizes, or None if all sizes are allowed.
 
-    shapes: of the inputs as `torch.export` sees them, with symbols. free: the dimensions of inputs that are symbols,
-    besides the first, which is the same batch for all inputs. Raises CaptureError where a guard is made of operations
-    that no program can hold.
+    shapes: the shapes of the inputs as `torch.export` sees them, with symbols. free: the dimensions of inputs that are
+    symbols, besides the first, which is the same batch for all inputs. Raises CaptureError if a guard needs operations
+    that a program cannot hold.
     """
     sizes = {
         (name, dim): size
@@ -60,14 +60,14 @@ def rule_of(
     }
     batch = inputs[0]
     places: dict[sympy.Symbol, tuple[str, int]] = {}
-    named: dict[Any, sympy.Symbol] = {}  # what export calls a size -> the size by its place, as in "x.shape[2]"
+    named: dict[Any, sympy.Symbol] = {}  # export's symbol for a size -> a symbol with a readable name, "x.shape[2]"
     for (name, dim), size in sizes.items():
         place = (name if dim else batch, dim)
         symbol = sympy.Symbol(f"{place[0]}.shape[{dim}]", integer=True, positive=True)
         places[symbol] = place
         if isinstance(given := _as_given(size), sympy.Symbol):
             named.setdefault(given, symbol)
-    # Export goes on with one of two sizes, once it was asked whether they are equal, so all later guards rely on that.
+    # Once two sizes were found to be equal, export uses one symbol for both, so later guards rely on the equality.
     relied = [sympy.Eq(symbol, _as_known(sizes[place]).xreplace(named)) for symbol, place in places.items()]
     environment = next(size for size in sizes.values() if isinstance(size, torch.SymInt)).node.shape_env
     asked = [guard.expr.xreplace(named) for guard in environment.guards if _is_asked_by_the_model(guard)]
@@ -77,20 +77,21 @@ def rule_of(
 
 
 def _as_given(size: Any) -> Any:
-    """An input's size as export first called it: a symbol of its own."""
+    """Return an input's size as export first named it: a symbol of its own."""
     return sympy.sympify(getattr(size.node, "_expr", size.node.expr) if isinstance(size, torch.SymInt) else size)
 
 
 def _as_known(size: Any) -> Any:
-    """An input's size as export calls it in the end: another size's symbol where the two were found to be equal."""
+    """Return an input's size as export names it in the end: another size's symbol if the two were found to be equal."""
     return sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size)
 
 
 def _is_asked_by_the_model(guard: Any) -> bool:
-    """Whether a guard comes from the code of a model, or from that of PyTorch's modules; not known counts as yes.
+    """Return True if a guard comes from the model's code, from PyTorch's modules, or from an unknown place.
 
-    What a model asserts reaches export through export's own code, and so do layouts; only that a size is a multiple of
-    a number is told from these, unless it comes from how PyTorch computes the sizes of a result (as of pooling).
+    A guard from elsewhere in PyTorch is usually about a memory layout, but a model's assertions arrive from there too.
+    So a guard that a size is a multiple of a number also counts, unless it comes from PyTorch's shape functions, such
+    as those for pooling.
     """
     place = getattr(guard.sloc, "framework_loc", None)
     file = Path(getattr(place, "filename", ""))
@@ -100,9 +101,9 @@ def _is_asked_by_the_model(guard: Any) -> bool:
 
 
 def _needed(guards: Iterable[Any]) -> Iterator[Any]:
-    """The guards without those that are true of all sizes, or wherever another of them is.
+    """Leave out guards that are true for all sizes, and guards that another guard implies.
 
-    Nothing is tried: a guard is left out only where its form shows that no size needs it.
+    A guard is left out only if its form shows this; no sizes are tried.
     """
     tightest: dict[Any, tuple[Any, Any]] = {}
     for guard in guards:
@@ -115,20 +116,20 @@ def _needed(guards: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_always_true(guard: Any) -> bool:
-    """Whether the ranges of its parts show that a guard holds wherever all sizes are 1 or more."""
+    """Return True if the ranges of a guard's parts show that it holds for all sizes of 1 or more."""
     if isinstance(guard, boolalg.BooleanAtom):
         return bool(guard)
     try:
         found = bound_sympy(guard)
-    except Exception:  # PyTorch's analysis raises various errors for what it does not know
+    except Exception:  # PyTorch's analysis raises various errors for expressions that it does not know
         return False
     return found.lower == sympy.true
 
 
 def _compared(guard: Any) -> tuple[Any, Any]:
-    """What a guard is about, and its bound: of two guards about the same, that of the smaller bound implies the other.
+    """Return a guard's subject and bound: if two guards have the same subject, the one with the smaller bound suffices.
 
-    An inequality is (rest + constant >= 0) or (rest + constant > 0), and about the rest.
+    An inequality has the form (rest + constant >= 0) or (rest + constant > 0), and its subject is the rest.
     """
     if isinstance(guard, _INEQUALITIES):
         constant, rest = (guard.gts - guard.lts).as_coeff_Add()
@@ -139,16 +140,16 @@ def _compared(guard: Any) -> tuple[Any, Any]:
 
 
 def _told(expression: Any) -> str:
-    """An expression as Python has it, as "x.shape[2] == x.shape[3]"."""
+    """Return an expression in Python's notation, such as "x.shape[2] == x.shape[3]"."""
     if isinstance(expression, sympy.Rel):
         return f"{expression.lhs} {expression.rel_op} {expression.rhs}"
     return str(expression)
 
 
 class _Writer:
-    """Sympy's expressions of sizes as operations of a program, each of them once.
+    """Writer of sympy's expressions of sizes as operations of a program, each expression once.
 
-    places: the input and dimension that each symbol is the size of.
+    places: the input and the dimension whose size each symbol is.
     """
 
     def __init__(self, places: Mapping[sympy.Symbol, tuple[str, int]]):
@@ -157,13 +158,13 @@ class _Writer:
         self._known: dict[Any, Ref | int] = {}
 
     def guard(self, guard: Any) -> Ref:
-        """The value of a guard, which is true or not. Raises CaptureError where no program can hold it."""
+        """Return a reference to the value of a guard, 1 or 0. Raises CaptureError if a program cannot hold it."""
         value = self._value(guard, guard)
         assert isinstance(value, Ref), f"{guard} is never true"
         return value
 
     def _value(self, expression: Any, guard: Any) -> Ref | int:
-        """The value of a part of a guard: a number, or what one of the operations makes."""
+        """Return the value of a part of a guard: a number, or a reference to the result of an operation."""
         if expression not in self._known:
             self._known[expression] = self._written(expression, guard)
         return self._known[expression]
@@ -185,8 +186,9 @@ class _Writer:
             if isinstance(expression, kind):
                 return self._joined(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
         raise CaptureError(
-            f"the model takes another path for some sizes, those without {_told(guard)}, where {_told(expression)} is "
-            "nothing that a program can hold: capture it for one size"
+            f"The model takes another code path for sizes that do not satisfy {_told(guard)}, but adalog cannot check "
+            f"this because a program cannot hold {_told(expression)}. Capture it for one size "
+            '(sizes="fixed", or without --free-sizes).'
         )
 
     def _joined(self, op: str, values: Sequence[Ref | int]) -> Ref | int:

@@ -1,4 +1,4 @@
-"""A module quantized inside a larger model: how it is called there, and how another takes its place."""
+"""Quantize a module inside a larger model: record how the model calls it, and put another module in its place."""
 
 import copy
 import inspect
@@ -22,10 +22,10 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """How a module was called.
+    """The arguments and the output of one call of a module, without the values of its tensors.
 
-    names: of all its arguments, those in lists, tuples and dicts one by one. constants: those that are no tensors.
-    structure, output: how it was given its arguments, by the names of its parameters, and what it returned.
+    names: the names of all arguments, including each member of lists, tuples and dicts. constants: the arguments that
+    are not tensors. structure: the nesting of the arguments, by parameter name. output: the nesting of the output.
     """
 
     signature: inspect.Signature
@@ -36,32 +36,32 @@ class Call:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the tensors among its arguments."""
+        """The names of the tensors among the arguments."""
         return tuple(name for name in self.names if name not in self.constants)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of another call, in order. Raises TypeError if its other arguments or their names differ."""
+        """Return the tensors of another call, in order. Raises TypeError if its other arguments or any names differ."""
         call, tensors = _call(self.signature, args, kwargs)
         if replace(call, output=self.output) != self:
             raise TypeError(
-                f"the module was quantized for the tensors {self.inputs} with {self.constants}, and is called with the "
-                f"tensors {call.inputs} and {call.constants}"
+                f"The module was quantized for the tensors {self.inputs} and the constants {self.constants}, but this "
+                f"call has the tensors {call.inputs} and the constants {call.constants}. Call it as in calibration."
             )
         return list(tensors)
 
     def bound(self, tensors: Sequence[Any]) -> inspect.BoundArguments:
-        """The arguments of a call with these tensors."""
+        """Return the arguments of a call with these tensors."""
         given = {**dict(zip(self.inputs, tensors, strict=True)), **self.constants}
         arguments = pytree.tree_unflatten([given[name] for name in self.names], self.structure)
         return inspect.BoundArguments(self.signature, arguments)
 
     def output_of(self, output: Any) -> Any:
-        """A program's output in the structure and classes that the module returned."""
+        """Return a program's output in the structure and classes that the module returned."""
         return pytree.tree_unflatten(leaves_of(output), self.output)
 
 
 def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Inputs]:
-    """(a call, defaults included, whose output is not known; the tensors among its arguments)."""
+    """Return a call, with defaults but without its output, and the tensors among its arguments."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     found, structure = pytree.tree_flatten_with_path(dict(bound.arguments))
@@ -73,15 +73,15 @@ def _call(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 @torch.no_grad()
 def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) -> tuple[Call, list[Inputs]]:
-    """(how `within(*inputs)` calls one of its modules, the tensors that it gives it in each call).
+    """Run `within(*inputs)`, and return how it calls the module `model`, with the tensors of each call.
 
-    Calls on values of the same sizes are joined to one on all of them: (N, ...) and (M, ...) become (N + M, ...).
-    Raises ValueError where `within` does not hold the module, and CalibrationError where it does not call it, calls it
-    in different ways, or on values whose sizes differ in other dimensions than height and width of (N, C, H, W).
+    Calls on values of the same sizes are joined into one call: (N, ...) and (M, ...) become (N + M, ...).
+    Raises ValueError if `within` does not contain the module. Raises CalibrationError if `within` does not call it,
+    calls it in different ways, or calls it on values that differ in more than the height and width of (N, C, H, W).
     """
     name = type(model).__name__
     if model is within or all(module is not model for module in within.modules()):
-        raise ValueError(f"{name} is no part of {type(within).__name__}: give within= the model that holds it")
+        raise ValueError(f"{name} is not a part of {type(within).__name__}. Pass within= a model that contains it.")
     signature = inspect.signature(model.forward)
     calls: list[Call] = []
     given: list[Inputs] = []
@@ -89,7 +89,7 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, tensors = _call(signature, args, kwargs)
         calls.append(call)
-        given.append(tuple(map(Tensor.clone, tensors)))  # the forward may write to what it is given
+        given.append(tuple(map(Tensor.clone, tensors)))  # the forward may write to its inputs
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         calls[-1] = replace(calls[-1], output=pytree.tree_structure(output))
@@ -102,22 +102,25 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
         for hook in hooks:
             hook.remove()
     if not calls:
-        raise CalibrationError(f"{name} is not called in one forward of {type(within).__name__}: choose another part")
+        raise CalibrationError(
+            f"{name} is not called in a forward pass of {type(within).__name__}. Choose another part of the model."
+        )
     for key, value in calls[0].constants.items():
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise CalibrationError(
-                f"{name} is called with a {type(value).__name__} for {key}; give it tensors and numbers"
+                f"{name} is called with an argument {key} of type {type(value).__name__}, which adalog cannot store. "
+                "Call it with tensors, numbers, strings or None."
             )
     if any(call != calls[0] for call in calls):
         raise CalibrationError(
-            f"{name} is called {len(calls)} times in one forward of {type(within).__name__}, with different arguments "
-            "besides tensors; choose a part of it, or one that holds it"
+            f"{name} is called {len(calls)} times in a forward pass of {type(within).__name__}, and its arguments "
+            "other than tensors differ. Choose a part of it, or a module that contains it."
         )
     return calls[0], _joined(name, given)
 
 
 def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
-    """One call on all values where those of each have the same sizes; else the calls, whose maps may differ in size."""
+    """Join the calls into one if their values have the same sizes; otherwise return them, if only map sizes differ."""
     values = list(zip(*calls, strict=True))
     if all(len({value.shape[1:] for value in each}) == 1 for each in values):
         return [tuple(torch.cat(each) if len(each) > 1 else each[0] for each in values)]
@@ -125,17 +128,17 @@ def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
         if any(value.ndim != 4 for value in each) or len({value.shape[1] for value in each}) > 1:
             shapes = ", ".join(str(tuple(value.shape)) for value in each)
             raise CalibrationError(
-                f"{name} is called {len(calls)} times, on {shapes}: its calls can share quantizers where their values "
-                "have the same sizes, or are maps (N, C, H, W) that differ in height and width alone; choose a part of "
-                "it, or one that holds it"
+                f"{name} is called {len(calls)} times, on values of the shapes {shapes}. Calls can share quantizers "
+                "only if their values have the same sizes, or are maps (N, C, H, W) that differ in height and width "
+                "alone. Choose a part of it, or a module that contains it."
             )
     return calls
 
 
 def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
-    """The module as a function of the tensors of so many calls, which puts out a tuple of what each returned.
+    """Return the module as a function of the tensors of several calls, which returns a tuple of their outputs.
 
-    For one call it takes that call's tensors alone, and puts out what the module does. It shares the module's own.
+    calls: the number of calls; with one, the function returns the output itself. It shares the module's parameters.
     """
     function, count, is_method = copy.copy(model), len(call.inputs), "forward" not in vars(model)
 
@@ -150,12 +153,12 @@ def as_function(model: nn.Module, call: Call, calls: int) -> nn.Module:
     names = [name if index == 0 else f"{name}_{index}" for index in range(calls) for name in _identifiers(call)]
     kind = inspect.Parameter.POSITIONAL_ONLY
     forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in ("module", *names)])  # type: ignore[attr-defined]
-    function.forward = types.MethodType(forward, function)  # a copy of the function has the copy's weights
+    function.forward = types.MethodType(forward, function)  # bound, so that a deep copy uses its own weights
     return function
 
 
 def _identifiers(call: Call) -> Iterator[str]:
-    """The names of a call's tensors as those of parameters: x, maps_0, maps_fine."""
+    """Yield the names of a call's tensors as Python identifiers: x, maps_0, maps_fine."""
     taken = set[str]()
     for name in call.inputs:
         word = re.sub(r"\W+", "_", name).strip("_")
@@ -166,17 +169,21 @@ def _identifiers(call: Call) -> Iterator[str]:
 
 
 def check_shareable(model: nn.Module, sites: Sequence[Site]) -> None:
-    """Raise CalibrationError for products of two computed values, which calls on maps of several sizes cannot share."""
+    """Raise CalibrationError if a site multiplies two computed values: calls on several map sizes cannot share it."""
     computed = [site.name for site in sites if site.role not in ("linear", "conv")]
     if computed:
         raise CalibrationError(
-            f"{type(model).__name__} is called on maps of several sizes, and multiplies computed values "
-            f"({computed[0]}), whose quantizers such calls cannot share; choose a part of it, or one that holds it"
+            f"{type(model).__name__} is called on maps of several sizes and multiplies computed values "
+            f"({computed[0]}), but such calls cannot share quantizers of computed values. Choose a part of it, or a "
+            "module that contains it."
         )
 
 
 def of_first_call(program: Program, inputs: int) -> Program:
-    """The program of one call, from that of several that share all quantizers. inputs: how many a call has."""
+    """Return the program of one call, from a program of several calls that share all quantizers.
+
+    inputs: the number of inputs per call.
+    """
     given = program.inputs[:inputs]
     alone = replace(program, inputs=given, output=program.output[0]).pruned()
     named = {node.args[1] for node in alone.nodes if len(node.args) > 1 and isinstance(node.args[1], str)}
@@ -190,7 +197,7 @@ def of_first_call(program: Program, inputs: int) -> Program:
 
 
 def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
-    """What a rule says of these inputs alone."""
+    """Return the part of a rule that depends on these inputs alone, or None if nothing is left."""
     told = set(inputs)
     for node in rule.nodes:
         if told.issuperset(node.refs()):
@@ -200,7 +207,7 @@ def _about(rule: Program, inputs: Sequence[str]) -> Program | None:
 
 
 def exchange(model: nn.Module, within: nn.Module, replacement: nn.Module) -> None:
-    """Put a module in the place of another wherever it stands."""
+    """Replace a module by another at every place in `within`."""
     for parent in list(within.modules()):
         for name, child in list(parent._modules.items()):
             if child is model:

@@ -1,4 +1,4 @@
-"""What shapes alone tell of a program's values: their sizes, where channels go in views, which axis counts images."""
+"""Trace a program without data: the shapes of its values, their channels through views, and their image axes."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from adalog.errors import ProgramError
 from adalog.graph.operations import MOVES, PADS, resolve
 from adalog.graph.program import Node, Program, evaluate
 
-Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None where all images share a value
+Axis = tuple[int, int] | None  # (dimension that counts images, entries per image); None if all images share the value
 
 
 @torch.no_grad()
 def trace(
     program: Program, inputs: Sequence[Tensor], count: int | None = None, names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
+    """Return every value of a program by name, without data: tensors on the meta device, and sizes as numbers.
 
-    The values are those on inputs like these; with `count`, on so many images. names: return only these values, so that
-    the others are not held. Takes about a millisecond per seven nodes. Raises ProgramError where an operation fails.
+    inputs: inputs whose shapes and dtypes are used. count: the number of images, if other than that of the inputs.
+    names: return only these values, so that the others are not held. Raises ProgramError if an operation fails.
     """
     if count is None:
         given = [torch.empty_like(value, device="meta") for value in inputs]
@@ -41,7 +41,7 @@ def trace(
 def at_twice_the_size(
     program: Program, inputs: Sequence[Tensor], images: int, names: Collection[str]
 ) -> Mapping[str, Any]:
-    """The shapes of these values for images of twice the height and width; a shape of none where they are not known."""
+    """Return these values, without data, for images of twice the height and width; scalars if the program fails."""
     larger = []
     for name, value in zip(program.inputs, inputs, strict=True):
         dims = program.free.get(name, ())
@@ -54,21 +54,21 @@ def at_twice_the_size(
 
 
 def sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    """The values that are numbers, by name."""
+    """Return the values that are numbers, by name."""
     return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 def channels_in_views(
     name: str, values: Mapping[str, Any], readers: Mapping[str, Sequence[Node]], *, padded: bool = False
 ) -> list[tuple[str, Any]]:
-    """A value and all its views, in order of distance, each with the number of the channel that lies at each place.
+    """Return a value and all its views, nearest first, each with the channel number of every entry.
 
-    The last axis of the value counts its channels. values: of `trace`; readers: of `Program.consumers`. padded: whether
-    a view may have zeros around it, as `zero_padding` tells; their number is -1.
+    The last axis of the value counts its channels. values: from `trace`. readers: from `Program.consumers`. padded:
+    follow zero padding too (see `zero_padding`); padded entries have the channel number -1.
     """
     numbers, shape = sizes(values), values[name].shape
     views: list[tuple[str, Any]] = [(name, torch.arange(shape[-1]).expand(shape))]
-    for view, channels in views:  # the list grows meanwhile
+    for view, channels in views:  # the loop appends to this list
         for reader in readers.get(view, []):
             known = {**numbers, view: channels}
             if reader.op in MOVES:
@@ -80,7 +80,7 @@ def channels_in_views(
 
 
 def zero_padding(node: Node) -> bool:
-    """Whether an operation puts zeros around a value, or drops its edges."""
+    """Return True if an operation pads a value with zeros, or crops it."""
     if node.op not in PADS or node.kwargs:
         return False
     given: list[Any] = list(node.args[2:])
@@ -91,9 +91,9 @@ def zero_padding(node: Node) -> bool:
 
 
 def image_axes(program: Program, inputs: Sequence[Tensor]) -> dict[str, Axis]:
-    """The dimension of each tensor that counts images, told from its shapes at two and three images.
+    """Find the dimension of each tensor that counts images, from its shapes at two and three images.
 
-    Tensors of which the shapes do not tell it, because several dimensions change or one changes unevenly, are left out.
+    Tensors are left out if several dimensions change, or one changes unevenly.
     """
     two, three = (trace(program, inputs, count) for count in (2, 3))
     axes: dict[str, Axis] = {}
@@ -112,9 +112,10 @@ def image_axes(program: Program, inputs: Sequence[Tensor]) -> dict[str, Axis]:
 def keeps_images_apart(
     run: Callable[[int, int], Mapping[str, Tensor]], names: Collection[str], axes: Mapping[str, Axis]
 ) -> bool:
-    """Whether two images have alone what they have together, one after the other along each value's axis of images.
+    """Return True if a batch of two images gives the same values, up to rounding, as separate runs.
 
-    run(first, count): the values of these names on `count` images from number `first` on. Equal means `close`.
+    run(first, count): computes the values of these names on `count` images, starting with image `first`. axes: along
+    which axis to concatenate the values of the separate runs. Values are compared with `close`.
     """
     if any(name not in axes for name in names):
         return False
@@ -128,9 +129,9 @@ def keeps_images_apart(
 
 
 def close(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal but for rounding.
+    """Return True if two tensors are equal up to rounding.
 
-    The tolerance is the square root of the type's precision, relative to the largest value as well as to each.
+    The tolerance is the square root of the dtype's precision, relative to the largest value as well as to each value.
     """
     if first.shape != second.shape or not first.is_floating_point():
         return torch.equal(first, second)

@@ -1,1 +1,1 @@
-"""Images and models by name, and the model and images that come with the package."""
+"""Images and models by name, and the bundled model and images."""

@@ -1,9 +1,10 @@
-"""The labels of ImageNet's validation images, which lie flat in one folder, from the files of its development kit.
+"""Read the labels of ImageNet's validation images, which lie flat in one folder, from its development kit.
 
-These images are named ILSVRC2012_val_00000001.JPEG and so on. The kit's ground truth has one ILSVRC number (1 to 1000)
-a line, in their order, and says elsewhere to which synset a number belongs: in meta.mat (2012), or in map_clsloc.txt
-(later kits), with lines of SYNSET NUMBER NAME. The class of a synset is its rank. Caffe's val.txt has lines of FILE
-CLASS. They are looked for in the folder and the one above it, and where the kit's own folders are unpacked there.
+The images are named ILSVRC2012_val_00000001.JPEG and so on. The ground truth file of the kit has one ILSVRC number (1
+to 1000) per line, in the order of the images. Another file maps these numbers to synsets: meta.mat (2012), or
+map_clsloc.txt (later kits), whose lines are SYNSET NUMBER NAME. The class of a synset is its rank among all synsets,
+sorted. Caffe's val.txt has lines FILE CLASS instead. `find_labels` looks for these files in the folder of the images,
+in the folder above it, and in the kit's folders if they are unpacked in either.
 """
 
 import re
@@ -20,9 +21,9 @@ _MOST_BYTES = 2**24
 
 
 def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The labels of images of these names in a folder; None where they are not ImageNet's, or have no such files.
+    """Return the labels of images with these names, or None if they are not ImageNet's or have no label files.
 
-    Raises DataError for files that hold something else, and OSError where they cannot be read.
+    Raises DataError for label files with other content, and OSError if they cannot be read.
     """
     numbers = [int(found[1]) if (found := _IMAGE.fullmatch(name)) else 0 for name in names]
     if not names or 0 in numbers:
@@ -37,9 +38,9 @@ def find_labels(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
-    """The words of each line that has any, with its number, from 1."""
+    """Return the number, from 1, and the words of each line that is not empty."""
     if path.stat().st_size > _MOST_BYTES:
-        raise DataError(f"{path} is too long for labels of ImageNet: remove it")
+        raise DataError(f"{path} is too large for the labels of ImageNet: remove it")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -49,33 +50,33 @@ def _number(word: str, most: int) -> int | None:
 
 
 def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
-    """The labels that lines of FILE CLASS give."""
+    """Return the labels of images with these names from a file with lines FILE CLASS."""
     found: dict[str, int] = {}
     for number, words in _lines(path):
         label = _number(words[-1], _CLASSES - 1)
         if len(words) != 2 or label is None:
-            raise DataError(f"{path}, line {number} is not a file and its class from 0 to {_CLASSES - 1}: remove it")
+            raise DataError(f"{path}, line {number} is not a file and its class from 0 to {_CLASSES - 1}: correct it")
         found[Path(words[0]).name] = label
     missing = [name for name in names if name not in found]
     if missing:
-        raise DataError(f"{path} has no class for {missing[0]}: add its line, or remove the file")
+        raise DataError(f"{path} has no class for {missing[0]}: add a line for this image, or remove the file")
     return tuple(found[name] for name in names)
 
 
 def _numbered(path: Path, numbers: Sequence[int]) -> tuple[int, ...]:
-    """The labels of images with these numbers, from 1, by ILSVRC numbers of all images."""
+    """Return the labels of images with these numbers, from 1; line N of the file has the ILSVRC number of image N."""
     classes = _classes(path)
     lines = _lines(path)
     told = [_number(words[0], _CLASSES) if len(words) == 1 else None for _, words in lines]
     for number in numbers:
         if number > len(told) or told[number - 1] not in classes:
             line = lines[number - 1][0] if number <= len(lines) else len(lines) + 1
-            raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {line}: fetch it again")
+            raise DataError(f"{path} has no ILSVRC number from 1 to {_CLASSES} in line {line}: download it again")
     return tuple(classes[told[number - 1] or 0] for number in numbers)
 
 
 def _classes(truth: Path) -> dict[int, int]:
-    """The class of each ILSVRC number: the rank of its synset."""
+    """Return the class of each ILSVRC number: the rank of its synset."""
     text, binary = truth.with_name("map_clsloc.txt"), truth.with_name("meta.mat")
     if text.is_file():
         lines = [words for _, words in _lines(text) if len(words) >= 2]
@@ -84,21 +85,21 @@ def _classes(truth: Path) -> dict[int, int]:
     elif binary.is_file():
         synsets, source = _of_matlab(binary), binary
     else:
-        raise DataError(f"{truth} numbers classes in its own way: put the kit's meta.mat or map_clsloc.txt beside it")
+        raise DataError(f"{truth} has ILSVRC numbers, not classes: put the kit's meta.mat or map_clsloc.txt beside it")
     if len(synsets) != _CLASSES or len(set(synsets.values())) != _CLASSES:
-        raise DataError(f"{source} has {len(synsets)} numbered synsets, ImageNet has {_CLASSES}: fetch it again")
+        raise DataError(f"{source} has {len(synsets)} numbered synsets, but ImageNet has {_CLASSES}: download it again")
     ranks = {synset: rank for rank, synset in enumerate(sorted(synsets.values()))}
     return {number: ranks[synset] for number, synset in synsets.items()}
 
 
 def _of_matlab(path: Path) -> dict[int, str]:
-    """The synset of each ILSVRC number in meta.mat, which lists those without hyponyms first."""
+    """Return the synset of each ILSVRC number in meta.mat. Only synsets without children are classes."""
     try:
         from scipy.io import loadmat
     except ImportError as cause:
-        raise DataError(f"{path} is read by SciPy: pip install 'adalog[imagenet]'") from cause
+        raise DataError(f"reading {path} needs SciPy: pip install 'adalog[imagenet]'") from cause
     try:
         rows = loadmat(path, squeeze_me=True)["synsets"]
         return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in rows if int(row["num_children"]) == 0}
     except Exception as cause:  # SciPy raises all kinds of errors on damaged files
-        raise DataError(f"{path} is not the meta.mat of ImageNet's kit ({cause}): fetch it again") from cause
+        raise DataError(f"{path} is not the meta.mat of ImageNet's kit ({cause}): download it again") from cause

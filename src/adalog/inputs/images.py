@@ -1,4 +1,4 @@
-"""Images from disk: folders and their labels, how one file is read, how it is prepared for a model, seeded draws."""
+"""Find images and their labels in folders, read image files, prepare them for a model, and sample them."""
 
 import csv
 import dataclasses
@@ -28,9 +28,9 @@ SUFFIXES = (
 )
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Resizing makes no more pixels than this: otherwise an image of a single row of pixels could fill the memory.
+# A resized image has at most this many pixels. Otherwise an image with a single row of pixels could fill the memory.
 _MOST_RESIZED = 2**27
-_TURNS = {  # what undoes each EXIF orientation
+_TURNS = {  # the operation that undoes each EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -42,9 +42,9 @@ _TURNS = {  # what undoes each EXIF orientation
 
 
 def draw_indices(total: int, count: int, seed: int) -> Tensor:
-    """Draw `count` of the numbers below `total` without replacement, from a generator of its own: int64, (count,)."""
+    """Sample `count` of the numbers below `total` without replacement, from a separate generator: int64, (count,)."""
     if not 0 <= count <= total:
-        raise ValueError(f"count = {count} is not a whole number from 0 to {total}, of which it would be drawn")
+        raise ValueError(f"count = {count} is not a whole number from 0 to {total}, the number of items to sample from")
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
 
 
@@ -52,16 +52,16 @@ def draw_indices(total: int, count: int, seed: int) -> Tensor:
 
 
 def read_image(path: str | Path | Member) -> Image.Image:
-    """Read an image file in RGB, 8 bits per channel, the right way up.
+    """Read an image file as upright RGB with 8 bits per channel.
 
     The EXIF orientation is applied, transparent pixels become white, and CMYK is converted without its profile. Grey
-    images of 16 bits keep the upper 8 bits, as coloured ones do in Pillow. An animation gives its first image.
-    Raises DataError for a file that is no image, is damaged, has more pixels than PIL.Image.MAX_IMAGE_PIXELS, or holds
-    numbers without a known range (float, 32 bits).
+    images with 16 bits keep the upper 8 bits, as Pillow does for colour images. For an animation, the first image is
+    returned. Raises DataError for a file that is not an image, is damaged, has more pixels than
+    PIL.Image.MAX_IMAGE_PIXELS, or contains numbers with an unknown range (float, 32 bits).
     """
     try:
         with _opened(path) as file, Image.open(file) as image:
-            # Pillow itself only warns, up to twice its limit.
+            # Up to twice its limit, Pillow itself only warns.
             if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
                 raise Image.DecompressionBombError
             image.load()
@@ -83,7 +83,7 @@ def read_image(path: str | Path | Member) -> Image.Image:
 
 
 def _opened(path: str | Path | Member) -> BinaryIO:
-    """The bytes of an image; given a path, Pillow would map the file, and scramble TIFFs that need turning."""
+    """Open an image as a stream. Given a path, Pillow would map the file and scramble TIFFs that need turning."""
     if isinstance(path, Member):
         return BytesIO(path.read())
     if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
@@ -92,7 +92,7 @@ def _opened(path: str | Path | Member) -> BinaryIO:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation of a loaded image: 1 where there is none, or where only the EXIF data is damaged."""
+    """Return the EXIF orientation of a loaded image, or 1 if there is none or only the EXIF data is damaged."""
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # as in read_image
@@ -101,17 +101,17 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
-    if image.mode == "I" and form not in ("PNG", "PPM"):  # of these, older releases of Pillow open 16 bits so
-        raise ValueError("it holds integers of 32 bits, whose range is not known: make it one of 8 bits")
-    if image.mode.startswith("I"):  # 16 bits, which Pillow's conversion would clip to 8
+    if image.mode == "I" and form not in ("PNG", "PPM"):  # older releases of Pillow open these with 16 bits as I
+        raise ValueError("it contains 32-bit integers with an unknown range: convert it to 8 bits")
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 8 bits
         values = np.asarray(image)
         codes = (values >> 8).astype(np.uint8)
         codes[values == image.info.get("transparency", -1)] = 255
         return Image.fromarray(codes).convert("RGB")
     if image.mode == "F":
-        raise ValueError("it holds floating-point numbers, whose range is not known: make it one of 8 bits")
+        raise ValueError("it contains floating-point numbers with an unknown range: convert it to 8 bits")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
-        if image.mode == "La":  # premultiplied alpha, which Pillow converts to LA only
+        if image.mode == "La":  # premultiplied alpha, which Pillow can only convert to LA
             image = image.convert("LA")
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -120,11 +120,27 @@ def _to_rgb(image: Image.Image, form: str | None) -> Image.Image:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Prepares an image for a model: resizes it, crops it at its centre, rescales and normalises it.
+    """The preparation of an image for a model: resize, crop at the centre, rescale and normalise.
 
-    size: the (H, W) that the model takes. resize: the size before the crop, either of the shorter side, which keeps the
-    image's proportions, or an exact (H, W), which may not; it is never smaller than the crop, so nothing is padded.
-    mean, std: per channel, after the pixel values 0-255 are multiplied by `rescale`.
+    The defaults are those of many ImageNet models.
+
+    Args:
+        size: Height and width [pixels] that the model takes.
+        resize: Size before the crop [pixels]: an int for the shorter side, which keeps the proportions of the image, or
+            an exact (height, width). It must not be smaller than `size`, so images are never padded.
+        mean: Mean of each channel, which is subtracted after the pixel values 0-255 are multiplied by `rescale`.
+        std: Standard deviation of each channel, by which the difference is divided.
+        interpolation: "bilinear", "bicubic", "lanczos" or "nearest".
+        rescale: Factor for the pixel values 0-255.
+
+    Raises:
+        ValueError: If a field has a value that it cannot have.
+
+    Examples:
+        >>> from PIL import Image
+        >>> prepare = adalog.Preprocessing(size=(224, 224), resize=256)
+        >>> prepare(Image.open("image.jpg").convert("RGB")).shape
+        torch.Size([3, 224, 224])
     """
 
     size: tuple[int, int] = (224, 224)
@@ -150,9 +166,16 @@ class Preprocessing:
 
     @staticmethod
     def from_json(fields: Any) -> "Preprocessing":
-        """The preprocessing that `dataclasses.asdict` turned into `fields`, possibly through JSON.
+        """Return the preprocessing that a dictionary describes: the inverse of `dataclasses.asdict`.
 
-        Raises ValueError for anything else.
+        Args:
+            fields: All fields by name. Lists, as JSON has them, are read as tuples.
+
+        Returns:
+            The preprocessing.
+
+        Raises:
+            ValueError: If a field is missing, unknown, or has a value that it cannot have.
         """
         names = {field.name for field in dataclasses.fields(Preprocessing)}
         if not isinstance(fields, dict) or fields.keys() != names:
@@ -170,7 +193,17 @@ class Preprocessing:
         return Preprocessing(**given)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An RGB image as float32, (3, H, W). Raises DataError for an image too long and thin to be resized."""
+        """Prepare an image.
+
+        Args:
+            image: An RGB image of any size.
+
+        Returns:
+            The prepared image, float32, (3, H, W).
+
+        Raises:
+            DataError: If the image is too long and thin to be resized.
+        """
         width, height = self._resized(*image.size)
         if width * height > _MOST_RESIZED:
             raise DataError(
@@ -187,7 +220,7 @@ class Preprocessing:
         return (pixels * self.rescale - mean) / std
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) after resizing; the longer side is rounded down, as in torchvision."""
+        """Return (width, height) after resizing; the longer side is rounded down, as in torchvision."""
         if not isinstance(self.resize, int):
             return self.resize[1], self.resize[0]
         longer = int(self.resize * max(width, height) / min(width, height))
@@ -195,7 +228,7 @@ class Preprocessing:
 
 
 def side_before_crop(side: int, crop_share: float) -> int:
-    """The `resize` with which a crop of `side` pixels is `crop_share` (timm's crop_pct) of the image's shorter side."""
+    """Return the `resize` at which a crop of `side` pixels is `crop_share` (timm's crop_pct) of the shorter side."""
     return math.floor(side / crop_share)
 
 
@@ -204,9 +237,9 @@ def side_before_crop(side: int, crop_share: float) -> int:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images in files or tar files, in an order that is the same on every machine, with labels where these are known.
+    """Images in files or tar files, in the same order on every machine, with their labels if these are known.
 
-    classes: the names of the classes by label, where each class is a folder; the labels of a CSV file have no names.
+    classes: class names by label if each class is a folder, otherwise None.
     """
 
     paths: tuple[Path | Member, ...]
@@ -215,25 +248,29 @@ class ImageSet:
 
     def __post_init__(self) -> None:
         if self.labels is not None and len(self.labels) != len(self.paths):
-            raise ValueError(f"{len(self.paths)} paths have {len(self.labels)} labels: give one for each, or None")
+            raise ValueError(
+                f"{len(self.paths)} paths have {len(self.labels)} labels: give one label per path, or None"
+            )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def select(self, indices: Iterable[int]) -> "ImageSet":
-        """These images only, in this order."""
+        """Return the images at these indices, in this order."""
         chosen = list(indices)
         labels = None if self.labels is None else tuple(self.labels[index] for index in chosen)
         return ImageSet(tuple(self.paths[index] for index in chosen), labels, self.classes)
 
     def sample(self, count: int, seed: int) -> "ImageSet":
-        """Draw `count` of the images without replacement, with `seed`. Raises DataError where there are fewer."""
+        """Return a random sample of `count` images without replacement. Raises DataError if there are fewer images."""
         if count > len(self):
-            raise DataError(f"{count} images are wanted, {len(self)} are there: give more images, or ask for fewer")
+            raise DataError(
+                f"{count} images are needed, but there are only {len(self)}: give more images, or ask for fewer"
+            )
         return self.select(draw_indices(len(self), count, seed).tolist())
 
     def load(self, preprocessing: Preprocessing, *, jobs: int = 1) -> Tensor:
-        """All images, read in `jobs` threads: float32, (N, 3, H, W). Raises DataError."""
+        """Read all images in `jobs` threads: float32, (N, 3, H, W). Raises DataError."""
         images = torch.empty(len(self), 3, *preprocessing.size)
 
         def read(index: int) -> None:
@@ -249,20 +286,23 @@ class ImageSet:
         return images
 
     def batches(self, preprocessing: Preprocessing, *, batch: int = 20, jobs: int = 1) -> Iterator[Tensor]:
-        """The images in batches (B, 3, H, W), each read when it is asked for. Raises DataError."""
+        """Yield the images in batches (B, 3, H, W), each read on demand. Raises DataError."""
         for start in range(0, len(self), batch):
             yield self.select(range(start, min(start + batch, len(self)))).load(preprocessing, jobs=jobs)
 
 
 def find_images(folder: str | Path) -> ImageSet:
-    """Find the images of a folder by their suffix; other files and hidden ones are passed over.
+    """Find the images in a folder by their suffix, with their labels; hidden files and other files are skipped.
 
-    If the folder has a CSV file, the images are the files that it names, with their labels: its columns are `file`
-    (relative to the folder, with forward slashes) and `label`. Otherwise, if there are subfolders with images, each is
-    a class, as in ImageNet, and the label is the rank of its name. Otherwise the images of the folder itself have no
-    labels, unless they are ImageNet's for validation (`ground_truth`). If it has tar files and no images, or is a tar
-    file, the images are in these (`shards`). The order is by folder and name, within tar files theirs. Raises DataError
-    for a folder of another layout, without images, or with a wrong CSV file.
+    The folder may have one of these layouts:
+
+    - A CSV file with the columns `file` (relative to the folder, with forward slashes) and `label` lists the images.
+    - Each subfolder is a class, as in ImageNet. Its label is its rank among the sorted names.
+    - The images lie in the folder itself. They have no labels, except ImageNet's validation images (`ground_truth`).
+    - The images are in tar files in the folder, or `folder` is itself a tar file (`shards`).
+
+    Images are sorted by folder and name; images in a tar file keep its order. Raises DataError for another layout, for
+    a folder without images, and for a wrong CSV file.
     """
     folder = Path(folder)
     if folder.suffix.lower() == SUFFIX and folder.is_file():
@@ -277,7 +317,7 @@ def find_images(folder: str | Path) -> ImageSet:
         flat = _images(files)
         classes = {name: _images(_list(folder / name)[0]) for name in folders}
     except OSError as cause:
-        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
+        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}; check the path") from cause
     empty = [name for name, images in classes.items() if not images]
     if flat and len(empty) == len(classes):
         return ImageSet(tuple(folder / name for name in flat), _truth(folder, flat))
@@ -286,25 +326,25 @@ def find_images(folder: str | Path) -> ImageSet:
         return _in_shards(folder, shards)
     if flat:
         raise DataError(
-            f"{folder} has images both in itself and in subfolders: keep one kind, or list them in a CSV file of "
-            "file,label"
+            f"{folder} has images both in itself and in subfolders: keep only one of the two, or list the images in a "
+            "CSV file with the columns file,label"
         )
     if len(empty) == len(classes):
         raise DataError(
             f"{folder} has no images: give a folder of images, one with a subfolder per class, or one with a CSV "
-            "file of file,label"
+            "file with the columns file,label"
         )
-    if empty:  # whether it is dropped or kept may shift the labels of the folders after it
-        raise DataError(f"{folder / empty[0]} has no images, so it is not clear what the classes are: remove it")
+    if empty:  # dropping it may shift the labels of later folders
+        raise DataError(f"{folder / empty[0]} has no images, so the classes are unclear: remove it")
     pairs = [(folder / name / image, label) for label, name in enumerate(classes) for image in classes[name]]
     return ImageSet(tuple(path for path, _ in pairs), tuple(label for _, label in pairs), tuple(classes))
 
 
 def _in_shards(folder: Path, shards: Sequence[Path]) -> ImageSet:
-    """The images of tar files in a folder."""
+    """Return the images in the tar files of a folder."""
     images, labels = read_shards(shards, SUFFIXES)
     if not images:
-        raise DataError(f"{shards[0]} has no images: give tar files with images, as KEY.jpg and KEY.cls")
+        raise DataError(f"{shards[0]} has no images: give tar files with members such as KEY.jpg and KEY.cls")
     found = _truth(folder, [image.name for image in images]) if labels is None else tuple(labels)
     return ImageSet(tuple(images), found)
 
@@ -313,26 +353,25 @@ def _truth(folder: Path, names: Sequence[str]) -> tuple[int, ...] | None:
     try:
         return find_labels(folder, names)
     except OSError as cause:
-        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}") from cause
+        raise DataError(f"{cause.filename or folder} cannot be read: {cause.strerror}; check the path") from cause
 
 
 def _without_detours(path: str | Path) -> Path:
-    """The absolute path without "..", links and all."""
+    """Return the absolute path without "..", and without resolving links."""
     return Path(os.path.normpath(Path(path).absolute()))
 
 
 def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet, ImageSet | None]:
-    """The images of a folder `data` without those of `support`, and the images of `support`, which have labels.
+    """Return the images of `data` without those of `support`, and the labelled images of `support`.
 
-    support: a folder or tar file inside `data` or elsewhere; None: there are no such images. Raises DataError as
-    `find_images` does, and where either folder has no images, `support` has no labels, or the two have different
-    classes.
+    support: a folder or tar file inside `data` or elsewhere, or None. Raises DataError as `find_images` does, and if
+    either has no images, if `support` has no labels, or if the two have different classes.
     """
     images = find_images(data)
     if support is None:
         return images, None
     known, place, root = None, _without_detours(support), _without_detours(data)
-    end, whole = Path(support).resolve(), Path(data).resolve()  # a link to either is another way to name it
+    end, whole = Path(support).resolve(), Path(data).resolve()  # either may be reached by a link
     files = (_without_detours(path.archive if isinstance(path, Member) else path) for path in images.paths)
     inside = [file.is_relative_to(place) or file.resolve().is_relative_to(end) for file in files]
     if any(inside):
@@ -341,20 +380,22 @@ def find_support(data: str | Path, support: str | Path | None) -> tuple[ImageSet
         images = images.select(index for index, belongs in enumerate(inside) if not belongs)
     known = known or find_images(support)
     if known.labels is None:
-        raise DataError(f"{support} has no labels: give it one subfolder per class, or a CSV file of file,label")
+        raise DataError(
+            f"{support} has no labels: make one subfolder per class, or add a CSV file with the columns file,label"
+        )
     if not len(images):
-        raise DataError(f"{data} has no images but those of {support}: give the images to be judged too")
+        raise DataError(f"{data} has no images other than those of {support}: add images to evaluate")
     if images.classes is not None and known.classes is not None and images.classes != known.classes:
         odd = sorted(set(images.classes) ^ set(known.classes))
         raise DataError(
             f"{data} and {support} do not have the same subfolders, one per class: only one of them has "
-            f"{', '.join(odd[:3])}; give both the same classes, or each a CSV file of file,label"
+            f"{', '.join(odd[:3])}; give both the same classes, or each a CSV file with the columns file,label"
         )
     return images, known
 
 
 def _list(folder: Path) -> tuple[list[str], list[str]]:
-    """The names of a folder's files and of its subfolders, sorted, without hidden ones. Links are followed."""
+    """Return the sorted names of a folder's files and of its subfolders, without hidden ones; follow links."""
     with os.scandir(folder) as found:
         entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith("."))
     return [name for name, is_folder in entries if not is_folder], [name for name, is_folder in entries if is_folder]
@@ -365,31 +406,31 @@ def _images(names: Sequence[str]) -> list[str]:
 
 
 def _read_table(folder: Path, table: Path) -> ImageSet:
-    """The images and labels that a CSV file names."""
+    """Read the images and labels that a CSV file lists."""
     if not table.is_file():
         raise DataError(f"{table} is not a regular file: remove it")
     try:
         with table.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines)
             if not {"file", "label"} <= set(reader.fieldnames or ()):
-                raise DataError(f"{table} does not begin with the columns file,label: add this line")
+                raise DataError(f"{table} does not begin with the columns file,label: add them as its first line")
             rows = [(reader.line_num, row["file"] or "", (row["label"] or "").strip()) for row in reader]
     except (UnicodeDecodeError, csv.Error) as cause:
-        raise DataError(f"{table} is not a CSV file in UTF-8: {cause}") from cause
+        raise DataError(f"{table} is not a CSV file in UTF-8: {cause}; save it as UTF-8") from cause
     labels: dict[str, int] = {}
     for line, name, label in rows:
         where = f"{table}, line {line}"
         if not name or PureWindowsPath(name).anchor or ".." in Path(name).parts:
-            raise DataError(f"{where}: {name!r} is not a path below {folder}: name files relative to the folder")
+            raise DataError(f"{where}: {name!r} is not a path below {folder}: give paths relative to the folder")
         if not (folder / name).is_file():
-            raise DataError(f"{where}: {folder / name} is not there: remove the line, or add the file")
+            raise DataError(f"{where}: {folder / name} does not exist: remove the line, or add the file")
         image = PurePosixPath(name).as_posix()
         if image in labels:
-            raise DataError(f"{where}: {name} is named a second time: keep one line")
+            raise DataError(f"{where}: {name} is listed a second time: keep one line")
         if not (label.isascii() and label.isdecimal() and len(label) < 10):
             raise DataError(f"{where}: label {label!r} is not a class index: give a whole number, from 0")
         labels[image] = int(label)
     if not labels:
-        raise DataError(f"{table} names no images: add lines of file,label, or remove it")
+        raise DataError(f"{table} lists no images: add lines of file,label, or remove it")
     names = sorted(labels, key=lambda name: PurePosixPath(name).parts)
     return ImageSet(tuple(folder / name for name in names), tuple(labels[name] for name in names))

@@ -1,7 +1,7 @@
-"""Models that timm, torchvision and transformers publish, with the preprocessing that belongs to their weights.
+"""Load models that timm, torchvision and transformers publish, with the preprocessing of their weights.
 
-Weights are looked for on this machine first. A download is tried only where its server answers, because the libraries
-repeat a hopeless request for a minute.
+adalog first looks for the weights on this machine. It starts a download only if the server responds, because the
+libraries repeat a hopeless request for a minute.
 """
 
 import difflib
@@ -21,12 +21,13 @@ from adalog.inputs.images import Preprocessing, side_before_crop
 from adalog.inputs.refusals import SHOWN, listed, refusal
 
 OTHER_WEIGHTS = "give --checkpoint FILE, or --no-pretrained for random weights"
-PATIENCE = 5  # seconds until a server that does not answer counts as out of reach
+PATIENCE = 5  # seconds to wait for a server to respond
 _WEIGHTS = "the pretrained weights of "  # before a name
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 
 
 def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of timm by its name. Raises DataError."""
     timm = extra_module("timm", "timm")
     architecture = name.partition(".")[0]
     if not timm.is_model(architecture):
@@ -50,8 +51,8 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
     resize: int | tuple[int, int] = side_before_crop(max(height, width), given["crop_pct"])
     if given["crop_mode"] not in ("center", "squash"):
         raise DataError(
-            f"timm:{name} prepares images by crop_mode {given['crop_mode']!r}, which Preprocessing does not have: "
-            "return (module, Preprocessing) from a path.py:function of your own"
+            f"timm:{name} prepares images by crop_mode {given['crop_mode']!r}, which Preprocessing does not support: "
+            "return (module, Preprocessing) from your own path.py:function"
         )
     if given["crop_mode"] == "squash":
         resize = (side_before_crop(height, given["crop_pct"]), side_before_crop(width, given["crop_pct"]))
@@ -60,6 +61,7 @@ def from_timm(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
 
 
 def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of torchvision by its name. Raises DataError."""
     models = extra_module("torchvision", "timm").models
     names = models.list_models(module=models)
     if name not in names:
@@ -70,29 +72,30 @@ def from_torchvision(name: str, pretrained: bool) -> tuple[nn.Module, Preprocess
     with refusal(f"{_WEIGHTS * pretrained}torchvision:{name} cannot be loaded", OTHER_WEIGHTS):
         if pretrained and not Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2]).exists():
             urllib.request.urlopen(urllib.request.Request(weights.url, method="HEAD"), timeout=PATIENCE).close()
-        if pretrained:  # left to itself, torchvision would unpickle whatever its cache holds
+        if pretrained:  # by default torchvision would unpickle whatever its cache holds
             weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
         module = models.get_model(name, weights=weights if pretrained else None, progress=False)
-        if getattr(module, "image_size", size[0]) != size[0]:  # without weights it is made for another size than theirs
+        if getattr(module, "image_size", size[0]) != size[0]:  # the default size may differ
             module = models.get_model(name, weights=None, image_size=size[0])
     resize = given.resize_size[0] if len(given.resize_size) == 1 else _pair(given.resize_size)
     return module, Preprocessing(size, resize, mean, std, given.interpolation.value)
 
 
 def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
+    """Load a model of transformers from a folder, or from the hub by its ID. Raises DataError."""
     transformers = extra_module("transformers", "hf")
     folder = Path(name).expanduser()
-    with refusal(f"hf:{name} cannot be looked for", "give a folder that save_pretrained wrote"):  # a name too long
+    with refusal(f"hf:{name} cannot be found", "give a folder that save_pretrained wrote"):  # a name may be too long
         inside, there = folder.is_dir(), folder.exists()
     if inside and not (folder / "config.json").is_file():
         raise DataError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
     if not inside and (there or name.startswith((".", "~", "/")) or name.count("/") > 1):
         raise DataError(
-            f"{folder} is not a folder: give one that save_pretrained wrote, or a model of the hub as hf:ID"
+            f"{folder} is not a folder: give one that save_pretrained wrote, or hf:ID with the ID of a model on the hub"
         )
 
     def fetch(function: Callable[..., Any], **options: Any) -> Any:
-        """Read from this machine, or download from the hub."""
+        """Read from this machine, or else download from the hub."""
         try:
             return function(str(folder), local_files_only=True, trust_remote_code=False, **options)
         except OSError:
@@ -119,17 +122,17 @@ def from_hf(name: str, pretrained: bool) -> tuple[nn.Module, Preprocessing]:
             module = maker.from_config(config, trust_remote_code=False)
     if absent:
         raise DataError(
-            f"the weights of hf:{name} lack {listed(absent)} of {type(module).__name__}: load the part that has "
-            "weights in a path.py:function of your own"
+            f"the weights of hf:{name} lack {listed(absent)} of {type(module).__name__}: load only the part that has "
+            "weights, in your own path.py:function"
         )
-    with refusal(f"the preprocessing of hf:{name} cannot be read", "mend its preprocessor_config.json, or remove it"):
+    with refusal(f"the preprocessing of hf:{name} cannot be read", "correct or remove its preprocessor_config.json"):
         return module, _hf_preprocessing(transformers, fetch, folder, config)
 
 
 def _hf_preprocessing(
     transformers: types.ModuleType, fetch: Callable[..., Any], folder: Path, config: Any
 ) -> Preprocessing:
-    """What preprocessor_config.json says, or else the defaults of the model's processor, for the model's size."""
+    """Return the preprocessing of preprocessor_config.json, or else the defaults of the model's processor."""
     size = _pair(getattr(config, "image_size", None) or 224)
     given: Mapping[str, Any] = {**_HALF, "resample": Image.Resampling.BILINEAR}
     files = ("preprocessor_config.json", "processor_config.json")
@@ -157,7 +160,10 @@ def _hf_preprocessing(
 
 
 def _from_processor(given: Mapping[str, Any], size: tuple[int, int]) -> Preprocessing:
-    """given: a processor as a dictionary. size: what the model takes, used where the processor does not say."""
+    """Convert a processor of transformers, given as a dictionary.
+
+    size: (H, W) that the model takes, used if the processor does not set a size.
+    """
     wanted, crop = given.get("size") or {}, given.get("crop_size")
     edge = wanted.get("shortest_edge")
     exact = (wanted["height"], wanted["width"]) if "height" in wanted else None
@@ -181,30 +187,32 @@ def _from_processor(given: Mapping[str, Any], size: tuple[int, int]) -> Preproce
 
 def _unknown(package: str, name: str, known: Iterable[str]) -> DataError:
     close = difflib.get_close_matches(name, sorted(set(known)), SHOWN)
-    hint = f"is it {' or '.join(close)}?" if close else f"see {package}'s list_models()"
+    hint = f"did you mean {' or '.join(close)}?" if close else f"see {package}'s list_models()"
     return DataError(f"{package} has no model {name!r}: {hint}")
 
 
 def _cached(repository: str, names: Iterable[str]) -> str | None:
-    """The first of these files that was downloaded before from this repository of the hub, or None."""
+    """Return the first of these files in the local cache of a hub repository, or None."""
     hub = extra_module("huggingface_hub", "hf")
     paths = (hub.try_to_load_from_cache(repository, name) for name in names)
     return next((path for path in paths if isinstance(path, str)), None)
 
 
 def _reach_hub() -> None:
-    """Raise at once what a download would raise after many trials, where the hub is out of reach or switched off."""
+    """Raise at once if the hub cannot be reached or is switched off; a download would raise only after many retries."""
     hub = extra_module("huggingface_hub", "hf")
     hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
 
 
 def _only_rgb(spec: str, channels: int) -> None:
     if channels != 3:
-        raise DataError(f"{spec} takes images of {channels} channels: only models of 3 channels can be loaded by name")
+        raise DataError(
+            f"{spec} takes images with {channels} channels, but adalog only loads models for 3: choose another"
+        )
 
 
 def _pair(side: int | Sequence[int]) -> tuple[int, int]:
-    """(H, W) from one side, for a square, or from both."""
+    """Return (H, W) from one side of a square, or from both sides."""
     sides = (side,) if isinstance(side, int) else tuple(side)
     return sides[0], sides[-1]
 

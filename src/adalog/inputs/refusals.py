@@ -1,16 +1,16 @@
-"""How this package refuses a model: in one line that says what failed, why, and what to do about it."""
+"""Turn the errors of other code into one line that says what failed, why, and what to do about it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from adalog.errors import AdalogError, DataError
 
-SHOWN = 3  # names listed before "and n more"
+SHOWN = 3  # number of names listed before "and n more"
 
 
 @contextmanager
 def refusal(what: str, way_out: str) -> Iterator[None]:
-    """Turns whatever other code raises inside into a DataError: `what`, the reason, the way out."""
+    """Turn an error raised while the context is open into a DataError with `what`, the reason and `way_out`."""
     try:
         yield
     except AdalogError:
@@ -21,6 +21,6 @@ def refusal(what: str, way_out: str) -> Iterator[None]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Join the first few names, followed by the number of the others."""
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest

@@ -1,7 +1,6 @@
-"""Tar files of images, as WebDataset names their members: KEY.jpg, with the label as text in KEY.cls.
+"""Read images from tar files whose members are named as in WebDataset: KEY.jpg, with the label as text in KEY.cls.
 
-Nothing is unpacked: an image is the bytes between two places of its tar file, so that any of them can be read at any
-time, in the order of the files one after another.
+Nothing is unpacked. An image is a range of bytes of its tar file, so any image can be read at any time.
 """
 
 import tarfile
@@ -13,13 +12,13 @@ from pathlib import Path, PurePosixPath
 from adalog.errors import DataError
 
 SUFFIX = ".tar"
-_MOST_BYTES = 2**28  # of one image
-_MOST_DIGITS = 20  # bytes of a .cls
+_MOST_BYTES = 2**28  # largest size of an image
+_MOST_DIGITS = 20  # largest size of a .cls file [bytes]
 
 
 @dataclass(frozen=True)
 class Member:
-    """An image in a tar file: `size` bytes from `start` on."""
+    """An image in a tar file: `size` bytes from the byte `start` on."""
 
     archive: Path
     member: str
@@ -31,27 +30,27 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
+        """File name of the member, without folders."""
         return PurePosixPath(self.member).name
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """As of a path: the name of the tar file, and that within it."""
+        """Name of the tar file and of the member, to sort by like the parts of a path."""
         return self.archive.name, self.member
 
     def read(self) -> bytes:
-        """Its bytes. Raises OSError."""
+        """Read the bytes of the image. Raises OSError."""
         with self.archive.open("rb") as file:
             file.seek(self.start)
             return file.read(self.size)
 
 
 def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[Member], list[int] | None]:
-    """The images in tar files, in their order, and their labels, or None where there are none.
+    """Return the images in tar files, in their order, and their labels, or None if there are no labels.
 
-    suffixes: of images, with a dot. Links, folders, devices and hidden members are passed over. Raises DataError for
-    files that are compressed, damaged or cut off, and for labels that are no class indices or that only some images
-    have.
+    suffixes: suffixes of images, with a dot. Links, folders, devices and hidden members are skipped. Raises DataError
+    for tar files that are compressed, damaged or truncated, for labels that are not class indices, and if only some
+    images have labels.
     """
     images, labels = list[Member](), list[int | None]()
     for path in paths:
@@ -60,13 +59,13 @@ def read_shards(paths: Sequence[Path], suffixes: Collection[str]) -> tuple[list[
         counts = Counter(keys)
         twice = next((key for key in classes if counts[key] > 1), None)
         if twice is not None:
-            raise DataError(f"{path} has several images {twice}.*, and one label {twice}.cls: give each its own")
+            raise DataError(f"{path} has several images {twice}.*, but one label {twice}.cls: give each image its own")
         images += found
         labels += [classes.get(key) for key in keys]
     known = [label for label in labels if label is not None]
     if known and len(known) < len(labels):
         odd = images[labels.index(None)]
-        raise DataError(f"{odd} has no label, others have one: add {_key(odd.member)}.cls, or leave the image out")
+        raise DataError(f"{odd} has no label, but others have one: add {_key(odd.member)}.cls, or leave the image out")
     return images, known or None
 
 
@@ -76,17 +75,17 @@ def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], di
         size = path.stat().st_size
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                if member.size < 0:  # tarfile would read the same header for ever
-                    raise DataError(f"{path} is damaged in {member.name!r}: fetch it again")
+                if member.size < 0:  # tarfile would read the same header forever
+                    raise DataError(f"{path} is damaged in {member.name!r}: download it again")
                 name, plain = PurePosixPath(member.name), member.isreg() and not member.issparse()
                 suffix = name.suffix.lower()
                 hidden = any(part.startswith(".") and part != ".." for part in name.parts)
                 if not plain or hidden or suffix not in (*suffixes, ".cls"):
                     continue
                 if member.size > (_MOST_DIGITS if suffix == ".cls" else _MOST_BYTES):
-                    raise DataError(f"{path}:{member.name} has {member.size:,} bytes: leave it out")
+                    raise DataError(f"{path}:{member.name} is too large, with {member.size:,} bytes: leave it out")
                 if member.offset_data + member.size > size:
-                    raise DataError(f"{path} is cut off in {member.name}: fetch it again")
+                    raise DataError(f"{path} is truncated in {member.name}: download it again")
                 if name.as_posix() in seen:
                     raise DataError(f"{path} has {member.name} twice: keep one of them")
                 seen.add(name.as_posix())
@@ -96,18 +95,18 @@ def _read_shard(path: Path, suffixes: Collection[str]) -> tuple[list[Member], di
                 else:
                     images.append(Member(path, member.name, member.offset_data, member.size))
             end = archive.offset
-        with path.open("rb") as file:  # tarfile takes a damaged header for the end
+        with path.open("rb") as file:  # tarfile takes a damaged header for the end of the file
             file.seek(end)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise DataError(f"{path} is damaged or cut off at byte {end:,}: fetch it again")
+                raise DataError(f"{path} is damaged or truncated at byte {end:,}: download it again")
     except (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, RecursionError, MemoryError) as cause:
         reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-        raise DataError(f"{path} cannot be read as a tar file: {reason}; it has to be whole, uncompressed") from cause
+        raise DataError(f"{path} cannot be read as a tar file: {reason}; give a complete, uncompressed file") from cause
     return images, classes
 
 
 def _key(name: str) -> str:
-    """What images and their labels have in common: the name up to the first dot of its last part."""
+    """Return the key that an image and its label share: the path up to the first dot of the file name."""
     path = PurePosixPath(name)
     return (path.parent / path.name.partition(".")[0]).as_posix()
 

@@ -1,4 +1,4 @@
-"""Weights from a file of the user's: safetensors or a state dict, read without running code."""
+"""Load weights from a user's file, safetensors or a state dict, without running code."""
 
 import re
 import sys
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from adalog.errors import DataError
 from adalog.inputs.refusals import listed, refusal
 
-_WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts put the weights
+_WRAPPERS = ("state_dict", "model", "model_state_dict")  # keys under which training scripts store the weights
 
 
 def load_weights(module: nn.Module, path: Path, spec: str) -> None:
-    """Load a file's weights into a module. Raises DataError unless names and shapes are exactly the module's."""
+    """Load the weights of a file into a module. Raises DataError if a name or shape differs from the module's."""
     own, given = module.state_dict(), read_weights(path)
     if misfit(own, given):
         with refusal(f"{path} does not fit {spec}: {misfit(own, given)}", "use the weights of this model"):
@@ -30,7 +30,7 @@ def load_weights(module: nn.Module, path: Path, spec: str) -> None:
 
 
 def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under today's names: timm and transformers convert those of their older releases and of others."""
+    """Return the weights under current names: timm and transformers convert older and other formats."""
     maker: Any = type(module)
     home = sys.modules[maker.__module__]
     if home.__name__.startswith("timm.") and hasattr(home, "checkpoint_filter_fn"):
@@ -46,11 +46,11 @@ def _renamed(module: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
-    """How the names and shapes of weights differ from a module's own, or "" where they do not."""
+    """Describe how the names and shapes of weights differ from a module's own; return "" if they do not."""
     missing = [name for name in own if name not in given]
     unexpected = [name for name in given if name not in own]
     shapes = [
-        f"{name} {list(value.shape)} for {list(own[name].shape)}"
+        f"{name} {list(value.shape)} instead of {list(own[name].shape)}"
         for name, value in given.items()
         if name in own and own[name].shape != value.shape
     ]
@@ -64,15 +64,15 @@ def misfit(own: Mapping[str, Any], given: Mapping[str, Tensor]) -> str:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file or a state dict, without what training scripts wrap around them."""
-    with refusal(f"{path} cannot be read", "give a file of weights"), path.open("rb") as file:
+    """Read the tensors of a safetensors file or a state dict; remove the wrappers that training scripts add."""
+    with refusal(f"{path} cannot be read", "give a file with weights"), path.open("rb") as file:
         start = file.read(9)
     if path.suffix == ".safetensors" or start[8:] == b"{":
-        with refusal(f"{path} is not a whole safetensors file", "copy or save it again"):
+        with refusal(f"{path} is not a complete safetensors file", "copy or save it again"):
             content: Any = load_file(path)
     else:
         content = _read_pickle(path)
-    for _ in _WRAPPERS:  # a wrapper may hold itself
+    for _ in _WRAPPERS:  # a wrapper may contain itself, so the depth is limited
         inner = [content[key] for key in _WRAPPERS if key in content] if isinstance(content, Mapping) else []
         if not inner or not isinstance(inner[0], Mapping):
             break
@@ -80,23 +80,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     state = dict(content) if isinstance(content, Mapping) else {}
     state = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     if not state:
-        raise DataError(f"{path} holds no tensors by name: save model.state_dict(), best as safetensors")
+        raise DataError(f"{path} contains no named tensors: save model.state_dict(), preferably as safetensors")
     if all(name.startswith("module.") for name in state):  # as DataParallel names them
         state = {name.removeprefix("module."): value for name, value in state.items()}
     return state
 
 
 def _read_pickle(path: Path) -> Any:
-    """The content of a file of torch.save, read without running code."""
+    """Read a file that torch.save wrote, without running code."""
     try:
-        with refusal(f"{path} is neither safetensors nor a whole file of torch.save", "copy or save it again"):
+        with refusal(f"{path} is neither safetensors nor a complete file of torch.save", "copy or save it again"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except DataError as error:
         if not isinstance(error.__cause__, UnpicklingError):
             raise
         found = re.search(r"GLOBAL (\S+)", str(error.__cause__))
-        what = f"holds {found[1]}" if found else "is damaged, or holds other things than tensors"
+        what = f"contains {found[1]}" if found else "is damaged, or contains more than tensors"
         raise DataError(
-            f"{path} {what}, which is not read, because unpickling may run code: save model.state_dict() alone, best "
-            "as safetensors"
+            f"{path} {what}, which adalog does not load, because unpickling may run code: save only "
+            "model.state_dict(), preferably as safetensors"
         ) from error.__cause__

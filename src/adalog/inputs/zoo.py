@@ -1,7 +1,7 @@
-"""The model that a name stands for, with the preprocessing that belongs to it, and what capture sees in it.
+"""Load a model by its name, with its preprocessing, and inspect its sites.
 
 A name is timm:NAME, torchvision:NAME, hf:DIR or hf:ID, demo, or path.py:function. The last form runs the user's own
-file; nothing else that is read here runs code.
+file. No other form runs code that it reads.
 """
 
 import inspect as signatures
@@ -36,7 +36,7 @@ DEMO_PREPROCESSING = Preprocessing((32, 32), (32, 32), demo.MEAN, demo.STD, "bil
 class LoadedModel:
     """A model in float32 and evaluation mode, with its name.
 
-    preprocessing: what its images go through, or None where nothing says.
+    preprocessing: how to prepare images for the model, or None if that is not known.
     """
 
     module: nn.Module
@@ -45,24 +45,24 @@ class LoadedModel:
 
     @property
     def prepared(self) -> Preprocessing:
-        """What its images go through. Raises DataError where nothing says."""
+        """How to prepare images for the model. Raises DataError if that is not known."""
         if self.preprocessing is None:
             raise DataError(
-                f"{self.name} does not say how its images are prepared: return (module, "
+                f"{self.name} does not say how to prepare images: return (module, "
                 "adalog.Preprocessing(...)) from the function"
             )
         return self.preprocessing
 
 
 def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = None, seed: int = 0) -> LoadedModel:
-    """The model that `spec` names, in one of the forms at the top of this module.
+    """Load the model that `spec` names, in one of the forms at the top of this module.
 
-    pretrained: load the weights that belong to the name; otherwise weights are random, drawn with `seed`, and torch's
-    own generator stays as it is. checkpoint: a file whose weights are used instead, safetensors or a state dict that
+    pretrained: load the published weights; otherwise use random weights from `seed`, without changing the state of
+    torch's global generator. checkpoint: a file with weights to use instead, safetensors or a state dict that
     torch.load reads with weights_only=True. Raises DataError.
     """
     with _own_randomness(seed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # other packages warn about themselves
+        warnings.simplefilter("ignore")  # warnings of other packages do not concern the user
         module, preprocessing = _build(spec, pretrained, checkpoint is None)
         if checkpoint is not None:
             load_weights(module, checkpoint, spec)
@@ -73,7 +73,7 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
 
 
 def inspect(loaded: LoadedModel) -> dict[str, Any]:
-    """What capture sees in a model, as JSON: its name, size and preprocessing, and how many sites it has of each kind.
+    """Describe a model as JSON: its name, size and preprocessing, and its sites of each kind.
 
     Raises CaptureError.
     """
@@ -89,9 +89,9 @@ def inspect(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def captured(loaded: LoadedModel) -> tuple[Program, Tensor]:
-    """A model's program, and the two random images that it was captured on.
+    """Capture a model on two random images; return its program and the images.
 
-    The images have the size that the model's preprocessing says, or 224 x 224 where there is none. Raises CaptureError.
+    The images have the size of the model's preprocessing, or 224 x 224 if it has none. Raises CaptureError.
     """
     size = (224, 224) if loaded.preprocessing is None else loaded.preprocessing.size
     images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
@@ -106,10 +106,10 @@ def captured(loaded: LoadedModel) -> tuple[Program, Tensor]:
 
 
 def is_model(text: str) -> bool:
-    """Whether a text is meant as the name of a model and not as the path of a file."""
+    """Return True if a text is the name of a model and not the path of a file."""
     try:
         there = Path(text).exists()
-    except OSError:  # no file has a name as long
+    except OSError:  # the text is too long for a file name
         there = False
     return text == "demo" or (":" in text and not there)
 
@@ -120,7 +120,7 @@ _Built = tuple[nn.Module, Preprocessing | None]
 
 
 def _build(spec: str, pretrained: bool, weights: bool) -> _Built:
-    """weights: False where a checkpoint replaces the pretrained weights, which then need not be loaded."""
+    """Build the model of a name. weights: False if a checkpoint replaces the pretrained weights."""
     kind, _, name = spec.partition(":")
     path, _, function = spec.rpartition(":")
     if spec == "demo":
@@ -134,31 +134,31 @@ def _build(spec: str, pretrained: bool, weights: bool) -> _Built:
     if path.endswith(".py"):
         if not pretrained:
             raise DataError(
-                f"--no-pretrained has no effect on {spec}, whose function makes its own weights: leave it out"
+                f"--no-pretrained has no effect on {spec}, whose function creates its own weights: leave it out"
             )
         return _call(Path(path), function)
-    raise DataError(f"model {spec!r} is none of {KINDS}")
+    raise DataError(f"unknown model {spec!r}: give {KINDS}")
 
 
 # --- a function of the user's own -------------------------------------------------------------------------------------
 
 
 def _call(path: Path, function: str) -> _Built:
-    """What a function in the user's own file returns. This runs the file, as `python path.py` would."""
+    """Run the user's own file, as `python path.py` would, and return the model that its function makes."""
     with refusal(f"{path} cannot be read", "give path.py:function"):
         source = path.read_bytes()
     file = types.ModuleType(f"adalog_model_of_{path.stem}")
     file.__file__ = str(path)
     with _importable(file, path.resolve().parent):
-        with refusal(f"{path} does not run", "mend it"):
+        with refusal(f"{path} does not run", "correct it"):
             exec(compile(source, str(path), "exec"), file.__dict__)
         made = getattr(file, function, None)
         if not callable(made):
             own = [name for name, value in vars(file).items() if getattr(value, "__module__", "") == file.__name__]
             raise DataError(f"{path} has no function {function!r}: it has {listed(own) or 'none'}")
-        with refusal(f"{path}:{function} cannot be called", "give its arguments defaults"):
+        with refusal(f"{path}:{function} cannot be called", "give all its arguments default values"):
             signatures.signature(made).bind()
-        with refusal(f"{path}:{function} failed", "mend it"):
+        with refusal(f"{path}:{function} failed", "correct it"):
             result = made()
     match result:
         case nn.Module():
@@ -172,7 +172,7 @@ def _call(path: Path, function: str) -> _Built:
 
 @contextmanager
 def _own_randomness(seed: int) -> Iterator[None]:
-    """Seeds torch's CPU generator, and restores it afterwards."""
+    """Seed torch's CPU generator while the context is open, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -180,7 +180,7 @@ def _own_randomness(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _importable(module: types.ModuleType, folder: Path) -> Iterator[None]:
-    """Registers a module as an import would. While it loads, it can import what lies beside its file."""
+    """Register a module as an import would; while the context is open, it can import the files next to its own."""
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(folder))
     try:

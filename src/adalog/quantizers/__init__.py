@@ -1,4 +1,4 @@
-"""The quantizers: real -> code -> real, each formula written once and used by search, inference and export alike."""
+"""Quantizers, which map real values to codes and back; search, inference and export use the same formulas."""
 
 from adalog.quantizers.assignment import Assignment, Fold, QuantizedTensor, decibels
 from adalog.quantizers.logarithmic import (

@@ -1,4 +1,4 @@
-"""The result of a search for one product: both quantizers, a weight's codes, and the fold of the norm before it."""
+"""The result of one product's search: quantizers, weight codes, and the fold of the preceding norm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from adalog.quantizers.quantizer import Quantizer
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor as it is stored: codes (uint8, the tensor's shape) and the quantizer that gives them values.
+    """A stored tensor: uint8 codes and the quantizer that gives them values.
 
-    The search that chooses the codes states them: they need not be those that the quantizer finds nearest.
+    codes: the shape of the tensor. A search may choose other codes than `quantizer.quantize` does.
     """
 
     codes: Tensor
@@ -24,7 +24,7 @@ class QuantizedTensor:
 
     @staticmethod
     def nearest(values: Tensor, quantizer: Quantizer) -> QuantizedTensor:
-        """The values as the codes that the quantizer finds nearest."""
+        """Return the values with the codes that `quantizer.quantize` gives them."""
         return QuantizedTensor(quantizer.quantize(values).to(torch.uint8), quantizer)
 
     @property
@@ -35,11 +35,11 @@ class QuantizedTensor:
         return self.quantizer.dequantize(self.codes)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The same codes, with a function applied to the quantizer's parameters."""
+        """Apply a function to the quantizer's parameters; the codes stay."""
         return replace(self, quantizer=self.quantizer.map(function))
 
     def scaled(self, factor: float | Tensor) -> QuantizedTensor:
-        """The same codes, with scales that are `factor` times as large."""
+        """Multiply the scales by `factor`; the codes stay."""
         return replace(self, quantizer=self.quantizer.scaled(factor))
 
     def to(self, device: torch.device) -> QuantizedTensor:
@@ -51,9 +51,11 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class Fold:
-    """A LayerNorm's reparameterisation: the norm outputs x / ratio - beta in place of x, and its linears undo that.
+    """The reparameterization of a LayerNorm (RepQ-ViT, Sec. 3.3).
 
-    ratio, beta: (C,) each (RepQ-ViT, Sec. 3.3; the outputs of the linears do not change).
+    The norm outputs x / ratio - beta instead of x, and its linears undo that, so their outputs do not change.
+
+    ratio, beta: (C,) each.
     """
 
     ratio: Tensor
@@ -61,32 +63,34 @@ class Fold:
 
     @staticmethod
     def sharing(scale: Tensor, zero_point: Tensor, *, rounds: bool = True) -> Fold:
-        """The fold after which one quantizer gives exactly the codes that one quantizer per channel gave (RepQ-ViT).
+        """Return the fold with which one shared quantizer gives the same codes as one quantizer per channel (RepQ-ViT).
 
-        scale, zero_point: (C,), of the per-channel quantizers. The shared one has s = mean(scale) and
-        z = mean(zero_point): x / ratio - beta = s (x / scale + zero_point - z). rounds: whether z is rounded before it
-        is used, as AdaLog does and RepQ-ViT does not.
+        The shared quantizer has s = mean(scale) and z = mean(zero_point): x / ratio - beta = s (x / scale + zero_point
+        - z).
+
+        scale, zero_point: (C,), the parameters of the per-channel quantizers.
+        rounds: round z before it is used, as AdaLog does and RepQ-ViT does not.
         """
         mean = scale.mean()
-        floor = mean * 1e-4  # a constant channel would otherwise have a column of weights without bound
+        floor = mean * 1e-4  # without it, a constant channel would make the norm's folded weight unbounded
         ratio = scale.clamp(min=floor) / mean
         shared = zero_point.mean()
         return Fold(ratio, mean * ((shared.round() if rounds else shared) - zero_point))
 
     def norm(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight, bias) of the LayerNorm that outputs x / ratio - beta."""
+        """Return (weight, bias) of the LayerNorm that outputs x / ratio - beta."""
         return weight / self.ratio, bias / self.ratio - self.beta
 
     def activation(self, x: Tensor) -> Tensor:
-        """The output of the folded norm in place of x: (..., C)."""
+        """Return the output of the folded norm, (..., C), given the output x of the original norm."""
         return (x / self.ratio).sub_(self.beta)
 
     def weight(self, weight: Tensor) -> Tensor:
-        """The weight (O, C) that meets the folded activation."""
+        """Return the weight (O, C) that multiplies the folded activation."""
         return weight * self.ratio
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(weight, bias) of the linear whose output on x / ratio - beta is what it was on x. weight: (O, C)."""
+        """Return (weight, bias) of the linear that maps x / ratio - beta to its original output. weight: (O, C)."""
         folded = self.weight(weight)
         shift = (folded.double() @ self.beta.double()).to(weight.dtype)
         return folded, shift if bias is None else bias + shift
@@ -96,7 +100,7 @@ class Fold:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The signal-to-noise ratio of these sums of squares [dB]: inf without noise, -inf without a ratio above 0."""
+    """Return the signal-to-noise ratio of two sums of squares [dB]: inf without noise, -inf without a signal."""
     if noise <= 0:
         return math.inf
     ratio = signal / noise
@@ -105,12 +109,13 @@ def decibels(signal: float, noise: float) -> float:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The quantizers of a product's operands, the fold of its norm, and its output's SQNR [dB] in calibration.
+    """The quantizers of a product's operands, the fold of its norm, and the SQNR of its output in calibration [dB].
 
-    left, right: None for an operand that stays float. right: transposed, as the search sees it; a `QuantizedTensor`
-    where the search has chosen the codes of a weight, a quantizer where each value takes the nearest code. bias: (O,),
-    what the product's outputs are given in place of the sites' biases, for the operands as they are quantized (with a
-    fold, and with the offset of a lifted input); None: their own.
+    left, right: None if the operand stays float.
+    right: transposed, as in the search. A `QuantizedTensor` if the search has chosen the codes of a weight, else a
+        quantizer.
+    bias: (O,), replaces the biases of the sites once the operands are quantized; it includes the effect of a fold and
+        of the offset of a lifted input. None: the sites keep their biases.
     """
 
     left: Quantizer | None
@@ -120,7 +125,7 @@ class Assignment:
     bias: Tensor | None = None
 
     def to(self, device: torch.device) -> Assignment:
-        """The same assignment on another device."""
+        """Return the assignment on another device."""
         right = self.right
         if isinstance(right, Quantizer):
             right = right.map(lambda value: value.to(device))

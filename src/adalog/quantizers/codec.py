@@ -1,4 +1,4 @@
-"""The form that codes and quantizers have in a file: packed bits, and JSON."""
+"""Encode codes and quantizers for files, as packed bits and JSON, and decode them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,86 +20,103 @@ _NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in _SCALES}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes, uint8, as a bit stream (`stored.pack`): uint8, (bytes,)."""
+    """Pack uint8 codes into a bit stream (`stored.pack`): uint8, (bytes,)."""
     return torch.from_numpy(pack_bits(codes.detach().cpu().numpy(), bits))
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` codes of a bit stream (`stored.unpack`): uint8, (count,)."""
+    """Unpack the `count` codes of a bit stream (`stored.unpack`): uint8, (count,)."""
     return torch.from_numpy(unpack_bits(packed.numpy(), bits, count))
 
 
 def check_shape(name: str, shape: Any) -> None:
-    """Raise ArtifactError for a value that is not the shape of a tensor."""
+    """Raise ArtifactError if the value is not the shape of a tensor."""
     if not (
         isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(is_whole(size, 1, 2**31) for size in shape)
     ):
-        raise ArtifactError(f"{name} has the shape {shape}")
+        raise ArtifactError(
+            f"{name} has the shape {shape}, which is not a list of up to {MAX_DIMENSIONS} positive whole numbers"
+        )
 
 
 def encode_quantizer(quantizer: Quantizer) -> dict[str, Any]:
-    """The quantizer's `fields`, with the type of its numbers where that is not float32."""
+    """Return the quantizer's `fields`, and the dtype of its numbers if that is not float32."""
     kind = str(quantizer.scale.dtype).removeprefix("torch.")
     return {**({} if kind == "float32" else {"dtype": kind}), **quantizer.fields()}
 
 
 def decode_quantizer(name: str, given: Mapping[str, Any]) -> Quantizer:
-    """The quantizer of which `encode_quantizer` gave this.
+    """Return the quantizer that `encode_quantizer` encoded.
 
-    name: the quantizer's, for messages. Raises ArtifactError for fields that no quantizer has.
+    name: the quantizer's name, for messages.
+    Raises ArtifactError if the fields do not describe a quantizer.
     """
     bits, dtype = given["bits"], given.get("dtype", "float32")
     if not is_whole(bits, MIN_BITS, MAX_BITS):
-        raise ArtifactError(f"quantizer {name} has {bits!r} bits")
+        raise ArtifactError(f"quantizer {name} has {bits!r} bits, but quantizers have {MIN_BITS} to {MAX_BITS}")
     if not isinstance(dtype, str) or dtype not in _NAMED:
-        raise ArtifactError(f"quantizer {name} has numbers of the type {dtype!r}, none of {', '.join(_NAMED)}")
+        raise ArtifactError(f"quantizer {name} has the dtype {dtype!r}, which is not one of {', '.join(_NAMED)}")
     check_shape(f"quantizer {name}", given["shape"])
     kind = kind_of(f"quantizer {name}", given["kind"])
     found = kind.of_fields(name, given, read_scale(name, given["scale"], given["shape"], _NAMED[dtype]))
     odd = sorted((given.keys() - {"dtype"}) ^ found.fields().keys())
     if odd:
-        raise ArtifactError(f"quantizer {name} lacks the fields, or has fields of its own: {', '.join(odd)}")
+        raise ArtifactError(f"quantizer {name} has missing or unknown fields: {', '.join(odd)}")
     return found
 
 
 def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int, shape: list[int]) -> QuantizedTensor:
-    """The weight of this shape whose codes and quantizer have the tensors `stored`, by name ("codes", "scale", ...).
+    """Return the weight of this shape from its stored tensors, by name ("codes", "scale", ...).
 
-    Raises ArtifactError for tensors that no weight has.
+    Raises ArtifactError if the tensors do not describe a weight.
     """
     try:
         packed, scale = stored["codes"], stored["scale"]
         if packed.dtype != torch.uint8 or packed.ndim != 1 or scale.dtype not in _SCALES:
-            raise ArtifactError(f"weight {name} has codes and scales of the types {packed.dtype} and {scale.dtype}")
+            raise ArtifactError(
+                f"weight {name} has codes and scales of the types {packed.dtype} and {scale.dtype}: "
+                "codes must be a uint8 vector, and scales floating-point"
+            )
         codes = unpack(packed, bits, math.prod(shape)).reshape(shape)
         for part, value in stored.items():
             if part != "codes" and list(value.shape) != shape[:1]:
-                raise ArtifactError(f"weight {name} has the shape {shape} and {list(value.shape)} parameters")
+                raise ArtifactError(
+                    f"weight {name} has the shape {shape}, but its {part} has the shape {list(value.shape)}: "
+                    "it must have one number per row of the weight"
+                )
         check_parameters(name, scale, torch.zeros_like(scale), bits)
         quantizer = kind_of(f"weight {name}", kind).of_stored(name, stored, bits)
     except KeyError as missing:
-        raise ArtifactError(f"tensors and header do not name the same: {missing.args[0]}/{name}") from missing
+        raise ArtifactError(
+            f"the tensors and the header do not match: only one of them names {missing.args[0]}/{name}"
+        ) from missing
     odd = sorted(stored.keys() - quantizer.stored().keys() - {"codes"})
     if odd:
-        raise ArtifactError(f"tensors and header do not name the same: {odd[0]}/{name}")
+        raise ArtifactError(f"the tensors and the header do not match: only one of them names {odd[0]}/{name}")
     lead = (-1, *(1 for _ in shape[1:]))
     return checked_weight(name, QuantizedTensor(codes, quantizer.map(lambda value: value.reshape(lead))))
 
 
 def checked_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
-    """The weight itself. Raises ArtifactError for a kind that no weight has, and for codes that its quantizer lacks."""
+    """Return the weight unchanged if it is valid.
+
+    Raises ArtifactError if weights cannot have this kind of quantizer, or if the quantizer lacks one of the codes.
+    """
     quantizer = weight.quantizer
     type(quantizer).of_stored(name, quantizer.stored(), quantizer.bits)
     most = int(weight.codes.max()) if weight.codes.numel() else 0
     if most >= quantizer.code_count:
-        raise ArtifactError(f"weight {name} has the code {most}: there are {quantizer.code_count} codes")
+        raise ArtifactError(
+            f"weight {name} has the code {most}, but its quantizer has only {quantizer.code_count} codes"
+        )
     return weight
 
 
 def kind_of(what: str, kind: Any) -> type[Quantizer]:
-    """The class of quantizers that has this name in files.
+    """Return the quantizer class that has this name in files.
 
-    what: is of this kind, for messages. Raises ArtifactError for a name that no class has.
+    what: the thing that has this kind, for messages.
+    Raises ArtifactError if no class has this name.
     """
     found = [each for each in _derived(Quantizer) if getattr(each, "kind", None) == kind]
     if kind is None or not found:

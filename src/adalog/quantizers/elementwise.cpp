@@ -1,9 +1,9 @@
-// Elementwise work on values, in one pass: fake quantization, its gradient, and the candidates of a search. Beside its
-// callers, `elementwise.py` and the search's `fused.py`, is the same in PyTorch.
+// Elementwise kernels that take one pass over the values: fake quantization, its gradient, and the errors of a search's
+// candidates. `elementwise.py` and the search's `fused.py` call them. Without this library, PyTorch computes the same.
 //
-// Values are (outer, groups, inner). There is one scale and one sum per group (and candidate). Candidates lie together
-// matrix by matrix, (blocks, count, block), so that one product takes all candidates of a matrix. Values and errors are
-// the same to the bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
+// Values are (outer, groups, inner). There is one scale and one sum per group (and candidate). The candidates of a
+// matrix are adjacent, (blocks, count, block), so that one product takes all of them. Values and errors are the same to
+// the bit as PyTorch's: nothing is contracted to fused multiply-adds, and halves round to even.
 
 #include <cmath>
 #include <cstdint>
@@ -14,7 +14,7 @@
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif
-// Other C libraries, such as musl, cannot choose between clones of a function when they load it.
+// C libraries other than glibc, such as musl, cannot choose between clones of a function when they load it.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && \
     !defined(NO_CLONES)
 #define CLONES
@@ -29,8 +29,8 @@ namespace {
 
 typedef uint16_t bfloat16;
 
-// The nearest whole number, halves to even, as far as codes reach. Where there may be no instruction for it, adding
-// 1.5 * 2^23 rounds as well, since what lies beyond 2^22 is beyond all codes; else it would be a call for each value.
+// Round to the nearest whole number, halves to even. If the processor may lack an instruction for that, the builtin
+// would be a function call per value. Adding 1.5 * 2^23 rounds as well, up to 2^22, which is beyond all codes.
 INLINE float rounded(float value) {
 #if defined(CLONES) || defined(__SSE4_1__) || defined(__aarch64__)
     return __builtin_nearbyintf(value);
@@ -58,10 +58,10 @@ INLINE float get(bfloat16 value) {
     return result;
 }
 
-// What is in one matrix and in one group. One of the two sizes divides the other.
+// The number of consecutive elements that share a matrix and a group. One of the two sizes divides the other.
 INLINE int64_t least(int64_t inner, int64_t block) { return inner < block ? inner : block; }
 
-// Where the first candidate of the value `at` is.
+// The index of the value `at` in the first candidate of its matrix.
 INLINE int64_t place(int64_t at, int64_t count, int64_t block) { return at / block * count * block + at % block; }
 
 template <typename T>
@@ -94,8 +94,8 @@ INLINE void table_errors(const float* values, const int32_t* bins, int64_t size,
         }
 }
 
-// The sum of (product + base)^2, or of (product + 2 base) error for a Gram matrix. It has many partial sums, because a
-// single one would lose digits, and each addition would wait for the one before.
+// The sum of (product + base)^2, or of (product + 2 base) error for a Gram matrix. It uses many partial sums: a single
+// one would lose digits, and each addition would wait for the previous one.
 template <typename T, bool gram>
 INLINE float block_sum(const T* product, const float* base, const T* error, int64_t size) {
     const int lanes = 64;
@@ -128,8 +128,8 @@ INLINE void sums(const T* product, const float* base, const T* error, int64_t ou
     }
 }
 
-// The nearest level of a logarithmic quantizer: the leading bits of a value lead to a bin, of which one part is above
-// the bin's end. levels: of both parts of each bin. NaN counts as the least value.
+// The nearest level of a logarithmic quantizer. The leading bits of a value select a bin; NaN counts as the least value.
+// ends: the threshold in each bin. levels: two per bin, above the threshold and up to it.
 INLINE float log_level(float value, float lowest, float highest, int32_t drop, int32_t first, const float* ends,
                        const float* levels) {
     value = value > lowest ? value : lowest;
@@ -142,7 +142,7 @@ INLINE float log_level(float value, float lowest, float highest, int32_t drop, i
     return levels[2 * bin + 1 + (sign >> 31)];
 }
 
-// The gradient by one value; what it adds to those by the ends of the range and by the step goes to the sums.
+// The gradient of one value. Its contributions to the gradients of low, high and step are added to the sums.
 template <bool mixed>
 INLINE float straight_through(float given, float x, float hat, float low, float high, float middle, float above,
                               float* by_low, float* by_high, float* by_step) {
@@ -157,7 +157,7 @@ INLINE float straight_through(float given, float x, float hat, float low, float 
     return by_x;
 }
 
-// The same of many values of one group. sums: by low, high and step.
+// The same for many values of one group. sums: the gradients of low, high and step.
 template <bool mixed>
 INLINE void straight_through(const float* gradient, const float* values, const float* hats, int64_t size, float low,
                              float high, float above, float* out, double* sums) {
@@ -206,7 +206,7 @@ API void adalog_nearest_log(const float* values, int64_t size, float offset, flo
         out[i] = log_level((values[i] + offset) / scale, lowest, highest, drop, first, ends, levels);
 }
 
-// sums: (groups, 3), zeros.
+// sums: (groups, 3), zero at the start.
 API void adalog_straight_through(const float* gradient, const float* values, const float* hats, int64_t outer,
                                  int64_t groups, int64_t inner, const float* low, const float* high, float above,
                                  int mixed, float* out, double* sums) {
@@ -243,7 +243,7 @@ API void adalog_table_errors_bfloat16(const float* values, const int32_t* bins, 
     table_errors(values, bins, size, block, tables, bin_count, count, out);
 }
 
-// out: zeros. error: null where there is no Gram matrix.
+// out: zero at the start. error: null without a Gram matrix.
 API void adalog_sums_float(const float* product, const float* base, const float* error, int64_t outer, int64_t groups,
                            int64_t inner, int64_t block, int64_t count, double* out) {
     if (error)

@@ -1,8 +1,8 @@
-"""Fake quantization and its gradient in one pass, where there is a compiled library (`elementwise.cpp`).
+"""Fake quantization and its gradient in one pass, by the compiled library (`elementwise.cpp`).
 
-Each function here returns None where the library does not take what it is given: without a library, for other dtypes
-and devices, and for parameters that vary from one value to the next. PyTorch does it then, in several passes. Values
-are the same to the bit; sums are added up in another order. The library trusts the sizes that it is given.
+Each function returns None if the library cannot compute it: without a library, for other dtypes and devices, and for
+parameters that vary from one value to the next. The caller then uses PyTorch, which takes several passes. The values
+are the same to the bit, but sums are added in another order. The library does not check the sizes that it gets.
 """
 
 import ctypes
@@ -17,23 +17,23 @@ from adalog import library
 
 KINDS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
-_THREE = (_SIZE,) * 3  # those of `sizes_around`
+_THREE = (_SIZE,) * 3  # the sizes that `sizes_around` returns
 _FAKE_QUANTIZATION = {
     "nearest_uniform": (_POINTER, *_THREE, _POINTER, _POINTER, _FLOAT, _POINTER),
     "nearest_log": (_POINTER, _SIZE, *(_FLOAT,) * 4, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "straight_through": (*(_POINTER,) * 3, *_THREE, _POINTER, _POINTER, _FLOAT, ctypes.c_int, _POINTER, _POINTER),
 }
-_SEARCH = {  # one function for each of KINDS
+_SEARCH = {  # one function for each dtype in KINDS
     "uniform_errors": (_POINTER, *_THREE, _SIZE, _POINTER, _POINTER, _FLOAT, _SIZE, _POINTER),
     "table_errors": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _POINTER),
     "sums": (_POINTER, _POINTER, _POINTER, *_THREE, _SIZE, _SIZE, _POINTER),
 }
-_LEAST = 16  # values in a row with the same parameters; with fewer, calls of PyTorch are quicker
+_LEAST = 16  # consecutive values that share parameters; with fewer, PyTorch is faster
 
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., None]]:
-    """The library's functions by name; empty without a library."""
+    """Return the library's functions by name, or an empty dict without the library."""
     found, _ = library.load()
     if found is None:
         return {}
@@ -46,15 +46,16 @@ def _functions() -> dict[str, Callable[..., None]]:
 
 
 def compiled(name: str, *values: Tensor) -> Callable[..., None] | None:
-    """The library's function of this name; None where it does not take these values.
+    """Return the library's function of this name, or None if it cannot take these values.
 
-    It takes tensors with values in memory: not those that stand for others while PyTorch traces or maps a function.
+    It takes float32 tensors in CPU memory, but not the placeholders that PyTorch uses while it traces or maps a
+    function.
     """
     return _functions().get(name) if are_values(*values) and all(map(_in_memory, values)) else None
 
 
 def are_values(*tensors: Tensor) -> bool:
-    """Whether tensors have values, and do not stand for others while PyTorch traces, compiles or maps a function."""
+    """Return True if the tensors hold values, not placeholders while PyTorch traces, compiles or maps a function."""
     if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
         return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -66,7 +67,7 @@ def _in_memory(value: Tensor) -> bool:
 
 
 def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, int, int] | None:
-    """The number of elements before, in and after these dimensions; None where they are not next to each other."""
+    """Return the number of elements before, in and after these dimensions, or None if they are not adjacent."""
     first, end = (own_dims[0], own_dims[-1] + 1) if own_dims else (0, 0)
     if tuple(own_dims) != tuple(range(first, end)):
         return None
@@ -74,9 +75,10 @@ def sizes_around(shape: Sequence[int], own_dims: Sequence[int]) -> tuple[int, in
 
 
 def _taken(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., None], tuple[int, int, int]] | None:
-    """The library's function and the sizes for parameters that broadcast against contiguous x alike; None: it has none.
+    """Return the library's function and the sizes for parameters that broadcast against x, or None if there is none.
 
-    With one parameter for all values any layout without gaps will do.
+    All parameters must have the same shape. x must be contiguous, unless one parameter serves all values: then x may
+    have any layout without gaps.
     """
     call, shape = compiled(name, x, *parameters), parameters[0].shape
     if call is None or any(each.shape != shape for each in parameters) or len(shape) > x.ndim:
@@ -90,12 +92,12 @@ def _taken(name: str, x: Tensor, *parameters: Tensor) -> tuple[Callable[..., Non
 
 
 def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor | None:
-    """The values that the codes of x stand for (`uniform_fake_quantize`), in the layout of x."""
+    """Return the same values as `uniform_fake_quantize`, in the layout of x."""
     taken = _taken("nearest_uniform", x, scale, zero_point)
     if taken is None:
         return None
     (call, sizes), result = taken, torch.empty_like(x)
-    if result.stride() != x.stride() and not x.is_contiguous():  # it has gaps
+    if result.stride() != x.stride() and not x.is_contiguous():  # x has gaps in memory
         return None
     scale, zero_point = scale.contiguous(), zero_point.contiguous()
     call(x.data_ptr(), *sizes, scale.data_ptr(), zero_point.data_ptr(), 2**bits - 1, result.data_ptr())
@@ -105,11 +107,11 @@ def nearest_uniform(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> 
 def nearest_log(
     x: Tensor, offset: float, scale: Tensor, span: tuple[float, float], places: tuple[int, int], *tables: Tensor
 ) -> Tensor | None:
-    """The level of each value of a logarithmic quantizer with one scale, contiguous.
+    """Return the nearest level of each value, for a logarithmic quantizer with one scale; the result is contiguous.
 
-    span: the least and largest value of (x + offset) / scale that matters. places: how many bits of such a value do not
-    count for its bin, and the number that the others are for the first bin. tables: the end of each bin, and the levels
-    above and below the ends, bin by bin; contiguous.
+    span: (x + offset) / scale is clamped to this interval.
+    places: the number of trailing bits of such a value that its bin number leaves out, and the number of the first bin.
+    tables: the threshold in each bin, and the levels above and below it, bin by bin; contiguous.
     """
     taken = _taken("nearest_log", x, scale) if scale.numel() == 1 and compiled("nearest_log", *tables) else None
     if taken is None:
@@ -123,11 +125,12 @@ def nearest_log(
 def straight_through(
     gradient: Tensor, x: Tensor, hat: Tensor, trained: Sequence[Tensor], above: float, mixed: bool
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The gradient by x, contiguous, and those by what is trained: low, high and step.
+    """Return the gradient of x, contiguous, and the gradients of the trained parameters low, high and step.
 
-    The gradients are those of c + s e, in which c is x clipped to [low, high] and e = (hat - above - c) / s is
-    constant. mixed: where hat is x + above, c is x. They have no gradients of their own, so there are none here where
-    these may be asked for.
+    They are the gradients of c + s e: c is x clipped to [low, high], and e = (hat - above - c) / s is held constant.
+    The result has no gradients of its own, so the function returns None while gradients are enabled.
+
+    mixed: c is x wherever hat equals x + above.
     """
     taken = _taken("straight_through", x, *trained) if compiled("straight_through", gradient, hat) else None
     if taken is None or torch.is_grad_enabled():

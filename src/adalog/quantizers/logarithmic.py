@@ -1,8 +1,8 @@
-"""The logarithmic quantizers: log2, log-sqrt2 and AdaLog, each formula of Eqs. 1-9 written once.
+"""The logarithmic quantizers log2, log-sqrt2 and AdaLog (Eqs. 1-9).
 
-Every function broadcasts: a leading candidate axis on the parameters gives a leading candidate axis on the result.
-Codes are integers held in the dtype of the input, float32 or float64 (narrower inputs are computed in float32).
-Rounding is to the nearest integer, halves to even.
+Every function broadcasts: a leading candidate axis of the parameters becomes a leading candidate axis of the result.
+Codes are whole numbers in the dtype of the input, float32 or float64; narrower inputs are computed in float32. Rounding
+is to the nearest integer, halves to even.
 """
 
 import math
@@ -22,14 +22,15 @@ from adalog.stored import is_whole
 Beyond = Literal["saturate", "zero", "zero-coded"]
 Rounding = Literal["log", "nearest"]
 
-WIDTHS = (8, 16)  # bits of the integers in a logarithmic quantizer's table
+WIDTHS = (8, 16)  # bits per entry of a logarithmic quantizer's integer table
 _TABLE_BINS = 1 << 20
 
 
 def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Eqs. 8-9: for every code k the shift floor(k q / r) and the mantissa round(2**-((k q mod r) / r) / table_step).
+    """Return the shift and the mantissa of every code k (Eqs. 8-9): int64, (2**bits,) each.
 
-    table_step = 1 / (2 (2**bits - 1)), so a mantissa is an integer of bits + 1 bits. Both tables: int64, (2**bits,).
+    The shift is floor(k q / r). The mantissa is round(2**-((k q mod r) / r) / table_step), with table_step = 1 / (2
+    (2**bits - 1)), so it is an integer of bits + 1 bits.
     """
     product = torch.arange(2**bits) * q
     exact = torch.exp2(-(product % r).double() / r)
@@ -37,29 +38,29 @@ def log_tables(q: int, r: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def table_step(bits: int) -> float:
-    """The scale of the mantissa table, s_table above Eq. 9."""
+    """Return the scale of the mantissa table, s_table above Eq. 9."""
     return 1 / (2 * (2**bits - 1))
 
 
 def most_headroom(bits: int, width: int, *, table: bool = True) -> int:
-    """The largest headroom whose table fits in `width` bits; below zero where none does."""
+    """Return the largest headroom whose table fits in `width` bits; it is negative if no table fits."""
     return width - bits - 1 if table else width - 1
 
 
 def integer_levels(q: int, r: int, bits: int, headroom: int, *, table: bool = True) -> Tensor:
-    """The integer of each code, in units of `integer_unit`: int64, (2**bits,), the folded table of Eq. 10.
+    """Return the integer of each code, in units of `integer_unit`: int64, (2**bits,).
 
-    table: T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`. Without it each integer is
-    2**headroom times the exact power 2**(-k q / r), rounded to the nearest.
+    table: the folded table of Eq. 10, T = (U << headroom) >> A, with the mantissas U and shifts A of `log_tables`.
+        Without it, each integer is 2**headroom times the exact power 2**(-k q / r), rounded to the nearest integer.
     """
     if table:
         shift, mantissa = log_tables(q, r, bits)
-        return (mantissa << headroom) >> shift.clamp(max=62)  # larger shifts are undefined
+        return (mantissa << headroom) >> shift.clamp(max=62)  # a shift by the full width of an integer is undefined
     return torch.exp2(headroom - torch.arange(2**bits, dtype=torch.float64) * q / r).round().to(torch.int64)
 
 
 def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
-    """The value of one unit of `integer_levels` at scale 1."""
+    """Return the value of one unit of `integer_levels` at scale 1."""
     return (table_step(bits) if table else 1.0) * 2.0**-headroom
 
 
@@ -67,11 +68,12 @@ def integer_unit(bits: int, headroom: int, *, table: bool = True) -> float:
 def log_levels(
     q: int, r: int, bits: int, *, beyond: Beyond = "zero-coded", table: bool = True, headroom: int | None = None
 ) -> Tensor:
-    """The value of each code at scale 1, descending: float64, (2**bits,), or one more where `beyond` is "zero".
+    """Return the value of each code at scale 1, descending: float64, (2**bits,), and a zero more if `beyond` is "zero".
 
-    table: Eq. 7 with the quantized mantissas of Eq. 9 (AdaLog as it runs in integers). Without it the exact powers
-    2**(-k q / r): Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd codes exact.
-    headroom: the levels are those of the integer table with this headroom (`integer_levels`); None: there is no table.
+    table: use the quantized mantissas of Eq. 9 in Eq. 7, as AdaLog does in integers. Without it, use the exact powers
+        2**(-k q / r). They are Eq. 2 for (q, r) = (1, 1), log2, and Eq. 4 for (1, 2), whose parity scale S~ makes odd
+        codes exact.
+    headroom: return the levels of the integer table with this headroom (`integer_levels`). None: it has none.
     """
     if headroom is not None:
         integers = integer_levels(q, r, bits, headroom, table=table)
@@ -98,14 +100,15 @@ def log_thresholds(
     table: bool = True,
     headroom: int | None = None,
 ) -> Tensor:
-    """The values of x / scale at which one code gives way to the next, descending: float64, one fewer than the levels.
+    """Return the values of x / scale between neighbouring codes, descending: float64, one fewer than the levels.
 
-    A value takes code k where it is at most thresholds[k - 1] and above thresholds[k]. Rounding "log" is Eq. 5: code k
-    ends where -log2(x / scale) r / q = k + 1/2. Rounding "nearest" puts the threshold half way between two levels.
+    A value has code k if it is at most thresholds[k - 1] and above thresholds[k]. With the rounding "log" (Eq. 5), code
+    k ends at -log2(x / scale) r / q = k + 1/2. With "nearest", each threshold lies halfway between two levels.
     """
     levels = log_levels(q, r, bits, beyond=beyond, table=table, headroom=headroom)
     if rounding == "nearest":
-        # Rounded mantissas can make neighbours equal: the first keeps the interval, the others get an empty one.
+        # Rounded mantissas can make neighbouring levels equal. The first keeps the interval, the others get an
+        # empty one.
         distinct, first = levels.unique_consecutive(return_inverse=True)
         middle = torch.cat([(distinct[:-1] + distinct[1:]) / 2, distinct.new_zeros(1)])
         return middle[first[:-1]]
@@ -124,25 +127,28 @@ def log_steps(
     table: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The levels and thresholds of every base from q = low to high: (Q, levels) and (Q, thresholds).
+    """Return the levels and thresholds of every base from q = low to high: (Q, levels) and (Q, thresholds).
 
-    They are those of `log_levels` and `log_thresholds`, but ascending, and are copied to the device once.
+    They are those of `log_levels` and `log_thresholds`, but ascending. They are copied to the device once.
     """
     bases = range(low, high + 1)
     levels = [log_levels(q, r, bits, beyond=beyond, table=table) for q in bases]
     cuts = [log_thresholds(q, r, bits, beyond=beyond, rounding=rounding, table=table) for q in bases]
-    with torch.inference_mode(mode=False):  # they are cached for later callers, who may need normal tensors
+    with torch.inference_mode(mode=False):  # later callers of the cache may need normal tensors
         return torch.stack(levels).flip(1).to(device), torch.stack(cuts).flip(1).to(device)
 
 
 class Bins:
-    """A table that counts the thresholds not below a value, exactly as `torch.bucketize` does, several times faster.
+    """A table that counts the thresholds not below a value, with the same result as `torch.bucketize` but faster.
 
     The leading bits of a float are the number of its bin. Bins are so narrow that none holds two different thresholds.
-    counts: two per bin, for values above the threshold that lies in the bin and for values at most that threshold.
-    ends: that threshold; 0 where there is none. lowest, highest: values are clamped to this interval first; a NaN takes
-    the last count. first: the number of the first bin. drop: how many trailing bits the number leaves out. fit: false
-    where more than `_TABLE_BINS` bins would be needed; the thresholds are then searched directly.
+
+    counts: two per bin, for values above the threshold in the bin and for values at or below it.
+    ends: the threshold in each bin; 0 if there is none.
+    lowest, highest: values are clamped to this interval first; NaN takes the last count.
+    first: the number of the first bin.
+    drop: the number of trailing bits that a bin number leaves out.
+    fit: False if more than `_TABLE_BINS` bins would be needed; the thresholds are then searched directly.
     """
 
     def __init__(self, thresholds: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"):
@@ -155,7 +161,7 @@ class Bins:
         lowest, highest = cuts[-1] / 2, cuts[0] * 2
         self.lowest, self.highest = lowest.item(), highest.item()
         self.first, last = (int(edge.view(self.integer)) >> self.drop for edge in (lowest, highest))
-        self.fit = last - self.first <= _TABLE_BINS  # false for close thresholds over many octaves: no search finds any
+        self.fit = last - self.first <= _TABLE_BINS  # a search never leads to so many bins
         self.ascending = thresholds.to(dtype).clamp(min=tiny).flip(0).to(device)
         if not self.fit:
             return
@@ -163,22 +169,22 @@ class Bins:
         upper_edges = ((numbers + 1) << self.drop).view(dtype)
         distinct = len(cuts) - torch.searchsorted(cuts.flip(0), upper_edges, out_int32=True)
         passed = torch.cat([repeats.new_zeros(1), repeats.cumsum(0), repeats.sum()[None]]).to(torch.int32)
-        counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # for values above the end, and at most it
+        counts = passed[torch.stack([distinct, distinct + 1], dim=1)]  # for values above the end, and up to it
         self.counts = counts.to(device)
         self.ends = torch.cat([cuts, cuts.new_zeros(1)])[distinct].to(device)  # the last interval has no lower end
 
 
 def _places(values: Tensor, bins: Bins) -> Tensor:
-    """The place of each value, (n,), among the flattened `counts` of bins that fit: int32."""
+    """Return the index of each value, (n,), in the flattened `counts` of bins that fit."""
     values = values.clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
     number = (values.view(bins.integer) >> bins.drop).sub_(bins.first)
-    # The sign of how far the threshold is above the value, -1 or 0: comparisons take several times as long.
+    # -1 if the value is above its bin's threshold, else 0. Shifting out the sign bit is faster than a comparison.
     sign = bins.ends.index_select(0, number).sub_(values).view(bins.integer) >> (8 * values.element_size() - 1)
     return number.mul_(2).add_(1).add_(sign)
 
 
 def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
-    """How many of the thresholds are not below each x: int32, the shape of x."""
+    """Return the number of thresholds not below each x: int32, the shape of x."""
     if bins.fit and are_values(x):
         return bins.counts.reshape(-1).index_select(0, _places(x.reshape(-1), bins)).view(x.shape)
     values = x.clamp(bins.lowest, bins.highest).nan_to_num_(bins.lowest)
@@ -187,14 +193,14 @@ def _count_not_below(x: Tensor, bins: Bins) -> Tensor:
 
 @lru_cache(128)
 def _bins_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Bins:
-    """The bins of `log_thresholds`, copied to the device once."""
-    with torch.inference_mode(mode=False):  # they are cached for later callers, who may need normal tensors
+    """Return the bins of `log_thresholds`, copied to the device once."""
+    with torch.inference_mode(mode=False):  # later callers of the cache may need normal tensors
         return Bins(log_thresholds(q, r, bits, **choices), dtype, device)
 
 
 @lru_cache(128)
 def _levels_on(device: torch.device, dtype: torch.dtype, q: int, r: int, bits: int, **choices: Any) -> Tensor:
-    """`log_levels` in this type, copied to the device once."""
+    """Return `log_levels` in this dtype, copied to the device once."""
     with torch.inference_mode(mode=False):
         return log_levels(q, r, bits, **choices).to(device, dtype)
 
@@ -211,12 +217,14 @@ def log_quantize(
     table: bool = True,
     headroom: int | None = None,
 ) -> Tensor:
-    """Eq. 5 with log2(base) = q / r: code = clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1).
+    """Return clamp(round(-log2(x / scale) r / q), 0, 2**bits - 1), the codes of Eq. 5 with log2(base) = q / r.
 
-    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) the log-sqrt2 quantizer of Eq. 3, (q, 37) AdaLog.
-    beyond: values below the last level saturate ("saturate": the paper), take the extra code 2**bits that means zero
-    ("zero": the released code, not storable in `bits` bits), or take the last code, which then means zero
-    ("zero-coded"). rounding: "log" as above, or "nearest", to the nearest level.
+    (q, r) = (1, 1) is the log2 quantizer of Eq. 1, (1, 2) is the log-sqrt2 quantizer of Eq. 3, and (q, 37) is AdaLog.
+
+    beyond: the code of values below the last level. "saturate" (the paper): the last code. "zero" (the released code):
+        the extra code 2**bits, which means zero and does not fit in `bits` bits. "zero-coded": the last code, which
+        then means zero.
+    rounding: "log" as above, or "nearest" for the nearest level.
     """
     last = 2**bits if beyond == "zero" else 2**bits - 1
     ratio = at_least_float32(x) / scale
@@ -242,7 +250,7 @@ def log_dequantize(
     table: bool = True,
     headroom: int | None = None,
 ) -> Tensor:
-    """Eq. 7 (with `table`) or Eqs. 2, 4 and 6 (without): scale times the level of each code."""
+    """Return scale times the level of each code, by Eq. 7 with `table`, or by Eqs. 2, 4 and 6 without it."""
 
     def lookup(codes: Tensor, base: int) -> Tensor:
         choices = {"beyond": beyond, "table": table, "headroom": headroom}
@@ -253,24 +261,27 @@ def log_dequantize(
 
 
 def _per_base(function: Callable[[Tensor, int], Tensor], values: Tensor, q: Tensor | int) -> Tensor:
-    """function(values, q) for one integer q, or for each entry of q's leading candidate axis, (K, 1, ...)."""
+    """Return function(values, q) for one integer q, or for each entry of q's leading candidate axis, (K, 1, ...)."""
     if isinstance(q, int) or q.numel() == 1:
         single = function(values, int(q))
         return single if isinstance(q, int) or q.ndim <= single.ndim else single.reshape(q.shape[0], *single.shape)
     if q.numel() != q.shape[0]:
-        raise ValueError(f"q of shape {tuple(q.shape)} varies along more than its leading candidate axis")
+        raise ValueError(f"q has the shape {tuple(q.shape)}, but only its leading candidate axis may be longer than 1")
     values = values.expand(torch.broadcast_shapes(values.shape, q.shape))
     return torch.stack([function(row, int(base)) for row, base in zip(values, q.flatten().tolist(), strict=True)])
 
 
 @dataclass(frozen=True)
 class LogQuantizer(Quantizer):
-    """A logarithmic quantizer of base 2**(q / r) with its parameters, for x + offset >= 0 (Eqs. 5-9, 13-14).
+    """A logarithmic quantizer of base 2**(q / r), for values with x + offset >= 0 (Eqs. 5-9, 13-14).
 
-    scale: float32, one value. offset: minus the activation's minimum. keeps_offset: the dequantized value is that of
-    x + offset, because the consumer's bias has absorbed the offset (Eq. 15); otherwise the offset is taken off.
-    table: mantissas are quantized (Eq. 9). width, headroom: those of the table of integers that stands for the levels
-    (`table_integers`). A width of 8 or 16 bits; 0: there is no such table, and the levels are floats.
+    scale: float32, one value.
+    offset: minus the activation's minimum.
+    keeps_offset: dequantized values are those of x + offset, because the consumer's bias has absorbed the offset (Eq.
+        15). Otherwise `dequantize` subtracts the offset.
+    table: mantissas are quantized (Eq. 9).
+    width, headroom: the bits of an entry (8 or 16) and the headroom of the integer table that replaces the levels
+        (`table_integers`). A width of 0 means no table: the levels are floats.
     """
 
     kind: ClassVar[str] = "log"
@@ -289,16 +300,19 @@ class LogQuantizer(Quantizer):
     def __post_init__(self) -> None:
         check_bits(self.bits)
         if self.q < 1 or self.r < 1:
-            raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive")
+            raise ValueError(f"log2(base) = {self.q} / {self.r} is not positive: q and r must be at least 1")
         if not self.width:
             return
         if self.beyond == "zero":
-            raise ValueError(f"2**{self.bits} + 1 values are more than a table of integers has codes for")
+            raise ValueError(
+                f"beyond = 'zero' has one value more than the 2**{self.bits} entries of an integer table: "
+                "choose 'zero-coded' or 'saturate'"
+            )
         most = most_headroom(self.bits, self.width, table=self.table)
         if self.width not in WIDTHS or not 0 <= self.headroom <= most:
             raise ValueError(
-                f"a table of {self.width} bits with a headroom of {self.headroom} does not hold {self.bits}-bit codes' "
-                f"levels: the width is one of {', '.join(map(str, WIDTHS))}, the headroom from 0 to {most}"
+                f"width = {self.width} and headroom = {self.headroom} do not fit the integer table of {self.bits}-bit "
+                f"codes: the width must be one of {', '.join(map(str, WIDTHS))}, and the headroom from 0 to {most}"
             )
 
     def quantize(self, x: Tensor) -> Tensor:
@@ -327,7 +341,7 @@ class LogQuantizer(Quantizer):
         if self.rounding == "nearest":
             dtype = torch.result_type(self._lifted(flat[:1]), self.scale)
             bins = _bins_on(x.device, dtype, self.q, self.r, self.bits, rounding=self.rounding, **self._choices)
-            if bins.fit and are_values(x):  # a value's place leads to its level at once
+            if bins.fit and are_values(x):  # the level is looked up directly, without the code
                 levels = self.dequantize(bins.counts.reshape(-1)).to(x.dtype).reshape(-1)
                 span, places = (bins.lowest, bins.highest), (bins.drop, bins.first)
                 found = nearest_log(x, self.offset, self.scale, span, places, bins.ends, levels)
@@ -348,7 +362,7 @@ class LogQuantizer(Quantizer):
 
     @property
     def code_count(self) -> int:
-        return int(2**self.bits) + (self.beyond == "zero")  # one more than these bits hold
+        return int(2**self.bits) + (self.beyond == "zero")  # "zero" has one code more than the bits hold
 
     @property
     def lift(self) -> float:
@@ -378,12 +392,12 @@ class LogQuantizer(Quantizer):
         if self.width:
             return ""
         return (
-            "has logarithmic codes with levels in float, which no integers stand for: quantize the model with a method "
-            "whose tables are of integers, such as adalog"
+            "has logarithmic codes with float levels, which executors cannot multiply as integers: quantize the model "
+            "with a method that has integer tables, such as adalog"
         )
 
     def table_integers(self) -> Tensor:
-        """The integer below 2**width of each code, in units of `unit`: int64, (2**bits,), on the CPU."""
+        """Return the integer of each code, below 2**width, in units of `unit`: int64, (2**bits,), on the CPU."""
         integers = integer_levels(self.q, self.r, self.bits, self.headroom, table=self.table)
         if self.beyond == "zero-coded":
             integers[-1] = 0
@@ -407,9 +421,10 @@ class LogQuantizer(Quantizer):
 
     @property
     def multiplied_bits(self) -> int:
-        """The width of the table's integers, else of a mantissa, else of a float.
+        """The width of the table's integers, else of a mantissa, else of a float [bits].
 
-        Mantissas are bits + 1 wide. A base that is a power of two has one mantissa and needs a shift alone: 0.
+        A mantissa has bits + 1 bits. If the base is a power of two, all mantissas are equal, so a product is only a
+        shift: 0 bits.
         """
         if self.width:
             return self.width
@@ -421,7 +436,7 @@ class LogQuantizer(Quantizer):
     def look_ups(self) -> int:
         if not self.multiplied_bits:
             return 0
-        return 1 if self.width else 2  # a table's integer, or a mantissa and a shift (Eqs. 8-9)
+        return 1 if self.width else 2  # one integer of a table, or a mantissa and a shift (Eqs. 8-9)
 
     @property
     def shifts_products(self) -> bool:
@@ -446,7 +461,7 @@ class LogQuantizer(Quantizer):
         sane = sane and type(choices["offset"]) in (int, float) and math.isfinite(choices["offset"])
         sane = sane and all(is_whole(choices[key], 0, 16) for key in ("width", "headroom"))
         if not sane:
-            raise ArtifactError(f"quantizer {name} has choices that no logarithmic quantizer has: {choices}")
+            raise ArtifactError(f"quantizer {name} has invalid fields for a logarithmic quantizer: {choices}")
         return LogQuantizer(scale=scale, bits=given["bits"], **choices)
 
 

@@ -1,4 +1,4 @@
-"""The abilities of every quantizer, and what all of them share: limits, straight-through gradients, slicing."""
+"""The abstract `Quantizer`, and what all quantizers share: limits, straight-through gradients and slicing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Same = TypeVar("Same", bound="Quantizer")
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x itself if it is float32 or float64, else x in float32."""
+    """Return x itself if it is float32 or float64, else x in float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def check_bits(bits: int) -> None:
-    """Raise ValueError for a width that no quantizer has."""
+    """Raise ValueError if no quantizer has this width."""
     if not MIN_BITS <= bits <= MAX_BITS:
         raise ValueError(f"bits = {bits} is outside {MIN_BITS} to {MAX_BITS}")
 
@@ -42,16 +42,17 @@ class _RoundStraightThrough(torch.autograd.Function):
 
 
 def round_ste(x: Tensor) -> Tensor:
-    """Round to the nearest integer, halves to even; the gradient passes straight through as if nothing was rounded."""
+    """Round to the nearest integer, halves to even; the gradient passes through as if nothing were rounded."""
     rounded: Tensor = _RoundStraightThrough.apply(x)  # type: ignore[no-untyped-call]
     return rounded
 
 
 class _QuantizedStraightThrough(torch.autograd.Function):
-    """x_hat with the gradients of c + s e, in which c is x clipped to [low, high] and e = (x_hat - c) / s is constant.
+    """x_hat, with the gradients of c + s e: c is x clipped to [low, high], and e = (x_hat - c) / s is held constant.
 
-    hat: x_hat; above: how far it lies above the values of x, because a bias has absorbed the offset. mixed: whether
-    some of x_hat are x + above instead; there c is x.
+    hat: x_hat.
+    above: how far x_hat lies above x, because a bias has absorbed the offset.
+    mixed: True if some values of x_hat are x + above instead; c is x there.
     """
 
     @staticmethod
@@ -81,9 +82,9 @@ class _QuantizedStraightThrough(torch.autograd.Function):
 def _gradient_by_values(
     gradient: Tensor, x: Tensor, hat: Tensor, trained: Sequence[Tensor], sums: list[Tensor], above: float, mixed: bool
 ) -> Tensor:
-    """The gradient by x on a slice; those by low, high and step are added to the sums.
+    """Return the gradient of a slice of x, and add the gradients of low, high and step to `sums`.
 
-    Masks are numbers, 0 and 1: PyTorch's operations on the CPU take several times as long on booleans.
+    Masks are the numbers 0 and 1, because PyTorch is slower on booleans on the CPU.
     """
     low, high, step = trained
     clipped = torch.minimum(torch.maximum(x, low), high)
@@ -102,21 +103,22 @@ def _gradient_by_values(
 
 
 def _one_where(compare: Callable[..., Tensor], one: Tensor, other: Tensor) -> Tensor:
-    """A comparison as numbers, 1 where it holds and 0 elsewhere, in the dtype of the first."""
+    """Return a comparison as numbers, 1 if it holds and 0 if not, in the dtype of the first tensor."""
     return compare(one, other, out=torch.empty_like(one))
 
 
 def _product_sum(one: Tensor, other: Tensor, like: Tensor) -> Tensor:
-    """The sum of the products of two tensors over all that a third one broadcasts over, in its shape."""
+    """Return one * other, summed over all dimensions that `like` broadcasts over, in the shape of `like`."""
     if like.numel() == 1:
         return torch.dot(one.reshape(-1), other.reshape(-1)).reshape(like.shape)
     return (one * other).sum_to_size(like.shape)
 
 
 class Quantizer(ABC):
-    """A quantizer with its parameters, which turns values into codes of `bits` bits and back.
+    """A quantizer with its parameters, which maps values to codes of `bits` bits and back.
 
     Quantizers are frozen dataclasses. Their tensor fields are their parameters, which broadcast against the values.
+
     kind: the quantizer's name in files.
     """
 
@@ -128,25 +130,27 @@ class Quantizer(ABC):
 
     @property
     def code_count(self) -> int:
-        """How many codes there are, from 0 on."""
+        """The number of codes; the first code is 0."""
         return int(2**self.bits)
 
     @abstractmethod
     def quantize(self, x: Tensor) -> Tensor:
-        """The codes of values: whole numbers in the dtype of the values, at least float32."""
+        """Return the codes of x: whole numbers in the dtype of x, but at least float32."""
 
     @abstractmethod
     def dequantize(self, code: Tensor) -> Tensor:
-        """The values that codes stand for, in the dtype of the scale."""
+        """Return the values of codes, in the dtype of the scale."""
 
     def fake_quantize(self, x: Tensor, kept: Tensor | None = None) -> Tensor:
-        """The values that the codes of x stand for, in the dtype of x; differentiable as in LSQ (Esser et al., 2020).
+        """Quantize and dequantize x, in the dtype of x; differentiable as in LSQ (Esser et al., 2020).
 
-        With c the value clipped to the range and s the step there, x_hat = c + s e, in which the rounding error
-        e = (x_hat - c) / s is held constant. So the gradient by x is 1 inside the range and 0 outside, and the scale
-        and zero point have the gradients of LSQ and LSQ+ wherever they require one.
-        kept: 1 where a value is not quantized (QDrop), but for an offset that a bias has absorbed, and 0 elsewhere, in
-        the shape and dtype of x. The gradient by x is 1 there, and parameters get none.
+        With c the value clipped to the range and s the step there, x_hat = c + s e. The rounding error e = (x_hat - c)
+        / s is held constant. The gradient of x is therefore 1 inside the range and 0 outside, and the scale and zero
+        point get the gradients of LSQ and LSQ+ if they require gradients.
+
+        kept: the shape and dtype of x; 1 for values that are not quantized (QDrop), 0 for the others. Only an offset
+            that a bias has absorbed is added to kept values. Their gradient is 1, and they add nothing to the gradients
+            of the parameters.
         """
         trained = (x, *self.parameters().values())
         differentiable = torch.is_grad_enabled() and any(value.requires_grad for value in trained)
@@ -154,7 +158,7 @@ class Quantizer(ABC):
         with torch.no_grad():
             hat = self._nearest(x)
             if kept is not None:
-                hat.lerp_(x + self.kept_offset if self.kept_offset else x, kept)  # exact for weights of 0 and 1
+                hat.lerp_(x + self.kept_offset if self.kept_offset else x, kept)  # exact, since the weights are 0 and 1
         if not differentiable:
             return hat
         low, high = self.bounds()
@@ -168,73 +172,77 @@ class Quantizer(ABC):
 
     @abstractmethod
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """The ends of the range of x, the least and the largest value that a code stands for; differentiable."""
+        """Return the least and the largest value that a code can have; differentiable."""
 
     @abstractmethod
     def step(self, x: Tensor) -> Tensor:
-        """The scale that applies where x lies, to broadcast against x."""
+        """Return the scale that applies at x, to broadcast against x."""
 
     def levels(self) -> Tensor:
-        """Every value that the quantizer stands for, under all its scales, ascending: float, on the CPU.
+        """Return every value that the quantizer can output, over all its scales, ascending: float, on the CPU.
 
-        The values are in the domain of what it quantizes: an offset that a bias has absorbed is taken off.
+        The values are in the domain of x: an offset that a bias has absorbed is subtracted.
         """
         code = torch.arange(self.code_count, dtype=torch.float32, device=self.scale.device)
         return self.unabsorbed().map(lambda value: value.reshape(-1, 1)).dequantize(code).unique().cpu()
 
     @property
     def lift(self) -> float:
-        """What to add to the values to make them positive, as far as the levels tell."""
+        """The number that makes all levels non-negative when it is added to them."""
         return max(0.0, -float(self.levels()[0]))
 
     # --- parameters ---
 
     def parameters(self) -> dict[str, Tensor]:
-        """The tensor fields, by name."""
+        """Return the tensor fields by name."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def map(self: Same, function: Callable[[Tensor], Tensor]) -> Same:
-        """The same quantizer with a function (a reshape, a move to a device, a cast) applied to every parameter."""
+        """Apply a function (a reshape, a move to a device, a cast) to every parameter."""
         changed = {name: function(value) for name, value in self.parameters().items()}
         return replace(self, **changed)  # type: ignore[type-var]
 
     def scaled(self: Same, factor: float | Tensor) -> Same:
-        """The same quantizer with scales that are `factor` times as large; a tensor has a factor for each scale."""
+        """Multiply the scales by `factor`, which is one number or one factor per scale."""
         return replace(self, scale=self.scale * factor)  # type: ignore[type-var]
 
     @property
     def nbytes(self) -> int:
-        """The size of the parameters as an artifact's tensors hold them [bytes]."""
+        """The size of the parameters as an artifact stores them [bytes]."""
         return sum(value.nbytes for value in self.stored().values())
 
     @classmethod
     def reaching(cls: type[Same], upper: Tensor, bits: int, offset: float) -> Same:
-        """The quantizer whose largest level is `upper`, for a search that has this one number to find.
+        """Return the quantizer whose largest level is `upper`, for a search over this one number.
 
-        upper: in the shape of the scale. offset: how far below zero the values reach, where that is known; else 0.
-        Raises ValueError where one number does not give a quantizer of this kind.
+        upper: the shape of the scale.
+        offset: how far the values reach below zero, if that is known, else 0.
+        Raises ValueError if one number does not determine a quantizer of this kind.
         """
-        raise ValueError(f"a quantizer of the kind {cls.kind} takes more than one number")
+        raise ValueError(f"the largest level alone does not determine a quantizer of the kind {cls.kind}")
 
     def absorbed(self: Same) -> tuple[float, Same]:
-        """The offset that a consumer's bias can absorb (Eq. 15), and the quantizer after that; 0: there is none."""
+        """Return the offset that a consumer's bias can absorb (Eq. 15), or 0, and the quantizer after that."""
         return 0.0, self
 
     @property
     def kept_offset(self) -> float:
-        """How far the values that codes stand for are above those of x, because a bias has absorbed the offset."""
+        """The number by which dequantized values exceed x, because a bias has absorbed the offset."""
         return 0.0
 
     def unabsorbed(self: Same) -> Same:
-        """The quantizer whose values are those of x itself: the offset is taken off even if a bias has absorbed it."""
+        """Return the quantizer that dequantizes to the domain of x, even if a bias has absorbed the offset."""
         return self
 
-    # --- words ---
+    # --- descriptions ---
 
     @abstractmethod
     def describe(self, count: int = 0) -> str:
-        """The quantizer in a few words, such as "4-bit uniform x 3". count: how many scales; 0: as many as it has."""
+        """Describe the quantizer in a few words, such as "4-bit uniform x 3".
+
+        count: the number of scales; 0: as many as the quantizer has.
+        """
 
     @property
     def title(self) -> str:
@@ -245,98 +253,102 @@ class Quantizer(ABC):
 
     @property
     def why_no_integers(self) -> str:
-        """Why the codes stand for no integers, with the way out; empty where they do."""
+        """The reason why executors cannot run the codes as integers, and the way out; empty if they can."""
         return ""
 
     @abstractmethod
     def integers(self, code: Tensor) -> list[Tensor]:
-        """The integers that codes stand for, one tensor per part: int64, the shape of the codes.
+        """Return the integers of codes, one tensor per part: int64, the shape of the codes.
 
-        A value is the sum of its parts, and each part is its integer times its unit (`units`). The integers of a
-        constant part (an offset that no bias has absorbed) are all one.
+        A value is the sum of its parts, and each part is its integer times its unit (`units`). All integers of a
+        constant part (an offset that no bias has absorbed) are 1.
         """
 
     def integer(self, code: Tensor) -> Tensor:
-        """The integers of a weight's codes, whose values have one part. Raises ArtifactError for several."""
+        """Return the integers of a weight's codes. Raises ArtifactError if its values have several parts."""
         parts = self.integers(code)
         if len(parts) != 1:
             count = len(parts)
-            raise ArtifactError(f"values of the kind {self.kind} are sums of {count} parts; those of weights have one")
+            raise ArtifactError(
+                f"values of the kind {self.kind} have {count} parts, but those of a weight must have one"
+            )
         return parts[0]
 
     @abstractmethod
     def units(self) -> list[Tensor]:
-        """The unit of each part: float64, to broadcast against the codes."""
+        """Return the unit of each part: float64, to broadcast against the codes."""
 
     @abstractmethod
     def limits(self) -> list[tuple[int, int]]:
-        """(least, most) that the integer of each part can be, whatever the code."""
+        """Return the least and the largest integer of each part, over all codes."""
 
     # --- cost ---
 
     @property
     def multiplied_bits(self) -> int:
-        """The width of the integers that are multiplied: the codes', or that of a table's entries [bits]."""
+        """The width of the integers that are multiplied, either codes or entries of a table [bits]."""
         return self.bits
 
     @property
     def look_ups(self) -> int:
-        """How many tables are read per code."""
+        """The number of tables that are read per code."""
         return 0
 
     @property
     def shifts_products(self) -> bool:
-        """Whether every product is shifted (Eq. 10 as printed)."""
+        """True if every product is shifted (Eq. 10 as printed)."""
         return False
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the table of integers."""
+        """The size of the integer table [bytes]."""
         return 0
 
     def without_table(self: Same) -> Same:
-        """The quantizer without its table of integers."""
+        """Return the quantizer without its integer table."""
         return self
 
     # --- files ---
 
     @abstractmethod
     def fields(self) -> dict[str, Any]:
-        """The quantizer as JSON, without the type of its numbers.
+        """Return the quantizer as JSON, without the dtype of its numbers.
 
-        Raises ArtifactError for parameters that no file takes.
+        Raises ArtifactError if a file cannot hold the parameters.
         """
 
     @classmethod
     @abstractmethod
     def of_fields(cls: type[Same], name: str, given: Mapping[str, Any], scale: Tensor) -> Same:
-        """The quantizer that `fields` wrote.
+        """Return the quantizer that `fields` described.
 
-        name: the quantizer's, for messages. scale: already read, positive and finite.
-        Raises ArtifactError for fields that no quantizer of this kind has.
+        name: the quantizer's name, for messages.
+        scale: already read, positive and finite.
+        Raises ArtifactError if the fields are not valid for this kind.
         """
 
     def stored(self) -> dict[str, Tensor]:
-        """The parameters as an artifact's tensors hold those of a weight, by name: (n,) each, for n scales."""
+        """Return a weight's parameters as an artifact's tensors, by name: (n,) each, for n scales."""
         return {name: value.reshape(-1).contiguous() for name, value in self.parameters().items()}
 
     @classmethod
     def of_stored(cls: type[Same], name: str, stored: Mapping[str, Tensor], bits: int) -> Same:
-        """The quantizer of a weight that `stored` wrote.
+        """Return the quantizer of a weight whose tensors `stored` returned.
 
-        name: the weight's, for messages. stored: `scale` is already checked: floating, positive and finite.
-        Raises ArtifactError for tensors that no quantizer of this kind has, and for kinds that no weight has.
+        name: the weight's name, for messages.
+        stored: its `scale` is already checked: floating-point, positive and finite.
+        Raises ArtifactError if the tensors are not valid for this kind, or if weights cannot have this kind.
         """
-        raise ArtifactError(f"the weight {name} has a quantizer of the kind {cls.kind}, which no weight has")
+        raise ArtifactError(f"weight {name} has a quantizer of the kind {cls.kind}, which weights cannot have")
 
     def _common_fields(self) -> dict[str, Any]:
         return {"bits": self.bits, "shape": list(self.scale.shape), "scale": decimals(self.scale)}
 
 
 def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """An elementwise function of x, computed in slices of the first dimension whose temporaries fit in the cache.
+    """Compute an elementwise function of x in slices of the first dimension whose temporaries fit in the cache.
 
-    It is computed on all of x at once where the scale varies along that dimension, and on other devices than the CPU.
+    It is computed on all of x at once if the scale varies along that dimension, and on devices other than the CPU.
     """
     result = torch.empty_like(x)
     given, put = _slices([x, result], [] if scale is None else [scale])
@@ -348,10 +360,10 @@ def by_slices(function: Callable[[Tensor], Tensor], x: Tensor, scale: Tensor | N
 
 
 def _slices(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Each of these tensors of one shape in slices that fit in the cache, along the first dimension.
+    """Cut these tensors, which have one shape, into slices that fit in the cache, along the first dimension.
 
-    They are one slice each where a parameter varies along that dimension, and on other devices than the CPU. Where all
-    parameters are single numbers, and values lie in memory in their order, the first dimension takes all others in.
+    Each tensor is one slice if a parameter varies along that dimension, and on devices other than the CPU. If all
+    parameters are single numbers and the tensors are contiguous, all dimensions are first merged into one.
     """
     x = values[0]
     if x.ndim == 0 or x.device.type != "cpu":
@@ -366,14 +378,14 @@ def _slices(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Sequ
 
 
 def decimals(values: Tensor) -> list[float]:
-    """Numbers for JSON: the shortest decimals that read back the same."""
+    """Return numbers for JSON: the shortest decimals that read back as the same values."""
     if values.dtype in (torch.float16, torch.bfloat16):  # readers take float32, and numpy has no bfloat16
         values = values.float()
     return [float(str(value)) for value in values.detach().cpu().reshape(-1).numpy()]
 
 
 def check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) -> None:
-    """Raise ArtifactError for a scale that is not positive and finite, or a zero point that is not a code."""
+    """Raise ArtifactError unless all scales are positive and finite, and all zero points are codes."""
     if not bool(torch.isfinite(scale).all() and (scale > 0).all()):
         raise ArtifactError(f"{name} has a scale that is not positive and finite")
     if not bool(((zero_point >= 0) & (zero_point < 2**bits) & (zero_point == zero_point.round())).all()):
@@ -381,7 +393,7 @@ def check_parameters(name: str, scale: Tensor, zero_point: Tensor, bits: int) ->
 
 
 def read_scale(name: str, numbers: Any, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """A scale as `decimals` wrote it. Raises ArtifactError for one that is not positive and finite."""
+    """Read a scale that `decimals` wrote. Raises ArtifactError if it is not positive and finite."""
     scale = torch.tensor(numbers, dtype=dtype).reshape(shape)
     check_parameters(name, scale, torch.zeros_like(scale), MIN_BITS)
     return scale

@@ -1,4 +1,4 @@
-"""The split uniform quantizer of PTQ4ViT, for values in [0, 1] after softmax."""
+"""The split uniform quantizer of PTQ4ViT, for softmax outputs in [0, 1]."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ from adalog.quantizers.uniform import symmetric_zero_point
 
 @dataclass(frozen=True)
 class SplitUniformQuantizer(Quantizer):
-    """Two uniform quantizers of values in [0, 1], each with half of the codes, the finer one for the small (PTQ4ViT).
+    """Two uniform quantizers for values in [0, 1]; the finer one is for small values (PTQ4ViT).
 
-    With h = 2**(bits - 1): code = round(x / scale) below split = scale (h - 1), the end of the finer one, and
-    h + round(x / coarse_scale), up to 2 h - 1, from there on. scale, coarse_scale: float32, broadcast against x.
-    sums: each value is the sum of both quantizers' values of x, as in the released code; large values are then too
-    large by the split.
+    Each has half of the codes. With h = 2**(bits - 1), the finer quantizer ends at split = scale (h - 1). Below split,
+    code = round(x / scale). From split on, code = h + round(x / coarse_scale), at most 2 h - 1.
+
+    scale, coarse_scale: float32, broadcast against x.
+    sums: each value is the sum of both quantizers' values of x, as in the released code; large values then exceed x by
+        split.
     """
 
     kind: ClassVar[str] = "split"
@@ -62,7 +64,8 @@ class SplitUniformQuantizer(Quantizer):
     @property
     def why_no_integers(self) -> str:
         return (
-            "has split uniform codes, which no executor takes: quantize the model with another method, such as adalog"
+            "has split uniform codes, which no executor supports: quantize the model with another method, "
+            "such as adalog"
         )
 
     def _none(self) -> NoReturn:
@@ -85,5 +88,5 @@ class SplitUniformQuantizer(Quantizer):
     def of_fields(cls, name: str, given: Mapping[str, Any], scale: Tensor) -> "SplitUniformQuantizer":
         coarse = read_scale(name, given["coarse_scale"], list(scale.shape), scale.dtype)
         if type(given["sums"]) is not bool:
-            raise ArtifactError(f"quantizer {name} sums its halves: {given['sums']!r}")
+            raise ArtifactError(f"quantizer {name} has sums = {given['sums']!r}, which is neither true nor false")
         return SplitUniformQuantizer(scale, coarse, given["bits"], given["sums"])

@@ -1,4 +1,4 @@
-"""The twin uniform quantizer of PTQ4ViT, for values of both signs after GELU."""
+"""The twin uniform quantizer of PTQ4ViT, for GELU outputs, which have both signs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,10 +13,12 @@ from adalog.quantizers.uniform import symmetric_zero_point
 
 @dataclass(frozen=True)
 class TwinUniformQuantizer(Quantizer):
-    """Two symmetric uniform quantizers, one per sign (PTQ4ViT), each with half of the codes.
+    """Two symmetric uniform quantizers, one per sign, each with half of the codes (PTQ4ViT).
 
-    With h = 2**(bits - 1): code = h + round(x / scale) up to 2 h - 1 for x >= 0, and h + round(x / negative_scale)
-    down to 0 below. scale, negative_scale: float32, broadcast against x.
+    With h = 2**(bits - 1), code = h + round(x / scale), at most 2 h - 1, for x >= 0. For x < 0, code = h + round(x /
+    negative_scale), at least 0.
+
+    scale, negative_scale: float32, broadcast against x.
     """
 
     kind: ClassVar[str] = "twin"
@@ -38,12 +40,12 @@ class TwinUniformQuantizer(Quantizer):
 
     @classmethod
     def reaching(cls, upper: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
-        """Of this largest value; the negative scale spans the offset."""
+        """Return the quantizer whose largest level is `upper`; the negative scale spans the offset."""
         return cls.of((upper / (symmetric_zero_point(bits) - 1)).clamp(min=1e-12), bits, offset)
 
     @classmethod
     def of(cls, scale: Tensor, bits: int, offset: float) -> "TwinUniformQuantizer":
-        """Of this positive scale; the negative scale spans the offset."""
+        """Return the quantizer with this positive scale; the negative scale spans the offset."""
         return cls(scale, torch.full_like(scale, offset / symmetric_zero_point(bits)), bits)
 
     def bounds(self) -> tuple[Tensor, Tensor]:

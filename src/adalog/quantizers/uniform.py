@@ -20,42 +20,43 @@ from adalog.quantizers.quantizer import (
 
 
 def least_scale(dtype: torch.dtype) -> float:
-    """The scale of values that are all zero."""
+    """Return the least scale in this dtype, which quantizers take if all values are zero."""
     return 2.0**-20 if dtype == torch.float16 else 2.0**-94
 
 
 def uniform_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """code = clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the asymmetric uniform quantizer.
+    """Return clamp(round(x / scale) + zero_point, 0, 2**bits - 1), the codes of the asymmetric uniform quantizer.
 
-    scale, zero_point: broadcast against x; their shape decides between one per tensor, per channel and per head.
+    scale, zero_point: broadcast against x. Their shape makes the quantizer per tensor, per channel or per head.
     """
     return torch.div(at_least_float32(x), scale).round_().add_(zero_point).clamp_(0, 2**bits - 1)
 
 
 def uniform_dequantize(code: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """The value of a code: (code - zero_point) * scale."""
+    """Return the values of codes, (code - zero_point) * scale."""
     return (code - zero_point) * scale
 
 
 def uniform_fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """The value that the code of x stands for, in the dtype of x."""
+    """Quantize and dequantize x, in the dtype of x."""
     return uniform_quantize(x, scale, zero_point, bits).sub_(zero_point).mul_(scale).to(x.dtype)
 
 
 def symmetric_zero_point(bits: int) -> int:
-    """The zero point that makes the uniform quantizer symmetric: real codes -2**(bits-1) ... 2**(bits-1) - 1."""
+    """Return the zero point of the symmetric quantizer, whose integers are -2**(bits-1) ... 2**(bits-1) - 1."""
     return int(2 ** (bits - 1))
 
 
 def symmetric_scale(largest: Tensor, bits: int) -> Tensor:
-    """The scale of the symmetric quantizer whose range ends at a largest magnitude: half a step above its last code."""
+    """Return the scale of the symmetric quantizer whose range ends at `largest`, half a step above its last code."""
     return largest / (symmetric_zero_point(bits) - 0.5)
 
 
 def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point) of the quantizer that spans [lower, upper], widened to hold zero, which stays exact.
+    """Return (scale, zero_point) of the quantizer that spans [lower, upper].
 
-    It is differentiable, so that bounds can be trained: the zero point is rounded straight through.
+    The range is widened to include zero, which stays exact. The result is differentiable, so that bounds can be
+    trained: gradients pass through the rounding of the zero point.
     """
     lower, upper = lower.clamp(max=0), upper.clamp(min=0)
     top = 2**bits - 1
@@ -67,7 +68,8 @@ def bounds_to_uniform(lower: Tensor, upper: Tensor, bits: int) -> tuple[Tensor, 
 class UniformQuantizer(Quantizer):
     """An asymmetric uniform quantizer with its parameters.
 
-    scale: float32, positive; zero_point: the same shape, whole numbers in [0, 2**bits); both broadcast against x.
+    scale: float32, positive, broadcasts against x.
+    zero_point: the shape of the scale, whole numbers in [0, 2**bits).
     """
 
     kind: ClassVar[str] = "uniform"
@@ -85,7 +87,7 @@ class UniformQuantizer(Quantizer):
         return uniform_dequantize(code.to(self.scale.dtype), self.scale, self.zero_point)
 
     def _nearest(self, x: Tensor) -> Tensor:
-        def value(some: Tensor) -> Tensor:  # codes of float64 values stay in float64, whatever the scale's dtype
+        def value(some: Tensor) -> Tensor:  # codes of float64 values stay float64, whatever the scale's dtype is
             return uniform_dequantize(self.quantize(some), self.scale, self.zero_point).to(x.dtype)
 
         found = nearest_uniform(x, self.scale, self.zero_point, self.bits)
@@ -99,7 +101,7 @@ class UniformQuantizer(Quantizer):
 
     @classmethod
     def reaching(cls, upper: Tensor, bits: int, offset: float) -> "UniformQuantizer":
-        """The symmetric quantizer: its zero point is half of the codes."""
+        """Return the symmetric quantizer whose largest level is `upper`; its zero point is half the number of codes."""
         half = symmetric_zero_point(bits)
         scale = (upper / (half - 1)).clamp(min=least_scale(upper.dtype))
         return UniformQuantizer(scale, torch.full_like(scale, half), bits)
@@ -112,7 +114,7 @@ class UniformQuantizer(Quantizer):
     def why_no_integers(self) -> str:
         if not bool((self.zero_point % 1 != 0).any()):
             return ""
-        return "has a zero point that is not a whole number: quantize the model with round_zero_point"
+        return "has a zero point that is not a whole number: quantize the model with round_zero_point = True"
 
     def integers(self, code: Tensor) -> list[Tensor]:
         return [code.to(torch.int64) - self.zero_point.to(torch.int64)]
@@ -136,7 +138,7 @@ class UniformQuantizer(Quantizer):
     def of_stored(cls, name: str, stored: Mapping[str, Tensor], bits: int) -> "UniformQuantizer":
         scale, zero_point = stored["scale"], stored["zero_point"]
         if zero_point.dtype != torch.uint8:
-            raise ArtifactError(f"weight {name} has zero points of the type {zero_point.dtype}")
+            raise ArtifactError(f"weight {name} has zero points of the type {zero_point.dtype}, but they must be uint8")
         zero_point = zero_point.to(scale.dtype)
         check_parameters(name, scale, zero_point, bits)
         return UniformQuantizer(scale, zero_point, bits)

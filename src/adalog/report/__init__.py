@@ -1,4 +1,4 @@
-"""Reports: one HTML page that shows what a file holds, where its loss lies and what it costs, or compares two files."""
+"""Write an HTML page about one artifact, with its sites, losses and cost, or a page that compares two artifacts."""
 
 from adalog.report.measured import Losses, read_bench, read_evaluation, read_sensitivity
 from adalog.report.page import comparison, report

@@ -1,4 +1,4 @@
-"""The pictures of a report as SVG, whose text is escaped and whose colours are classes of the style sheet."""
+"""Draw the pictures of a report as SVG. Texts are escaped, and colours are classes of the style sheet."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,18 @@ from torch import Tensor
 
 from adalog.report.sites import Axis, Operand, SiteFacts
 
-SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; the shades of cells change here
-SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # of the sum of all losses
+SQNR_STEPS = (30, 25, 20, 15, 10)  # [dB]; limits between the shades of cells
+SHARE_STEPS = (0.005, 0.01, 0.02, 0.05, 0.1)  # limits between the shades, as fractions of the sum of all losses
 _HIGH, _LABEL, _ACROSS = 44, 118, 9
-_APART = 9  # pixels between levels, where there are rows of them: with more than 4 bits a row becomes a bar
-_WIDTH, _BASE = 320, 92  # of the picture of an operand
+_APART = 9  # ticks this many pixels apart merge if there are several rows: above 4 bits, a row becomes a bar
+_WIDTH, _BASE = 320, 92  # width, and y of the axis, in the picture of an operand
 
 
 def shade(value: float | None, steps: Sequence[float]) -> str:
-    """The class of a cell's colour, from k0, the least loss, to k5; kf for what has none. steps: in order of loss."""
+    """Return the class of a cell's colour, from k0 for the least loss to k5; kf for a missing value.
+
+    steps: the limits between the shades, in order of increasing loss.
+    """
     if value is None or not isfinite(value):
         return "kf"
     falls = steps[0] > steps[-1]
@@ -26,13 +29,13 @@ def shade(value: float | None, steps: Sequence[float]) -> str:
 
 
 def short(value: float | None, form: str = ".3g") -> str:
-    """A number, or a dash where there is none."""
-    return "–" if value is None or not isfinite(value) else format(value + 0.0, form)  # there is a -0.0
+    """Format a number, or return a dash if there is none."""
+    return "–" if value is None or not isfinite(value) else format(value + 0.0, form)  # + 0.0 turns -0.0 into 0.0
 
 
 @dataclass(frozen=True)
 class Band:
-    """A number in a cell: what it is, how it is written, and the class of its colour."""
+    """A number in a cell: its name, its text, and the class of its colour."""
 
     name: str
     text: str
@@ -49,9 +52,10 @@ class Band:
 
 
 def model_picture(sites: Sequence[SiteFacts], bands: Sequence[Sequence[Band]], name: str, to: str) -> Markup:
-    """The blocks from top to bottom and their sites from left to right, in order of execution, as links.
+    """Draw the blocks from top to bottom and their sites from left to right, in order of execution, as links.
 
-    bands: the numbers in the cell of each site. to: what the address of a cell begins with, before the site's number.
+    bands: the numbers in the cell of each site.
+    to: the prefix of a cell's link target, before the number of the site.
     """
     blocks: dict[int, list[int]] = {}
     for number, site in enumerate(sites):
@@ -94,7 +98,7 @@ def _cell(site: SiteFacts, prefix: str, box: tuple[int, int, int], bands: Sequen
 
 
 def _prefix(names: Sequence[str]) -> str:
-    """The parts of dotted names that all have in common; the whole name of one, without its last part."""
+    """Return the leading parts that all dotted names share; for a single name, all parts except the last."""
     split = [name.split(".") for name in names]
     same = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
     if len(names) == 1 and len(same) > 1:
@@ -106,11 +110,11 @@ def _tail(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-# --- an operand ------------------------------------------------------------------------------------------------------
+# --- operands --------------------------------------------------------------------------------------------------------
 
 
 def operand_picture(operand: Operand, name: str) -> Markup:
-    """The codes of a weight, or the levels of an activation over its values, if these are known."""
+    """Draw the codes of a weight, or the levels of an activation over its values, if they are known."""
     if operand.weight is not None:
         counts = operand.code_counts
         top = 2**operand.bits - 1 if operand.bits else 0
@@ -122,7 +126,7 @@ def operand_picture(operand: Operand, name: str) -> Markup:
     axis = Axis.of(operand.quantizer)
     rows = operand.levels
     step = 14 if len(rows) == 1 else 7 if operand.seen is not None else 10
-    top = 2 if operand.seen is not None else _BASE - 4 - step * len(rows)  # on the axis where there are no bars
+    top = 2 if operand.seen is not None else _BASE - 4 - step * len(rows)  # without bars, ticks are on the axis
     apart = 1 if len(rows) == 1 else _APART
     parts = [_ticks(axis, levels, step * index + top, step - 3, apart) for index, levels in enumerate(rows)]
     if operand.seen is not None:
@@ -135,7 +139,10 @@ def operand_picture(operand: Operand, name: str) -> Markup:
 
 
 def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str = "") -> Markup:
-    """The frame of an operand's picture. ends, middle: what stands below its axis."""
+    """Return the frame of an operand's picture.
+
+    ends, middle: labels below its axis.
+    """
     label = Markup('<text class="mid" x="160" y="106">{}</text>').format(middle) if middle else ""
     return Markup(
         '<svg class="chart" viewBox="0 0 320 110" role="img"><title>{}</title>{}<path class="axis" d="M0 92.5H320"/>'
@@ -144,7 +151,10 @@ def _svg(title: str, parts: Iterable[Markup], ends: tuple[str, str], middle: str
 
 
 def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:
-    """Bars as one outline, up to y = top. logarithmic: of their heights, so that tails show."""
+    """Draw bars as one outline, up to y = top.
+
+    logarithmic: True for bars with logarithmic heights, which make tails visible.
+    """
     scaled = [log2(1 + count) if logarithmic else count for count in counts.tolist()]
     most = max(scaled, default=0) or 1
     wide, path, before = _WIDTH / len(scaled), f"M0 {_BASE}", _BASE
@@ -157,7 +167,7 @@ def _bars(counts: Tensor, top: int, *, logarithmic: bool) -> Markup:
 
 
 def _ticks(axis: Axis, levels: Tensor, y: int, high: int, apart: int) -> Markup:
-    """Levels as ticks on a line; those that are at most so many pixels apart run together into one bar."""
+    """Draw levels as ticks on a line; ticks at most `apart` pixels apart merge into one bar."""
     runs: list[list[int]] = []
     for x in torch.unique((axis.place(levels) * _WIDTH).round().int()).tolist():
         if runs and x - runs[-1][1] <= apart:
@@ -166,17 +176,19 @@ def _ticks(axis: Axis, levels: Tensor, y: int, high: int, apart: int) -> Markup:
             runs.append([x, x])
     start, end = runs[0][0], runs[-1][1]
     path = f"M{start} {y + high // 2}H{end}M{start} {y}"
-    for (first, last), (following, _) in zip(runs, [*runs[1:], runs[-1]], strict=True):  # relative steps take few bytes
+    for (first, last), (following, _) in zip(
+        runs, [*runs[1:], runs[-1]], strict=True
+    ):  # relative steps need fewer bytes
         step = following - first
         path += f"v{high}h{last - first}v-{high}zm{step} 0" if last > first else f"v{high}m{step}-{high}"
     return Markup('<path class="ticks" d="{}"/>').format(path)
 
 
-# --- shares ----------------------------------------------------------------------------------------------------------
+# --- intervals -------------------------------------------------------------------------------------------------------
 
 
 def interval_picture(shares: Sequence[tuple[str, dict[str, float]]]) -> Markup:
-    """Shares with their 95 % intervals, one below the other, on one axis."""
+    """Draw fractions with their 95 % intervals, one below the other, on one axis."""
     low, high = min(share["low"] for _, share in shares), max(share["high"] for _, share in shares)
     margin = 0.2 * (high - low) or 0.01
     low, high = max(low - margin, 0.0), min(high + margin, 1.0)

@@ -1,4 +1,4 @@
-"""What other commands measured, read from their JSON and checked: sensitivity, evaluation, bench."""
+"""Read and check the JSON of other commands: sensitivity, evaluate and bench."""
 
 import json
 import math
@@ -21,7 +21,7 @@ MEASURES: dict[Measure, str] = {
     "kl": "KL divergence [nats]",
     "relative squared error": "relative squared error",
 }
-_MOST = 1e15  # no number is as large as this
+_MOST = 1e15  # upper limit of any number
 _SHARE = {"value": float, "low": float, "high": float}
 _JUDGED = {"agreement": float, "kl": float, "lost": int, "gained": int, "p_value": float}
 _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "images_per_second": float, "repeats": int}
@@ -31,7 +31,8 @@ _ROW = {"executor": str, "batch": int, "cpu_ms": float, "wall_ms": float, "image
 class Losses:
     """The losses of a `study.sensitivity.Sensitivity` by site.
 
-    losses: by (site, operand) and bits. groups: the sites that have one loss in common, by (site, operand).
+    losses: by (site, operand) and bits.
+    groups: the sites that share one loss, by (site, operand).
     """
 
     measure: Measure
@@ -40,22 +41,22 @@ class Losses:
     groups: Mapping[tuple[str, str], tuple[str, ...]]
 
     def losses_of(self, site: SiteFacts) -> dict[str, float | None]:
-        """The loss of each kind of operand at the site's bits: 0 in float, None where it was not measured."""
+        """Return the loss of each kind of operand at the site's bits: 0 in float, None if it was not measured."""
         found: dict[str, float | None] = {}
-        for each in site.operands:  # both operands of a product Q K have one loss
+        for each in site.operands:  # both operands of Q K are of one kind and share one loss
             known = self.losses.get((site.row.site, each.kind), {})
             if each.bits is not None:
                 found[each.kind] = 0.0 if each.bits == FLOAT_BITS else known.get(each.bits)
         return found
 
     def loss_of(self, site: SiteFacts) -> float | None:
-        """The sum over the site's operands, or None where one of them was not measured."""
+        """Return the sum over the site's operands, or None if one of them was not measured."""
         losses = list(self.losses_of(site).values())
         known = [loss for loss in losses if loss is not None]
         return sum(known) if losses and len(known) == len(losses) else None
 
     def total(self, sites: tuple[SiteFacts, ...]) -> float:
-        """The sum over all operands that were measured; a loss that several sites have in common counts once."""
+        """Return the sum over all measured operands; a loss that several sites share counts once."""
         found = {}
         for site in sites:
             for kind, loss in self.losses_of(site).items():
@@ -64,7 +65,10 @@ class Losses:
 
 
 def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
-    """What `adalog sensitivity` wrote of this model. Raises DataError for a file that is not."""
+    """Read the JSON of `adalog sensitivity` of this model.
+
+    Raises DataError for a file of another form or of another model.
+    """
     found = sensitivity.read(path)
     sites = {unit.name: tuple(site.site for site in unit.sites) for unit in found.units}
     losses: dict[tuple[str, str], dict[int, float]] = {}
@@ -74,7 +78,7 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     groups: dict[tuple[str, str], tuple[str, ...]] = {}
     for row in found.rows:
         groups |= {(name, row.operand): sites[row.unit] for name in sites[row.unit]}
-    counts = Counter[str]()  # a layer that is called several times has a row for each call
+    counts = Counter[str]()  # a layer that is called several times has one row per call
     for each in cost(quantized.program, quantized.example).products:
         counts[each.name] += each.count
     told = [site for unit in found.units for site in unit.sites]
@@ -82,8 +86,8 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     odd = [site for site in here or told if counts[site.site] != site.macs]
     if odd:
         raise DataError(
-            f"{path} is of another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, and "
-            f"{counts[odd[0].site]} here; make it with `adalog sensitivity` of this one"
+            f"{path} is of another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, but "
+            f"{counts[odd[0].site]} here; run `adalog sensitivity` on this model"
         )
     try:
         found.check_choices(quantized.config)
@@ -93,7 +97,10 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
 
 
 def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
-    """The JSON of `adalog evaluate` of this artifact. Raises DataError for a file that is not."""
+    """Read the JSON of `adalog evaluate` of this artifact.
+
+    Raises DataError for a file of another form or of another artifact.
+    """
     told = _read(path, "evaluate")
     try:
         _fields(told, {"images": int, "sites": list})
@@ -102,7 +109,7 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
             for name in ("top1", "top5"):
                 if (share := score.get(name)) is not None:
                     _fields(share, _SHARE)
-                    _check(all(-1e-9 <= share[key] <= 1 + 1e-9 for key in _SHARE), f'"{name}" is no share')
+                    _check(all(-1e-9 <= share[key] <= 1 + 1e-9 for key in _SHARE), f'"{name}" is not a fraction')
             _optional(score, _JUDGED)
             if score.get("p_value") is not None:
                 _fields(score, {"lost": int, "gained": int})
@@ -110,16 +117,16 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
     except ValueError as cause:
         raise _other(path, "evaluate", cause) from cause
     if told["sites"] != artifact.describe(quantized)["sites"]:
-        raise DataError(f"{path} judges another artifact, whose sites differ: evaluate this one with --json")
+        raise DataError(f"{path} is of another artifact, whose sites differ: run `adalog evaluate --json` on this one")
     absent = dict.fromkeys(("executor", "reference", "top1", "top5", *_JUDGED))
     full = absent | (told.get("full_precision") or {})
     return absent | told | {"file": PurePath(told.get("file") or "").name, "full_precision": full}
 
 
 def read_bench(path: Path, digest: str) -> dict[str, Any]:
-    """The JSON of `adalog bench` of the artifact with this SHA-256.
+    """Read the JSON of `adalog bench` of the artifact with this SHA-256.
 
-    Raises DataError for a file that is not of that form, or tells of another artifact.
+    Raises DataError for a file of another form or of another artifact.
     """
     told = _read(path, "bench")
     try:
@@ -136,7 +143,7 @@ def read_bench(path: Path, digest: str) -> dict[str, Any]:
 def _read(path: Path, command: str) -> dict[str, Any]:
     def finite(text: str) -> float:
         if not math.isfinite(float(text)):
-            raise ValueError(f"{text} is no number of JSON")
+            raise ValueError(f"{text} is not a JSON number")
         return float(text)
 
     try:
@@ -147,15 +154,15 @@ def _read(path: Path, command: str) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read: {getattr(cause, 'strerror', None) or one_line(cause)}") from cause
     try:
         told = json.loads(content, parse_float=finite, parse_constant=finite)
-        _check(isinstance(told, dict), "it is no object")
+        _check(isinstance(told, dict), "it is not an object")
     except (ValueError, RecursionError) as cause:
         raise _other(path, command, cause) from cause
     return told
 
 
 def _fields(told: Any, kinds: Mapping[str, type]) -> None:
-    """Raise ValueError unless an object has these fields with values of these types; a whole number is a float too."""
-    _check(isinstance(told, dict), "an entry is no object")
+    """Raise ValueError unless an object has these fields with values of these types; an int counts as a float."""
+    _check(isinstance(told, dict), "an entry is not an object")
     for name, kind in kinds.items():
         value = told.get(name)
         good = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)

@@ -1,12 +1,12 @@
 "use strict";
-// The tables are whole without this script; it sorts and filters them, and ties them to the picture of the model.
+// The tables are complete without this script. It sorts and filters them, and links them to the picture of the model.
 const rows = JSON.parse(document.getElementById("data").textContent);
 const table = document.getElementById("sites"), body = table.tBodies[0];
 const lines = [...body.rows], cells = [...document.querySelectorAll(".cell")];
 const hover = document.getElementById("hover");
 const numberOf = (element) => Number(element.getAttribute("href").replace(/^#\w+-/, ""));
 
-// --- sort: each heading becomes a button; what has no value comes last either way ---
+// --- sort: each heading becomes a button; rows without a value always come last ---
 for (const heading of table.tHead.rows[0].cells) {
   const button = document.createElement("button"), key = heading.dataset.key;
   button.type = "button";
@@ -46,14 +46,14 @@ function filter() {
 for (const control of [text, role, differs]) control?.addEventListener("input", filter);
 filter();
 
-// --- hover and focus: a cell of the picture and its row of the table light up together ---
+// --- hover and focus: highlight a cell of the picture and its table row together ---
 function light(index, on) {
   document.getElementById(`row-${index}`)?.classList.toggle("lit", on);
   for (const cell of cells) if (numberOf(cell) === index) cell.classList.toggle("lit", on);
 }
 for (const cell of cells) {
   const index = numberOf(cell), told = cell.querySelector("title").textContent;
-  cell.querySelector("title").remove();  // which the browser would show too
+  cell.querySelector("title").remove();  // otherwise the browser shows it too
   cell.setAttribute("aria-label", told);
   const show = () => {
     const row = rows[index], box = cell.getBoundingClientRect();
@@ -75,7 +75,7 @@ for (const line of lines) {
     line.addEventListener(event, () => light(Number(line.dataset.i), on));
 }
 
-// --- a link to a site opens it ---
+// --- open the details of a site when a link leads to it ---
 function follow() {
   const target = document.getElementById(location.hash.slice(1));
   if (target?.tagName === "DETAILS") target.open = true;

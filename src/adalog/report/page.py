@@ -1,4 +1,4 @@
-"""The HTML page of a report: what the templates show, and how they become one file that asks nothing of a network."""
+"""Render the HTML page of a report from templates, as one file that loads nothing from a network."""
 
 import base64
 import hashlib
@@ -31,7 +31,7 @@ from adalog.report.charts import (
 from adalog.report.measured import MEASURES, Losses
 from adalog.report.sites import Operand, SiteFacts, Subject
 
-# Columns of the tables of sites: (key in the page's JSON, heading, whether it is a number).
+# Columns of the tables of sites: (key in the page's JSON, heading, True for numbers).
 _COLUMNS = (
     ("number", "#", True),
     ("site", "Site", False),
@@ -70,7 +70,7 @@ def report(
     evaluation: dict[str, Any] | None = None,
     bench: dict[str, Any] | None = None,
 ) -> bytes:
-    """The page of one file, as UTF-8; the same input gives the same bytes."""
+    """Return the page of one artifact, as UTF-8; the same input gives the same bytes."""
     rows = _rows(subject, sensitivity)
     bands = [[Band.sqnr(row["sqnr"])] for row in rows]
     if sensitivity is not None:
@@ -107,14 +107,14 @@ def report(
 
 
 def comparison(first: Subject, second: Subject, *, sensitivity: Losses | None = None) -> bytes:
-    """The page of two files side by side, as UTF-8; the same input gives the same bytes."""
+    """Return the page that compares two artifacts, as UTF-8; the same input gives the same bytes."""
     subjects = (first, second)
     both = [_rows(subject, sensitivity) for subject in subjects]
     by_name: list[dict[str, dict[str, Any]]] = [{row["site"]: row for row in rows} for rows in both]
     sites = {site.row.site: site for subject in (second, first) for site in subject.sites}
     names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
     rows = [_compared(number, *(each.get(name, {}) for each in by_name)) for number, name in enumerate(names)]
-    bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "of B")] for row in rows]
+    bands = [[Band.sqnr(row["sqnr"], "SQNR of A"), Band.sqnr(row["sqnr_b"], "SQNR of B")] for row in rows]
     told = [_told(subject, sensitivity, given) for subject, given in zip(subjects, both, strict=True)]
     configs = [each["config"] for each in told]
     chosen = {key: [config.get(key, "–") for config in configs] for key in dict.fromkeys([*configs[0], *configs[1]])}
@@ -131,7 +131,7 @@ def comparison(first: Subject, second: Subject, *, sensitivity: Losses | None = 
 
 
 def _compared(number: int, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """A row of the page's JSON from those of a site in each file, which are empty where a file does not have it."""
+    """Join the rows of a site in both files into one row of the page's JSON; a missing row is empty."""
     row = {**(a or b), "number": number + 1}
     for key in ("bits", "sqnr", "loss", "bytes"):
         row[key], row[f"{key}_b"] = a.get(key), b.get(key)
@@ -147,7 +147,7 @@ def _shown(columns: Sequence[tuple[str, str, bool]], sensitivity: Losses | None)
 
 
 def _rows(subject: Subject, sensitivity: Losses | None) -> list[dict[str, Any]]:
-    """The sites as the page's JSON has them."""
+    """Return the sites as rows of the page's JSON."""
     return [
         {
             "number": number + 1,
@@ -163,7 +163,7 @@ def _rows(subject: Subject, sensitivity: Losses | None) -> list[dict[str, Any]]:
 
 
 def _told(subject: Subject, sensitivity: Losses | None, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What both pages say of a file."""
+    """Return the values about a file that both pages show."""
     quantized, described = subject.quantized, artifact.describe(subject.quantized)
     known = [row for row in rows if row["sqnr"] is not None]
     in_float = subject.cost.macs * FLOAT_BITS**2 / 64
@@ -197,13 +197,13 @@ def _told(subject: Subject, sensitivity: Losses | None, rows: Sequence[dict[str,
 
 
 def _why_float(site: SiteFacts) -> str:
-    """Why an operand stays float, where the file's refusals do not say."""
+    """Return the reason why an operand stays float, if the file's refusals do not give one."""
     sides = [side for side, each in zip(("left", "right"), site.operands, strict=True) if each.bits == FLOAT_BITS]
-    return f"the choices give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
+    return f"the settings give its {' and '.join(sides)} operand {FLOAT_BITS} bits"
 
 
 def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses | None) -> dict[str, Any]:
-    """An operand in words and as a picture."""
+    """Return the facts and the picture of an operand."""
     facts = []
     if operand.quantizer is not None:
         low, high = operand.quantizer.bounds()
@@ -227,17 +227,17 @@ def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses |
 
 
 def _method(config: Config) -> str | None:
-    """The method whose choices these are, apart from bits pinned and the number of images."""
+    """Return the method whose settings these are, apart from pinned bits and the number of images."""
     for name in METHODS:
         preset = replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned)
         fitted = config.images_fitted
-        if config in (preset, preset.fitting(fitted) if fitted and preset.images_fitted else preset):
+        if config in (preset, preset.with_fitted_images(fitted) if fitted and preset.images_fitted else preset):
             return name
     return None
 
 
 def _command(subject: Subject) -> str | None:
-    """The command that made the file, as far as it tells; None for choices that no method has."""
+    """Return the command that made the file, as far as the file tells; None if its settings belong to no method."""
     config, told = subject.quantized.config, subject.quantized.provenance
     method = _method(config)
     if method is None:
@@ -256,7 +256,7 @@ def _command(subject: Subject) -> str | None:
 
 
 def _rendered(template: str, **values: Any) -> bytes:
-    """A page whose own style and script are in it, and which a browser lets run no other script and fetch nothing."""
+    """Return a page with its own style and script; its policy forbids other scripts and any download."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     folder = files("adalog.report")
@@ -277,12 +277,12 @@ def _rendered(template: str, **values: Any) -> bytes:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """A value as text to read: itself if it is text, else JSON."""
+    """Format a value for reading: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=False)
 
 
 def _cell_text(row: dict[str, Any], key: str) -> str:
-    """The text of a table's cell."""
+    """Format a cell of the table."""
     value = row[key]
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)

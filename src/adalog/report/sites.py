@@ -1,4 +1,4 @@
-"""What a file tells about each of its sites: both operands with their levels and values, and what the site costs."""
+"""Collect the facts about each site of a file: both operands with their levels and values, and the site's cost."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ from adalog.quantizers import FLOAT_BITS, LogQuantizer, QuantizedTensor, Quantiz
 from adalog.study.cost import Cost, CostRow, cost, quantizers_of
 
 BARS = 64
-MOST_SCALES = 8  # scales whose levels are shown one by one
-_OCTAVES = 16  # that a logarithmic axis spans at most
+MOST_SCALES = 8  # scales whose levels are shown, one row each
+_OCTAVES = 16  # longest span of a logarithmic axis
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the values of an operand lie, from 0 to 1: on a logarithmic axis for logarithmic levels.
+    """An axis that places the values of an operand from 0 to 1; logarithmic for logarithmic levels.
 
-    lift: what is added to the values before a logarithm is taken.
+    lift: a constant that is added to the values before the logarithm.
     """
 
     low: float
@@ -36,7 +36,7 @@ class Axis:
 
     @staticmethod
     def of(quantizer: Quantizer) -> "Axis":
-        """An axis that reaches a little beyond the levels."""
+        """Return an axis that reaches a little beyond the levels."""
         levels = quantizer.levels().double()
         if isinstance(quantizer, LogQuantizer):
             above = levels + quantizer.lift
@@ -47,7 +47,7 @@ class Axis:
         return Axis(float(levels[0]) - margin, float(levels[-1]) + margin)
 
     def place(self, values: Tensor) -> Tensor:
-        """Values beyond the axis lie at its ends."""
+        """Return the positions of the values; values beyond the axis lie at its ends."""
         if self.logarithmic:
             values = (values + self.lift).clamp(min=2.0**self.low).log2()
         return ((values - self.low) / (self.high - self.low)).clamp(0, 1)
@@ -60,7 +60,7 @@ class Axis:
 
 @dataclass
 class Seen:
-    """The values of an operand on some images: how many lie in each bar of its axis, and the least and the greatest."""
+    """The values of an operand on some images: counts per bar of its axis, and the least and the greatest value."""
 
     axis: Axis
     counts: Tensor = field(default_factory=lambda: torch.zeros(BARS, dtype=torch.int64))
@@ -77,9 +77,11 @@ class Seen:
 class Operand:
     """One operand of a site.
 
-    kind: "weight", "activation", "softmax" or "input". words: its quantizer, as the ledger has it. bits: 32 in float,
-    None where the file's program does not have the site. weight: its codes, if it is a stored weight. seen: its values
-    on images, if there are any.
+    kind: "weight", "activation", "softmax" or "input".
+    words: its quantizer, as in the ledger.
+    bits: 32 in float; None if the file's program does not have the site.
+    weight: its codes, if it is a stored weight.
+    seen: its values on images, if there are any.
     """
 
     kind: str
@@ -91,14 +93,14 @@ class Operand:
 
     @property
     def code_counts(self) -> Tensor:
-        """How often each code of a weight occurs, neighbours taken together so that there are at most `BARS`."""
+        """The count of each code of a weight; neighbouring codes are merged into at most `BARS` counts."""
         assert self.weight is not None
         counts = torch.bincount(self.weight.codes.flatten().int(), minlength=2**self.weight.bits)
         return counts if len(counts) <= BARS else counts.reshape(BARS, -1).sum(dim=1)
 
     @property
     def levels(self) -> list[Tensor]:
-        """The levels under each of the first `MOST_SCALES` scales."""
+        """The levels for each of the first `MOST_SCALES` scales."""
         if self.quantizer is None:
             return []
         count = min(self.quantizer.scale.numel(), MOST_SCALES)
@@ -106,15 +108,17 @@ class Operand:
 
 
 def _nth(value: Tensor, index: int) -> Tensor:
-    """One of the parameters, which are as many as the scales, or one for all of them."""
+    """Return a parameter by the index of its scale; one parameter may serve all scales."""
     return value.reshape(-1)[index % value.numel()]
 
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """A row of the ledger with what the program knows of it.
+    """A row of the ledger with facts from the program.
 
-    block: the number of its block, from 0. macs, fixops: per image. weight_bytes: of codes, scales and zero points.
+    block: the number of its block, from 0.
+    macs, fixops: per image.
+    weight_bytes: bytes of codes, scales and zero points.
     """
 
     row: LedgerRow
@@ -137,7 +141,10 @@ class SiteFacts:
 
 @dataclass(frozen=True)
 class Subject:
-    """A file with all that a report says of it. images: how many gave the histograms of activations."""
+    """A file with everything that a report shows.
+
+    images: the number of images for the histograms of activations.
+    """
 
     name: str
     content: bytes
@@ -148,7 +155,7 @@ class Subject:
 
     @property
     def float_bytes(self) -> int:
-        """What all tensors would take in their own types, without codes [bytes]."""
+        """The bytes of all tensors in their own types, without codes."""
         return sum(value.nbytes for value in self.quantized.program.tensors.values())
 
 
@@ -160,25 +167,30 @@ def examine(
     images: Tensor | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Subject:
-    """What a report says of an artifact.
+    """Collect everything that a report shows about an artifact.
 
-    name: of the file. content: its bytes. quantized: what they hold. images: (N, C, H, W), to run the model on for the
-    histograms of activations, or None. progress(done) is called after some images. Raises ProgramError or ValueError
-    where the program cannot run on the images, and ArtifactError for one that no `adalog quantize` has made.
+    name: name of the file. content: its bytes. quantized: the program in it.
+    images: (N, C, H, W), to run the model on for the histograms of activations, or None.
+    progress(done): called with the number of images done.
+    Raises ProgramError or ValueError if the program cannot run on the images, and ArtifactError for a program that
+    `adalog quantize` would not make.
     """
     seen = {} if images is None else _observed(quantized, images, progress)
     try:
         spent = cost(quantized.program, quantized.example)
         sites = _facts(quantized, spent, seen)
-    except (AttributeError, IndexError, KeyError, TypeError) as cause:  # a program that runs may still be a strange one
+    except (AttributeError, IndexError, KeyError, TypeError) as cause:  # even a program that runs may be malformed
         raise ArtifactError(
-            f"{name} holds a program that cannot be told ({one_line(cause)}); make it anew with `adalog quantize`"
+            f"{name} holds a program that a report cannot show ({one_line(cause)}); make it with `adalog quantize`"
         ) from cause
     return Subject(name, content, quantized, spent, sites, 0 if images is None else len(images))
 
 
 def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -> tuple[SiteFacts, ...]:
-    """The rows of the ledger with what the program knows of them. seen: by the quantizer's name."""
+    """Return the rows of the ledger with facts from the program.
+
+    seen: values by the name of the quantizer.
+    """
     program = quantized.program
     plain, _ = program.unquantized()
     blocks = {name: number for number, block in enumerate(find_blocks(plain)) for name in block.nodes}
@@ -197,7 +209,7 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -
 
     def facts(row: LedgerRow) -> SiteFacts:
         kinds, site = operand_kinds(row.role, row.source), found.get(row.site)
-        if site is None:  # a file may say what it wants in its ledger
+        if site is None:  # the ledger of a file may name any site
             return SiteFacts(row, Operand(kinds[0], row.left), Operand(kinds[1], row.right))
         names = [ref.name for ref in nodes[site.node.name].args[:2]]
         left, right = (operand(*each) for each in zip(kinds, (row.left, row.right), names, strict=True))
@@ -210,13 +222,13 @@ def _facts(quantized: QuantizedProgram, spent: Cost, seen: Mapping[str, Seen]) -
 
 
 def _ledger_name(name: str) -> str:
-    """The name that the ledger has for a site of the rewritten program, where a shared weight was given a copy."""
+    """Return the ledger's name for a site of the rewritten program, in which a shared weight may have copies."""
     base, copied, _ = name.partition("#")
     return base.removesuffix(".weight") if copied else name
 
 
 def _observed(quantized: QuantizedProgram, images: Tensor, progress: Callable[[int], None] | None) -> dict[str, Seen]:
-    """The values that each quantizer of the program reads, by its name."""
+    """Return the values that each quantizer of the program reads, by its name."""
     program = quantized.program
     found = {name: Seen(Axis.of(quantizer)) for name, quantizer in program.quantizers.items()}
 

@@ -1,10 +1,12 @@
-"""The runtime alone: an artifact and its tape run by the compiled kernels, with NumPy, and without PyTorch.
+"""Run an artifact with the compiled kernels and NumPy, without PyTorch.
 
-    import adalog.run
-    model = adalog.run.load("deit_s.w4a4.safetensors")  # beside it lies deit_s.w4a4.tape, from `adalog tape`
-    logits = model(images)                              # (B, 3, 224, 224), float32, as the model was calibrated
+The command `adalog tape` records the calls of the kernels in a file with the suffix .tape. This module runs the calls.
+The outputs are bit for bit those of the executor "native". This module does not import PyTorch.
 
-The answers have the bits of the executor "native". Neither this module nor what it imports imports PyTorch.
+Examples:
+    >>> import adalog.run
+    >>> model = adalog.run.load("deit_s.w4a4.safetensors")  # and deit_s.w4a4.tape, from `adalog tape`
+    >>> logits = model(images)  # a NumPy array, float32, (B, 3, 224, 224), normalised as in calibration
 """
 
 import hashlib
@@ -22,25 +24,47 @@ from adalog.errors import ArtifactError, ProgramError, one_line
 from adalog.run import abi
 from adalog.run import tape as tapes
 
-__all__ = ["Model", "load", "tape_beside"]
+__all__ = ["Model", "load", "tape_path"]
 
 Array = npt.NDArray[Any]
 
 
-def tape_beside(artifact: str | Path) -> Path:
-    """Where the tape of an artifact lies unless another place is named: beside it, with the suffix .tape."""
+def tape_path(artifact: str | Path) -> Path:
+    """Return the default path of an artifact's tape: the same path with the suffix .tape.
+
+    Args:
+        artifact: The file of the artifact.
+
+    Returns:
+        The path of the tape.
+    """
     return Path(artifact).with_suffix(".tape")
 
 
 class Model:
-    """A quantized model that runs in integers. It takes and gives NumPy arrays; calls wait for each other.
+    """A quantized model that runs in integers on NumPy arrays. `load` returns it.
 
-    inputs: the shape of each input by name, with the tape's `batch` of images; other numbers of images run in pieces
-    of this many. threads, level: as `native` has them. weight_bytes: of the weights; nbytes: of all other memory.
+    Several threads may call the model; the calls run one after the other.
+
+    Args:
+        context: The compiled kernels, with their number of threads and level.
+        header: The contents of the tape.
+        constants: The constants of the tape, uint8, (bytes,).
+        tensor: Function that returns a tensor of the artifact by name.
+
+    Attributes:
+        batch: Number of images per run, which the tape fixes. Other numbers of images run in pieces of this size.
+        inputs: Shape of each input by name, with `batch` images.
+        threads: Number of threads.
+        level: Level of the kernels, one of `adalog.library.LEVELS`.
+        weight_bytes: Memory of the weights [bytes].
+        nbytes: All other memory [bytes].
+
+    Raises:
+        ArtifactError: If the tape cannot be run.
     """
 
     def __init__(self, context: abi.Context, header: dict[str, Any], constants: Array, tensor: Callable[[str], Array]):
-        """tensor: gives the artifact's tensors by name. Raises ArtifactError for a tape that cannot be run."""
         self.batch: int = header["batch"]
         self.inputs = {name: tuple(shape) for name, shape in header["inputs"]}
         stored.check(len(self.inputs) == len(header["inputs"]), "two of its inputs have one name")
@@ -54,13 +78,13 @@ class Model:
         self._copies = list(map(self._copy, header["copies"], self.inputs.values()))
         self._output = self._views(header["output"])
         size = sum(view.nbytes for view in _leaves(self._output))
-        stored.check(size <= most, f"it puts out {size} bytes, more than {most}")
+        stored.check(size <= most, f"its outputs take {size} bytes, more than {most}")
         self.weight_bytes = sum(weight.nbytes for weight in set(self._weights))
         self.nbytes = len(constants) + len(self._memory.work)
         self._lock = threading.Lock()
 
     def _copy(self, given: Any, shape: tuple[int, ...]) -> Array | None:
-        """The view that an input of this shape is copied to, or None."""
+        """Return the view to which an input of this shape is copied, or None if the kernels read the input in place."""
         if given is None:
             return None
         found = self._memory.view(given, written=True)
@@ -69,20 +93,31 @@ class Model:
         return found
 
     def _views(self, given: Any) -> Any:
-        """The structure of the output, with views of the memory that holds a batch of each."""
+        """Return the structure of the output, with views of the memory that holds one batch of each output."""
         kind = next(iter(given)) if isinstance(given, dict) and len(given) == 1 else None
         if kind is None:
             found = self._memory.view(given)
-            stored.check(found.shape[:1] == (self.batch,), f"it puts out {found.shape} for {self.batch} images")
+            stored.check(found.shape[:1] == (self.batch,), f"it outputs {found.shape} for {self.batch} images")
             return found
         items = given[kind]
-        stored.check(kind in ("tuple", "list", "dict") and isinstance(items, list), f"it puts out a {kind}")
+        stored.check(kind in ("tuple", "list", "dict") and isinstance(items, list), f"it outputs a {kind}")
         if kind == "dict":
             return {str(key): self._views(item) for key, item in items}
         return (tuple if kind == "tuple" else list)(map(self._views, items))
 
     def __call__(self, *inputs: Array) -> Any:
-        """The outputs for the inputs, (B, ...) each, float32. Raises ValueError for other inputs."""
+        """Compute the outputs.
+
+        Args:
+            *inputs: The inputs of the model, NumPy arrays of float32, (B, ...) each.
+
+        Returns:
+            The outputs, NumPy arrays in the same structure of tuples, lists and dicts as the original model's.
+
+        Raises:
+            ValueError: If the number, shapes or dtypes of the inputs are wrong, or if they hold NaN.
+            ProgramError: If a step fails.
+        """
         given = [np.ascontiguousarray(value) for value in inputs]
         counts = {len(value) for value in given if value.ndim}
         fits = len(given) == len(self.inputs) and len(counts) == 1
@@ -112,7 +147,7 @@ class Model:
         return result
 
     def _run(self, pieces: list[Array]) -> None:
-        """Run one batch, whose results then lie where `_output` sees them."""
+        """Run one batch; the views in `_output` then hold the results."""
         for structure, number, offset in self._calls.pointers:
             structure.data = pieces[number].ctypes.data + offset
         for static, piece in zip(self._copies, pieces, strict=True):
@@ -127,49 +162,66 @@ class Model:
                 done += 1
         except MemoryError:
             raise
-        except Exception as cause:  # NumPy raises anything on what a damaged tape says
+        except Exception as cause:  # NumPy may raise anything for a damaged tape
             raise ProgramError(f"step {self._calls.runs[done][0]} fails: {one_line(cause)}") from cause
 
 
 def load(path: str | Path, *, tape: str | Path | None = None, threads: int = 1, level: str | None = None) -> Model:
-    """The model of an artifact, run by the tape that `adalog tape` made for it.
+    """Load an artifact and the tape that `adalog tape` made for it.
 
-    tape: the tape's file; None: the one beside the artifact. threads, level: as `QuantizedModel.compile` takes them.
-    Raises ArtifactError where a file cannot be read, is damaged or belongs to another artifact, and ValueError where
-    no kernels run here.
+    Args:
+        path: The file of the artifact.
+        tape: The file of the tape. Default: the path of the artifact with the suffix .tape.
+        threads: Number of threads that the kernels use.
+        level: Kernels to use, one of `adalog.library.LEVELS`. Default: the fastest that run on this machine.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArtifactError: If a file cannot be read or is damaged, or if the tape belongs to another artifact.
+        ValueError: If the kernels do not run on this machine.
+
+    Examples:
+        >>> import adalog.run
+        >>> model = adalog.run.load("deit_s.w4a4.safetensors", threads=4)
+        >>> model.batch, model.inputs
+        (1, {'x': (1, 3, 224, 224)})
     """
     path = Path(path)
-    _check_file(path, "name an artifact that `adalog quantize` has made")
-    tape = tape_beside(path) if tape is None else Path(tape)
-    _check_file(tape, f"make it, where PyTorch is installed, with `adalog tape {path}`")
+    _check_file(path, "name an artifact that `adalog quantize` made")
+    tape = tape_path(path) if tape is None else Path(tape)
+    _check_file(tape, f"make it with `adalog tape {path}`, which needs PyTorch")
     context = abi.Context(threads, level)
     try:
         with safe_open(tape, "np") as file:
             metadata = file.metadata() or {}
             stored.check(set(metadata) == {tapes.KEY}, "it holds no tape")
             header, constants = tapes.parse(metadata[tapes.KEY]), file.get_tensor(tapes.CONSTANTS)
-        stored.check(constants.dtype == np.uint8 and constants.ndim == 1, "its constants are no bytes")
+        stored.check(constants.dtype == np.uint8 and constants.ndim == 1, "its constants are not bytes")
         if header["artifact"] != _sha256(path):
-            raise ArtifactError(f"it belongs to another artifact than {path}")
+            raise ArtifactError(f"it belongs to another artifact, not to {path}")
         with safe_open(path, "np") as file:
             return Model(context, header, constants, file.get_tensor)
     except MemoryError:
         raise
     except Exception as cause:  # damaged files make the parsing raise anything
-        told = f"{tape} cannot be used: {one_line(cause)}; make it anew with `adalog tape {path}`"
-        raise ArtifactError(told) from cause
+        message = f"{tape} cannot be used: {one_line(cause)}; make it again with `adalog tape {path}`"
+        raise ArtifactError(message) from cause
 
 
 def _check_file(path: Path, way_out: str) -> None:
+    """Raise ArtifactError, with a way out, if the path is not a file."""
     try:
-        told = "" if path.is_file() else "not a regular file" if path.exists() else "no such file"
+        why = "" if path.is_file() else "not a regular file" if path.exists() else "no such file"
     except (OSError, ValueError) as cause:  # a path that no file can have
-        told = getattr(cause, "strerror", None) or one_line(cause)
-    if told:
-        raise ArtifactError(f"{path} cannot be read: {told}; {way_out}")
+        why = getattr(cause, "strerror", None) or one_line(cause)
+    if why:
+        raise ArtifactError(f"{path} cannot be read: {why}; {way_out}")
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hex digits."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -178,6 +230,7 @@ def _sha256(path: Path) -> str:
 
 
 def _map(function: Callable[[Array], Array], value: Any) -> Any:
+    """Apply a function to every array of a nested value."""
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -186,7 +239,7 @@ def _map(function: Callable[[Array], Array], value: Any) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Array]:
-    """The arrays of a nested value, in order."""
+    """Yield the arrays of a nested value, in order."""
     if isinstance(value, (dict, tuple, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)

@@ -1,8 +1,8 @@
-"""The interface of `native.cpp`: its structures as ctypes sees them, its functions, its threads and its weights.
+"""Declare the interface of `native.cpp` for ctypes: its structures, functions, threads and weights.
 
-The compiled library says where each field of each structure lies, and loading compares that with `library.LAYOUT`, the
-digest of the structures here.
-Every kernel checks that the sizes in its arguments fit together before it reads or writes.
+The compiled library reports the offset and size of every structure field. Loading compares this report with
+`library.LAYOUT`, the digest of the structures in this module. Every kernel checks that the sizes in its arguments fit
+together before it reads or writes memory.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from adalog import library
 
-SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes: see `Kind` in native.cpp
-ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # by their numbers there
+SUMS, FLOATS, CODES, STEPS = range(4)  # what a kernel writes, as `Kind` in native.cpp numbers it
+ACTIVATIONS = ("", "relu", "gelu", "gelu_tanh", "silu", "hardswish")  # as `Activation` numbers them
 
 # --- structures ------------------------------------------------------------------------------------------------------
 
@@ -138,12 +138,12 @@ class Depthwise(ctypes.Structure):
 
     @property
     def factor_count(self) -> int:
-        """How many factors there are, with those that fill the last pair."""
+        """Number of factors, including the zeros that fill the last pair."""
         return 2 * int(self.pairs) * int(self.channels)
 
 
-# Of each pointer: the field with the number of entries behind it, and the bytes of one. Kernels check that what they do
-# stays within these numbers; that so much memory is there is the caller's to check.
+# For each pointer: the field that holds its number of entries, and the bytes per entry. Kernels check that they stay
+# within these numbers. The caller must check that the memory is that large.
 EXTENTS: dict[type[ctypes.Structure], dict[str, tuple[str, int]]] = {
     Steps: {
         **dict.fromkeys(("heap", "values"), ("length", 4)),
@@ -180,7 +180,7 @@ KERNELS = {
 
 
 def own_layout() -> library.Offsets:
-    """The layout of the structures above."""
+    """Return the offset and size of every structure above and of its fields."""
     found: library.Offsets = {}
     for structure in STRUCTURES:
         found[structure.__name__] = 0, ctypes.sizeof(structure)
@@ -191,7 +191,7 @@ def own_layout() -> library.Offsets:
 
 
 def load() -> ctypes.CDLL:
-    """The library of kernels with its functions declared. Raises ValueError where none can be used here."""
+    """Load the library of kernels and declare its functions. Raises ValueError if it cannot be used here."""
     found, why = library.load()
     if found is None:
         raise ValueError(f"executor = 'native' does not run here: {why}")
@@ -214,9 +214,10 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class Context:
-    """Threads, and the kernels of one level, for a compiled model. Calls from several threads wait for each other.
+    """The threads and kernels of one compiled model. Calls from several threads run one after another.
 
-    level: one of `library.levels()`; None means the fastest of them. Raises ValueError for what does not run here.
+    threads: the number of threads that share the work of a kernel. level: one of `library.levels()`; None selects the
+    fastest. Raises ValueError if the level or that many threads are not available on this machine.
     """
 
     def __init__(self, threads: int, level: str | None = None):
@@ -224,13 +225,13 @@ class Context:
         found = library.levels()
         level = found[-1] if level is None else level
         if level not in found:
-            raise ValueError(f"level = {level!r} is none of {', '.join(found)}")
+            raise ValueError(f"level = {level!r} does not run on this machine: choose one of {', '.join(found)}")
         if not isinstance(threads, int) or not 1 <= threads <= 1024:
-            raise ValueError(f"threads = {threads!r} is no whole number from 1 to 1024")
+            raise ValueError(f"threads = {threads!r} is not a whole number from 1 to 1024")
         self.level, self.threads = level, threads
         self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
         if not self._pointer:
-            raise ValueError(f"threads = {threads} are more than this machine starts")
+            raise ValueError(f"threads = {threads} are more than this machine can start: choose fewer")
         self._kernels = {name: getattr(self._library, f"adalog_{name}") for name in KERNELS}
 
     def __del__(self) -> None:
@@ -238,9 +239,9 @@ class Context:
             self._library.adalog_close(self._pointer)
 
     def bind(self, kernel: str, arguments: ctypes.Structure) -> Callable[[], int]:
-        """A call of the kernel with these arguments, which returns a status for `check`.
+        """Return a function that calls the kernel with these arguments and returns a status for `check`.
 
-        The caller keeps the arguments, and all memory that they point to, alive for as long as the call.
+        The caller must keep the arguments, and all memory that they point to, alive as long as the function.
         """
         return functools.partial(self._kernels[kernel], self._pointer, ctypes.addressof(arguments))
 
@@ -250,17 +251,17 @@ class Context:
 
 
 def check(status: int) -> None:
-    """Raise an error for a status other than 0, which a kernel returns where it did nothing."""
+    """Raise an error for a status other than 0, which a kernel returns if it did not run."""
     if status:
-        raise MemoryError("no memory for a kernel") if status == 2 else ValueError("the sizes of a kernel do not fit")
+        raise MemoryError("a kernel is out of memory") if status == 2 else ValueError("a kernel's sizes do not match")
 
 
 class Weights:
-    """A stored weight in the layout that kernels read; up to 4 bits it takes half a byte per code.
+    """A stored weight in the layout that kernels read. A code of up to 4 bits takes half a byte.
 
-    codes: (O, I), uint8, contiguous; zero: (O,), int32, contiguous; name: of the weight, for errors; left_zero,
-    left_top: the zero point of the left operand, and its largest byte. choices: all numbers behind the name, as tapes
-    hold them.
+    codes: (O, I), uint8, contiguous. zero: the zero points, (O,), int32, contiguous. name: names the weight in error
+    messages. left_zero: the zero point of the left operand. left_top: the largest byte of the left operand. The
+    attribute `choices` holds (bits, left_zero, left_top), as tapes store them.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class Weights:
         told = (*codes.shape, *self.choices)
         self.pointer = self._library.adalog_weights(codes.ctypes.data, zero.ctypes.data, *told)
         if not self.pointer:
-            raise MemoryError(f"no memory for the weight of {name}")
+            raise MemoryError(f"there is not enough memory for the weight of {name}")
         self.nbytes = self._library.adalog_weights_bytes(self.pointer)
 
     def __del__(self) -> None:

@@ -1,6 +1,6 @@
-"""The operations on floats that have no kernel but that NumPy does: each writes its result where it is told.
+"""Run the float operations that have no kernel with NumPy. Each function writes its result into the given array.
 
-The executor "native" runs them too, so that both get the same bits.
+The executor "native" uses the same functions, so its outputs and the outputs of a tape are equal bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-COPY = "copy"  # the one name that is not an ATen operation's
+COPY = "copy"  # the only name that is not an ATen operation
 
 
 def _copy(out: Array, x: Array) -> None:
@@ -23,13 +23,13 @@ def _cat(out: Array, values: Sequence[Array], dim: int = 0) -> None:
 
 
 def _mean(out: Array, x: Array, dims: Sequence[int], keepdim: bool = False) -> None:
-    """The mean over some dimensions, summed in float64."""
+    """Compute the mean over some dimensions, summed in float64."""
     sums = np.asarray(np.sum(x, axis=tuple(dims), dtype=np.float64, keepdims=keepdim))
     np.divide(sums, x.size // max(1, sums.size), out=out, casting="same_kind")
 
 
 def _pool(out: Array, x: Array, size: Sequence[int]) -> None:
-    """The means of cells of an image, which may share rows and columns. size: is that of the result."""
+    """Compute the mean of each cell of an image. Cells may overlap; `out` already has the height and width `size`."""
     (height, width), cells = x.shape[-2:], out.shape[-2:]
     for i, j in np.ndindex(*cells):
         rows = slice(i * height // cells[0], -(-(i + 1) * height // cells[0]))
@@ -44,7 +44,7 @@ def _pointwise(function: Callable[..., Any]) -> Callable[..., None]:
     return run
 
 
-# From an operation's name to a function of the result's memory and of the operation's arguments by position.
+# For each operation, a function that takes the array for the result and the operation's positional arguments.
 FLOATS: dict[str, Callable[..., None]] = {
     COPY: _copy,
     "aten.add.Tensor": _pointwise(np.add),

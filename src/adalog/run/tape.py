@@ -1,9 +1,14 @@
-"""Reading a tape: the calls of kernels by which `native` runs one artifact, as data that `adalog tape` wrote.
+"""Read a tape: the kernel calls with which `native` runs one artifact, stored as data by `adalog tape`.
 
-A tape is hostile until it is checked. It may say which kernels run on which memory, and no more: every pointer is a
-place in a region of memory that is made here, all that a kernel reads and writes there must lie in that region, results
-go to the region "work" alone, and what kernels take on trust after they have checked it (places of rows, tables, zero
-points) lies in the region "constants", which nothing writes. docs/format.md describes the file.
+A tape is not trusted. It chooses which kernels run on which memory, and this module checks everything else:
+
+- Every pointer is a place in a region of memory that this module allocates. All that a kernel reads or writes there
+  must lie in that region.
+- Results go only to the region "work".
+- Values that a kernel checks once and then trusts (places of rows, tables, zero points) lie in the region "constants",
+  which nothing writes.
+
+docs/reference/format.md describes the file.
 """
 
 import ctypes
@@ -23,11 +28,11 @@ from adalog.stored import MAX_JSON, check, check_text, is_whole, parse_json, unp
 
 FORMAT = 1
 KEY = "adalog-tape"
-CONSTANTS, WORK = "constants", "work"  # regions of memory; the others are the inputs, by their numbers
-ALIGNMENT = 64  # bytes: a cache line
+CONSTANTS, WORK = "constants", "work"  # two regions of memory; each input is another one, named by its number
+ALIGNMENT = 64  # bytes of a cache line
 MAX_BATCH = 2**16
-MAX_WORK = 2**30  # bytes for each image, of memory and of what a view of it shows
-_MAX_LAYOUTS = 16  # of one weight
+MAX_WORK = 2**30  # bytes per image, for the work and for a view, which may repeat its memory
+_MAX_LAYOUTS = 16  # per weight
 _TYPES = ("float32", "float64", "uint8", "int32", "int64", "bool")
 _FIELDS = {
     "format": int,
@@ -45,7 +50,7 @@ _FIELDS = {
 }
 WRITTEN = {(abi.Output, "data"), (abi.Output, "more"), (abi.Patches, "out")}
 _READ = {(abi.Output, "residual"), *((kind, name) for kind in abi.STRUCTURES for name in ("data", "more"))} - WRITTEN
-# Pointers to numbers of four bytes whose extents are told in bytes; those of an output are that in some kinds.
+# Pointers to numbers of four bytes whose extents count bytes; so is the `data` of an output whose kind is in _WIDE.
 _FLOATS = {(abi.Norm, "data"), (abi.Encode, "data"), (abi.Output, "residual"), (abi.Attention, "bias")}
 _WIDE = (abi.SUMS, abi.FLOATS)
 
@@ -53,25 +58,25 @@ Array = npt.NDArray[Any]
 
 
 def parse(header: str) -> dict[str, Any]:
-    """The JSON of a tape, with fields of the right types. Raises ArtifactError for another format or interface."""
-    check(len(header) <= MAX_JSON, f"its JSON takes {len(header)} bytes, more than {MAX_JSON}")
+    """Parse the JSON of a tape and check its fields. Raises ArtifactError for another format or interface."""
+    check(len(header) <= MAX_JSON, f"its JSON takes {len(header)} bytes, more than the limit of {MAX_JSON}")
     tape = parse_json(header)
-    check(isinstance(tape, dict), "its JSON is no object")
+    check(isinstance(tape, dict), "its JSON is not an object")
     check_text(tape)
     found, interface = tape.get("format"), tape.get("interface")
-    check(found == FORMAT, f"it has the format {found}, this package reads {FORMAT}")
-    check(interface == library.ABI, f"it is for kernels of interface {interface}, this package has {library.ABI}")
+    check(found == FORMAT, f"it has format {found}, but adalog reads format {FORMAT}")
+    check(interface == library.ABI, f"it is for kernel interface {interface}, but adalog has {library.ABI}")
     odd = sorted(tape.keys() ^ _FIELDS.keys())
-    check(not odd, f"it lacks the fields, or has fields of its own: {', '.join(odd)}")
+    check(not odd, f"these fields are missing or unknown: {', '.join(odd)}")
     for name, kind in _FIELDS.items():
-        check(isinstance(tape[name], kind), f"its {name} is of the type {type(tape[name]).__name__}")
+        check(isinstance(tape[name], kind), f"its field {name} has the wrong type {type(tape[name]).__name__}")
     batch, work = tape["batch"], tape["work"]
-    check(is_whole(batch, 1, MAX_BATCH), f"it is for {batch} images")
-    check(is_whole(work, 0, batch * MAX_WORK), f"it takes {work} bytes for {batch} images")
+    check(is_whole(batch, 1, MAX_BATCH), f"its batch of {batch} images is out of range")
+    check(is_whole(work, 0, batch * MAX_WORK), f"its work takes {work} bytes for {batch} images, which is out of range")
     check(bool(tape["inputs"]), "it has no inputs")
     for each in tape["inputs"]:
         good = isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and _is_shape(each[1])
-        check(good and each[1][:1] == [batch], f"an input is {each}, no [name, shape] with {batch} images")
+        check(good and each[1][:1] == [batch], f"an input is {each}, not a [name, shape] with {batch} images")
     return tape
 
 
@@ -80,7 +85,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def weights_of(entries: Sequence[Any], tensor: Callable[[str], Array]) -> list[abi.Weights]:
-    """The weights that a tape names, of which `tensor` gives the artifact's tensors: one for all equal entries."""
+    """Load the weights that a tape lists. `tensor` returns the artifact's tensors; equal entries share one weight."""
     made: dict[str, abi.Weights] = {}
     layouts: Counter[str] = Counter()
     for entry in entries:
@@ -94,29 +99,36 @@ def weights_of(entries: Sequence[Any], tensor: Callable[[str], Array]) -> list[a
 
 def _weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     good = isinstance(entry, list) and len(entry) > 2 and isinstance(entry[0], str)
-    check(good, "a weight is no [name, shape, bits, ...]")
+    check(good, "a weight is not [name, shape, bits, ...]")
     name, shape, *choices = entry
     good = len(choices) == 3 and all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
-    check(good and _is_shape(shape) and len(shape) == 2 and all(shape), f"weight {name} has {shape} and {choices}")
+    check(
+        good and _is_shape(shape) and len(shape) == 2 and all(shape),
+        f"weight {name} has the shape {shape} and the numbers {choices}",
+    )
     packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")
-    check(packed.ndim == 1 and packed.dtype == zero.dtype == np.uint8, f"weight {name} is stored as {packed.dtype}")
-    check(zero.shape == (shape[0],), f"weight {name} has {zero.shape} zero points")
+    check(
+        packed.ndim == 1 and packed.dtype == zero.dtype == np.uint8,
+        f"weight {name} is stored as {packed.dtype}, not as flat uint8",
+    )
+    check(zero.shape == (shape[0],), f"weight {name} has zero points of shape {zero.shape}")
     codes = unpack(packed, choices[0], math.prod(shape)).reshape(shape)
     return abi.Weights(codes, zero.astype(np.int32), name, *choices)
 
 
 def aligned(size: int) -> Array:
-    """So many bytes of zeros, from a cache line on."""
+    """Allocate this many zero bytes, aligned to a cache line."""
     memory = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 
 class Memory:
-    """The regions that calls read and write.
+    """The regions of memory that calls read and write.
 
-    work: written by calls; constants: of the file, and never written. inputs: how many bytes each has. most: bytes that
-    a view may show, some of them again and again.
+    constants: the bytes of the file, which no call writes. work: the number of bytes that calls may write. fills:
+    [offset in the work, offset in the constants, bytes] to copy before the first call. inputs: the bytes of each input.
+    most: the limit on the bytes of one view, which count again if the view repeats them.
     """
 
     def __init__(self, constants: Array, work: int, fills: Sequence[Any], inputs: Sequence[int], most: int):
@@ -126,26 +138,31 @@ class Memory:
         self._inputs, self._most = inputs, most
         for fill in fills:
             good = isinstance(fill, list) and len(fill) == 3 and all(is_whole(each, 0) for each in fill)
-            check(good and fill[0] + fill[2] <= work and fill[1] + fill[2] <= len(constants), f"it fills {fill}")
+            check(
+                good and fill[0] + fill[2] <= work and fill[1] + fill[2] <= len(constants),
+                f"it fills {fill}, which is not [offset, offset, bytes] within its memory",
+            )
             to, start, count = fill
             self.work[to : to + count] = constants[start : start + count]
 
     def _place(self, place: Any) -> tuple[Any, int, int]:
-        """(region, offset, bytes from there on)."""
-        check(isinstance(place, list) and len(place) == 2 and is_whole(place[1], 0), f"{place} is no place in memory")
+        """Return the region and offset of a place, and the number of bytes from there to the end of the region."""
+        check(
+            isinstance(place, list) and len(place) == 2 and is_whole(place[1], 0), f"{place} is not a place in memory"
+        )
         region, offset = place
         if is_whole(region, 0, len(self._inputs) - 1):
             size = self._inputs[region]
         else:
-            check(region in (WORK, CONSTANTS), f"{region!r} is no region of memory")
+            check(region in (WORK, CONSTANTS), f"{region!r} is not a region of memory")
             size = len(self.work if region == WORK else self._constants)
-        check(offset <= size, f"{place} lies behind the region's {size} bytes")
+        check(offset <= size, f"{place} lies beyond the region's {size} bytes")
         return region, offset, size - offset
 
     def address(self, place: Any, size: int, regions: Sequence[str] | None) -> tuple[int, int | None]:
-        """The address of a place with so many bytes, and None; in an input, the offset and its number.
+        """Return (address, None) for a place of `size` bytes, or (offset, number of the input) if it is in an input.
 
-        regions: where it may lie; None: anywhere.
+        regions: the regions that the place may lie in; None allows all.
         """
         region, offset, there = self._place(place)
         check(regions is None or region in regions, f"{place} is not in {' or '.join(regions or ())}")
@@ -156,17 +173,17 @@ class Memory:
         return memory.ctypes.data + offset, None
 
     def view(self, given: Any, *, written: bool = False) -> Array:
-        """The array that an object {"at", "shape", "strides", "type"} describes, in the work or the constants."""
-        check(isinstance(given, dict) and given.keys() == {"at", "shape", "strides", "type"}, f"{given} is no view")
+        """Return the array in the work or the constants that {"at", "shape", "strides", "type"} describes."""
+        check(isinstance(given, dict) and given.keys() == {"at", "shape", "strides", "type"}, f"{given} is not a view")
         region, offset, there = self._place(given["at"])
-        check(region == WORK or (region == CONSTANTS and not written), f"{given} is no view that may be used here")
+        check(region == WORK or (region == CONSTANTS and not written), f"{given} lies in a region that it may not use")
         shape, strides = given["shape"], given["strides"]
         good = _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and given["type"] in _TYPES
-        check(good, f"{given} is no view")
-        # NumPy checks this itself, but not of memory without a byte.
+        check(good, f"{given} is not a view: its shape, strides or type are not valid")
+        # NumPy checks this too, except for memory of zero bytes.
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         size = last + np.dtype(given["type"]).itemsize if all(shape) else 0
-        check(size <= there, f"{given} takes {size} bytes, and {there} are there")
+        check(size <= there, f"{given} takes {size} bytes, but only {there} are there")
         shown = math.prod(shape) * np.dtype(given["type"]).itemsize
         check(shown <= self._most, f"{given} shows {shown} bytes, more than {self._most}")
         memory = self.work if region == WORK else self._constants
@@ -174,10 +191,10 @@ class Memory:
 
 
 class Calls:
-    """The calls of a tape, bound to memory. Raises ArtifactError for what no tape has.
+    """The calls of a tape, bound to memory. Raises ArtifactError if a call is not valid.
 
-    runs: in order, each with the name of the step that it is for; the result is None, or the status of a kernel.
-    pointers: the structures whose `data` lies in an input, with its number and the offset there.
+    runs: the name of its step and a function for each call, in order; the function returns None or the status of a
+    kernel. pointers: the structures whose `data` lies in an input, with the number of the input and the offset there.
     """
 
     def __init__(self, context: abi.Context, weights: Sequence[abi.Weights], memory: Memory, calls: Sequence[Any]):
@@ -188,7 +205,7 @@ class Calls:
 
     def _bound(self, call: Any) -> tuple[str, Callable[[], int | None]]:
         good = isinstance(call, list) and len(call) == 3 and all(isinstance(each, str) for each in call[:2])
-        check(good, "a call is no [step, operation, arguments]")
+        check(good, "a call is not [step, operation, arguments]")
         step, operation, given = call
         if operation in abi.KERNELS:
             arguments = abi.KERNELS[operation]()
@@ -197,7 +214,7 @@ class Calls:
             self._alive.append(arguments)
             return step, self._context.bind(operation, arguments)
         check(operation in FLOATS, f"step {step} calls {operation!r}, which this package does not run without PyTorch")
-        check(isinstance(given, list) and len(given) > 1, f"step {step} has no list of arguments")
+        check(isinstance(given, list) and len(given) > 1, f"step {step} needs a list with a result and arguments")
         out = self._memory.view(given[0], written=True)
         return step, functools.partial(FLOATS[operation], out, *map(self._argument, given[1:]))
 
@@ -209,13 +226,16 @@ class Calls:
     def _set_pointers(
         self, step: str, structure: ctypes.Structure, given: Any, around: tuple[ctypes.Structure, ...]
     ) -> None:
-        """Give a structure its pointers. Their extents are numbers, all of which are set; around: what holds it."""
+        """Set the pointers of a structure, whose numbers are set already. around: the structures that contain it."""
         kinds = _kinds(structure)
         for name, value in given.items():
             if issubclass(kinds[name], ctypes.Structure):
                 self._set_pointers(step, getattr(structure, name), value, (structure, *around))
             elif isinstance(structure, abi.Linear) and name == "weights":
-                check(is_whole(value, 0, len(self._weights) - 1), f"step {step} has the weight {value!r}")
+                check(
+                    is_whole(value, 0, len(self._weights) - 1),
+                    f"step {step} has the weight {value!r}, which the tape does not list",
+                )
                 structure.weights = self._weights[value].pointer
             elif kinds[name] is ctypes.c_void_p:
                 self._point(structure, name, value, around)
@@ -227,11 +247,11 @@ class Calls:
         regions = [WORK] if (kind, name) in WRITTEN else None if (kind, name) in _READ else [CONSTANTS]
         address, number = self._memory.address(place, entries * size, regions)
         floats = (kind, name) in _FLOATS or (name == "data" and getattr(structure, "kind", None) in _WIDE)
-        check(address % (4 if floats else min(size, 4)) == 0, f"{place} is not where a number starts")
+        check(address % (4 if floats else min(size, 4)) == 0, f"{place} is not aligned to the size of its numbers")
         if number is None:
             setattr(structure, name, address)
         else:
-            check(name == "data", f"{name} lies in an input")
+            check(name == "data", f"only data may lie in an input, and {name} does")
             self.pointers.append((structure, number, address))
 
 
@@ -240,7 +260,7 @@ def _kinds(structure: ctypes.Structure) -> Mapping[str, Any]:
 
 
 def _set_numbers(step: str, structure: ctypes.Structure, given: Any) -> None:
-    """Give a structure, and those in it, the fields that are numbers."""
+    """Set the number fields of a structure and of the structures in it."""
     kinds = _kinds(structure)
     check(isinstance(given, dict) and given.keys() <= kinds.keys(), f"step {step} has fields that no kernel takes")
     for name, value in given.items():
@@ -251,7 +271,7 @@ def _set_numbers(step: str, structure: ctypes.Structure, given: Any) -> None:
 
 
 def _set_number(step: str, structure: ctypes.Structure, name: str, kind: Any, value: Any) -> None:
-    """Set a field to a number, or to several, that it can hold."""
+    """Set a field to a number or a list of numbers. Raises ArtifactError if the field cannot hold it."""
     if issubclass(kind, ctypes.Array):
         good = isinstance(value, list) and len(value) == kind._length_ and all(is_whole(each, 0) for each in value)
         found: Any = kind(*value) if good else None
@@ -261,5 +281,5 @@ def _set_number(step: str, structure: ctypes.Structure, name: str, kind: Any, va
     else:
         found = kind(value).value if type(value) is int else None
         held = found
-    check(held is not None and held == value, f"step {step} has {name} = {value!r}")
+    check(held is not None and held == value, f"step {step} has {name} = {value!r}, which the field cannot hold")
     setattr(structure, name, found)

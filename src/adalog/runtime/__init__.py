@@ -1,4 +1,4 @@
-"""Executors, which run a quantized model's products of two quantized operands in integers, and all else in float."""
+"""Run the products of two quantized operands of a model in integers, and all its other operations in float."""
 
 import functools
 import threading
@@ -20,15 +20,15 @@ from adalog.runtime.reference import ENCODE, PRODUCT, IntegerSite
 
 Executor = Literal["reference", "torch", "native"]
 EXECUTORS = get_args(Executor)
-_PLANS = 4  # `native` holds the memory of this many shapes of inputs
+_PLANS = 4  # `native` keeps plans for this many shapes of inputs
 
 
 @dataclass(frozen=True)
 class Trace:
     """The codes, accumulators and output of one site for some inputs.
 
-    left, right: the codes of the operands, uint8; a stored weight has its own. accumulators: int64, one tensor per pair
-    of parts. bias: what was added; None for nothing. output: the value with which the model goes on.
+    left, right: the codes of the operands, uint8; for a stored weight, its stored codes. accumulators: int64, one
+    tensor per pair of parts. bias: the bias that was added, or None. output: the value that the site returns.
     """
 
     site: IntegerSite
@@ -40,13 +40,16 @@ class Trace:
 
 
 class Compiled(nn.Module):
-    """A quantized model that runs in integers, with the inputs and outputs of the model.
+    """A quantized model that runs in integers and has the same inputs and outputs as the model.
 
-    sites: the sites that run in integers, by name; all other operations run in float, as they do in the model.
-    threads, batch and level are for "native" alone. threads: how many it uses; None: as many as torch. batch: a batch
-    size to prepare for. level: the kernels to use, one of `library.LEVELS`; None: the fastest that run here.
-    Raises ArtifactError for a model that has no integers (`reference.plan`), and ValueError for choices that do not run
-    here.
+    sites: the sites that run in integers, by name. All other operations run in float, as they do in the model.
+
+    Only the executor "native" takes threads, batch and level. threads: the number of threads; None uses as many as
+    torch. batch: a batch size to prepare for. level: the kernels to use, one of `library.LEVELS`; None uses the fastest
+    that run on this machine.
+
+    Raises ArtifactError if the model cannot run in integers (see `reference.plan`), and ValueError for options that do
+    not run on this machine.
     """
 
     def __init__(
@@ -60,11 +63,11 @@ class Compiled(nn.Module):
     ):
         super().__init__()
         if executor not in EXECUTORS:
-            raise ValueError(f"executor = {executor!r} is none of {', '.join(EXECUTORS)}")
+            raise ValueError(f"executor = {executor!r} is not one of {', '.join(EXECUTORS)}")
         if executor != "native" and (threads, batch, level) != (None, None, None):
-            raise ValueError(f"threads, batch and level are of the executor 'native', not of {executor!r}")
+            raise ValueError(f"only executor = 'native' takes threads, batch and level, not {executor!r}")
         if not quantized.example:
-            raise ArtifactError("a model that was made without images has no inputs to tell: give it `example`")
+            raise ArtifactError("the model was made without images, so its input shapes are unknown: pass `example`")
         self.quantized = quantized
         self.executor = executor
         self._context = None
@@ -78,11 +81,11 @@ class Compiled(nn.Module):
             self.prepare(batch)
 
     def compile(self) -> None:
-        """Turn the operations between two products into one kernel each, by `torch.compile`.
+        """Fuse the operations between two products into one kernel each, with `torch.compile`.
 
-        This serves the executor "torch" on a CPU with a C++ compiler, and changes nothing elsewhere. Compiling happens
-        at the first inputs of each shape and takes a minute. The codes of the same values stay the same; float
-        operations may differ in the last bit.
+        This affects the executor "torch" on a CPU with a C++ compiler, and nothing else. The model is compiled when it
+        first sees inputs of a shape, which takes some time. Equal values keep equal codes; float operations may differ
+        in the last bit.
         """
         self._wanted = True
         self._made()
@@ -92,8 +95,8 @@ class Compiled(nn.Module):
             self._plan()
         except AdalogError:
             raise
-        except Exception as cause:  # a strange program that runs in float may raise anything here
-            raise ArtifactError(f"the program has no integers: {one_line(cause)}") from cause
+        except Exception as cause:  # an unusual program that runs in float may raise anything here
+            raise ArtifactError(f"the program cannot run in integers: {one_line(cause)}") from cause
 
     def _plan(self) -> None:
         planned = reference.plan(self.quantized.program, self.quantized.example)
@@ -119,13 +122,14 @@ class Compiled(nn.Module):
             )
 
     def prepare(self, batch: int, *shapes: Sequence[int]) -> native.Plan:
-        """The calls by which "native" runs inputs of this batch size, made once and held for the last few shapes.
+        """Return the plan with which "native" runs a batch of this size. Plans for the last few shapes are kept.
 
-        shapes: of one image of each input, (C, H, W), where sizes are free; by default those of the calibration.
-        Raises ValueError for another executor, for a batch of no image, and for shapes that the model does not take.
+        shapes: the shape of one image of each input, (C, H, W), for a model that takes several sizes; by default the
+        shapes of the calibration images. Raises ValueError for another executor, for a batch smaller than 1, and for
+        shapes that the model does not take.
         """
         if self._context is None or batch < 1:
-            raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, of one image or more")
+            raise ValueError(f"batch = {batch}: only 'native' prepares for a batch, and it needs at least 1 image")
         example = self.quantized.example
         given = list(shapes or [value.shape[1:] for value in example])
         if len(given) != len(example) or not all(isinstance(shape, Sequence) for shape in given):
@@ -134,24 +138,24 @@ class Compiled(nn.Module):
         with self._lock:
             if wanted not in self._plans:
                 both = list(zip(wanted, example, strict=True))
-                # Without data first: what the model refuses may be too large to be made.
+                # Check without data first: a shape that the model refuses may be too large to allocate.
                 self.quantized.check([torch.empty(shape, dtype=value.dtype, device="meta") for shape, value in both])
                 inputs = [torch.zeros(shape, dtype=value.dtype) for shape, value in both]
                 if len(self._plans) >= _PLANS:
                     del self._plans[next(iter(self._plans))]
-                with torch.inference_mode(False), torch.no_grad():  # a later call may write into its memory outside
+                with torch.inference_mode(False), torch.no_grad():  # later calls write to this memory outside of it
                     values = trace(self.quantized.program, inputs)
                     self._plans[wanted] = native.Plan(*self._apart, self._context, inputs, values)
             return self._plans[wanted]
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes that a run reads of the weights of `sites`."""
+        """Number of bytes that one run reads from the weights of `sites`."""
         return sum(self._apart[1][site.node.name].nbytes for site in self.sites.values())
 
     @torch.no_grad()
     def forward(self, *inputs: Any) -> Any:
-        """The model's outputs for its positional inputs, without gradients. Raises what the model raises."""
+        """Return the model's outputs for its positional inputs, without gradients. Raises what the model raises."""
         self._check(inputs)
         batches = {len(value) for value in inputs}
         if self._context is not None and len(batches) == 1 and batches != {0}:
@@ -160,23 +164,23 @@ class Compiled(nn.Module):
             program, steps = self._regions
             try:
                 return program.run(inputs, None, steps)
-            except ProgramError:  # there is no compiler; any other failure comes again below
+            except ProgramError:  # no compiler was found; the lines below raise any other failure again
                 self._regions = None
         program, steps = self._fused
         return program.run(inputs, None, steps)
 
     def _check(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError for inputs that the model does not take, or that hold NaN, which has no code."""
+        """Raise ValueError for inputs that the model does not take, or that contain NaN, which has no code."""
         self.quantized.check(inputs)
-        if torch.compiler.is_compiling():  # values are looked at by calls alone
+        if torch.compiler.is_compiling():  # the compiler has shapes but no values to check
             return
         for number, value in enumerate(inputs, 1):
             if isinstance(value, Tensor) and bool(value.isnan().any()):
-                raise ValueError(f"input {number} holds NaN, which has no code")
+                raise ValueError(f"input {number} contains NaN, which cannot be quantized")
 
     @torch.no_grad()
     def codes(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """The codes of every operand that is multiplied in integers, by its quantizer's name: uint8."""
+        """Return the codes of every operand that is multiplied in integers, uint8, by its quantizer's name."""
         self._check(inputs)
         program, steps = self._apart
         found: dict[str, Tensor] = {}
@@ -192,9 +196,11 @@ class Compiled(nn.Module):
 
     @torch.no_grad()
     def trace(self, name: str, *inputs: Tensor) -> Trace:
-        """The trace of the site of this name for these inputs. Raises ValueError for an unknown site."""
+        """Return the trace of the site with this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
-            raise ValueError(f"site = {name!r} is none of the {len(self.sites)} in integers: {', '.join(self.sites)}")
+            raise ValueError(
+                f"site = {name!r} is not one of the {len(self.sites)} in integers: {', '.join(self.sites)}"
+            )
         self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart
         made = {arg.name for node in program.nodes if node.name == site.node.name for arg in node.args[:2] if arg}
@@ -232,10 +238,11 @@ def compiled(
     encoder: Callable[[Quantizer, IntegerSite], Any],
     product: Callable[[IntegerSite], Any],
 ) -> tuple[Program, dict[str, Any]]:
-    """The program with the planned sites in integers, and the functions of their nodes, by name.
+    """Return the program with the planned sites in integers, and the functions of its new nodes by name.
 
-    A quantizer of several sites encodes once for all sites that have the same key. It also stays as it was if a float
-    operation reads it. encoder, product: the classes by which an executor encodes an operand and multiplies at a site.
+    Sites with the same `key` that share a quantizer also share one encoded operand. A quantizer also stays in the
+    program if a float operation reads it. encoder, product: create the executor's encoder of an operand, and its
+    product of a site.
     """
     sites = {site.node.name: site for site in planned}
     fakes = {node.name: node for node in program.nodes if node.op == FAKE_QUANTIZE}

@@ -1,8 +1,9 @@
-"""The integers of a quantized model, site by site, and the executor that computes exactly these (docs/integer.md).
+"""Define the integers of each site of a quantized model, and compute them exactly (docs/reference/integers.md).
 
-An operand is a sum of parts, each an integer times a unit: a uniform code stands for (code - zero_point) scale, a
-logarithmic one for T[code] unit. A site multiplies the integers of each pair of parts and adds them up exactly. One
-scale per output channel turns these accumulators into floats: output = sum of accumulator * scale, plus bias.
+An operand is a sum of parts, and each part is an integer times a unit. The value of a uniform code is
+(code - zero_point) * scale, the value of a logarithmic code is T[code] * unit. A site multiplies the integers of each
+pair of parts and sums the products exactly. One scale per output channel converts these accumulators to floats:
+output = sum(accumulator * scale) + bias.
 """
 
 import math
@@ -21,8 +22,9 @@ from adalog.graph.tracing import at_twice_the_size, trace
 from adalog.quantizers import Quantizer
 
 ENCODE, PRODUCT = "adalog.encode", "adalog.product"  # operations that only compiled programs have
-INT32 = 2**31  # accumulators of 32 bits stay below this
-FREE_TERMS = 4096  # what sums over tokens hold at least where images have any size: those of 1024 pixels by 16
+INT32 = 2**31  # 32-bit accumulators stay below this
+# If images may have any size, sums over tokens hold at least this many terms: 1024 x 1024 pixels in patches of 16 x 16.
+FREE_TERMS = 4096
 
 
 # --- sites -----------------------------------------------------------------------------------------------------------
@@ -30,13 +32,14 @@ FREE_TERMS = 4096  # what sums over tokens hold at least where images have any s
 
 @dataclass(frozen=True)
 class IntegerSite:
-    """A multiplication whose operands are codes.
+    """A product whose two operands are codes.
 
-    left, right: their quantizers. weight: the codes of a stored right operand, (O, I) or (O, I / groups, kh, kw).
-    terms: how many products an accumulator sums. scales: the value of an accumulator's unit for each pair of parts,
-    left parts outermost, to broadcast against the output (a convolution's: against (B, groups, L, O / groups)). bounds:
-    for each pair, the magnitude that no accumulator exceeds, whatever the codes: terms times the largest integers of
-    both. geometry: stride, padding, dilation and groups of a convolution; None for other products.
+    left, right: the quantizers of the operands. weight: the codes of a stored right operand, (O, I) or
+    (O, I / groups, kh, kw). terms: the number of products that an accumulator sums. scales: the value of one unit of
+    the accumulator for each pair of parts, left parts outermost; it broadcasts against the output, or for a convolution
+    against (B, groups, L, O / groups). bounds: for each pair of parts, the largest magnitude that an accumulator can
+    reach with any codes, which is terms times the largest integers of both parts. geometry: stride, padding, dilation
+    and groups of a convolution; None for other products.
     """
 
     name: str
@@ -51,20 +54,20 @@ class IntegerSite:
 
     @property
     def bits(self) -> int:
-        """The bits of the narrowest two's complement accumulator that no input overflows: 32 or 64."""
+        """Bits of the narrowest two's complement accumulator that no input overflows: 32 or 64."""
         return 32 if max(self.bounds) < INT32 else 64
 
     def check_terms(self, count: int) -> None:
-        """Raise ValueError for a sum of more terms than `terms`: a strange program may sum over its batch."""
+        """Raise ValueError if a sum has more than `terms` terms, which can happen if a program sums over its batch."""
         if count > self.terms:
-            raise ValueError(f"sums {count:,} products, its accumulators are for {self.terms:,}")
+            raise ValueError(f"it sums {count:,} products, but its accumulators are made for at most {self.terms:,}")
 
     @property
     def groups(self) -> int:
         return 1 if self.geometry is None else self.geometry[3]
 
     def weight_integers(self) -> Tensor:
-        """The integers of a stored weight as the right side of a product: int64, (I, O) or (groups, I, O / groups)."""
+        """Return the integers of a stored weight as a right operand: int64, (I, O) or (groups, I, O / groups)."""
         assert self.weight is not None
         whole = self.right.integer(self.weight)
         if self.geometry is None:
@@ -72,7 +75,7 @@ class IntegerSite:
         return whole.reshape(self.groups, -1, whole[0].numel()).transpose(1, 2)
 
     def rows(self, image: Tensor, fill: int = 0) -> Tensor:
-        """A convolution's operand as rows of a product: (B, C, H, W) -> (B, groups, L, I / groups)."""
+        """Return a convolution's operand as the rows of a product: (B, C, H, W) -> (B, groups, L, I / groups)."""
         assert self.geometry is not None
         assert self.weight is not None
         stride, padding, dilation, groups = self.geometry
@@ -83,24 +86,25 @@ class IntegerSite:
         )
 
     def image(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        """A convolution's output, (B, groups, L, O / groups) -> (B, O, H, W), for an input of this shape.
+        """Reshape a convolution's output, (B, groups, L, O / groups) -> (B, O, H, W). shape: the shape of its input.
 
-        Its channels are last in memory in every executor, since the last bit of float operations may depend on that.
+        Every executor stores the channels last in memory, because the last bit of float operations may depend on it.
         """
         return rows.transpose(1, 2).flatten(2).contiguous().transpose(1, 2).unflatten(2, self.sizes(shape))
 
     def sizes(self, shape: torch.Size) -> tuple[int, ...]:
-        """(height, width) of a convolution's output for an input of this shape."""
+        """Return the (height, width) of a convolution's output for an input of this shape."""
         assert self.geometry is not None
         assert self.weight is not None
         return output_sizes(shape[2:], self.weight.shape[2:], *self.geometry[:3])
 
 
 def plan(program: Program, example: tuple[Tensor, ...]) -> list[IntegerSite]:
-    """Every product of two quantized operands, in order of execution; all others stay float.
+    """Return every product of two quantized operands, in order of execution. All other products stay float.
 
-    example: the inputs without images. Raises ArtifactError for a site that has no integers (logarithmic codes without
-    a table, split codes, scales that differ within one sum), or whose sums may not fit in 64 bits.
+    example: the inputs with zero images, (0, ...) each. Raises ArtifactError for a site that cannot run in integers
+    (logarithmic codes without a table, split codes, scales that differ within one sum), or whose sums may not fit in 64
+    bits.
     """
     plain, _ = program.unquantized()
     names = {call.node.name: call.name for site in find_sites(plain) for call in site.calls}
@@ -137,7 +141,7 @@ def _site(
     shapes: list[torch.Size],
     least: int,
 ) -> IntegerSite:
-    """least: how many terms its sums hold at least, since they grow with the image."""
+    """Create the site of a product. least: the fewest terms to allow for, because its sums may grow with the image."""
     left, right = (_checked(name, quantizer) for quantizer in operands)
     geometry = None
     if weight is None:
@@ -157,12 +161,12 @@ def _site(
     scales = tuple((x * y).to(left.scale.dtype) for x in lefts for y in rights)
     bounds = tuple(terms * x * y for x in _largest(left) for y in _largest(right))
     if max(bounds) >= 2**63:
-        raise ArtifactError(f"site {name} sums {terms:,} products up to {max(bounds):,}, more than 64 bits hold")
+        raise ArtifactError(f"site {name} sums {terms:,} products up to {max(bounds):,}, which does not fit in 64 bits")
     return IntegerSite(name, node, left, right, weight, terms, scales, bounds, geometry)
 
 
 def _checked(name: str, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a site. Raises ArtifactError where its codes stand for no integers."""
+    """Return the quantizer of a site. Raises ArtifactError if its codes do not represent integers."""
     if quantizer.why_no_integers:
         raise ArtifactError(f"site {name} {quantizer.why_no_integers}")
     if quantizer.scale.dtype not in (torch.float32, torch.float64):
@@ -171,30 +175,30 @@ def _checked(name: str, quantizer: Quantizer) -> Quantizer:
 
 
 def _largest(quantizer: Quantizer) -> list[int]:
-    """The largest magnitude of the integers of each part."""
+    """Return the largest magnitude of the integers of each part."""
     return [max(-least, most) for least, most in quantizer.limits()]
 
 
 def _constant(name: str, unit: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The unit, if it is the same along these dimensions. Raises ArtifactError where it is not."""
+    """Return the unit if it is the same along these dimensions. Raises ArtifactError otherwise."""
     if any(unit.ndim >= -dim and unit.shape[dim] > 1 for dim in dims):
         raise ArtifactError(
-            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it has no integers"
+            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it cannot run in integers"
         )
     return unit
 
 
 def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
-    """The unit of each group of an image's channels, (groups, 1, 1), or a single one for all.
+    """Return the unit of each group of an image's channels, (groups, 1, 1), or a single unit for all groups.
 
-    Raises ArtifactError where channels of one group have different units.
+    Raises ArtifactError if channels of one group have different units.
     """
     if unit.numel() == 1:
         return unit.reshape(())
     found = unit.reshape(groups, -1) if unit.numel() == channels and unit.shape[-2:] == (1, 1) else None
     if found is None or not bool((found == found[:, :1]).all()):
         raise ArtifactError(
-            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it has no integers"
+            f"site {name} has scales {tuple(unit.shape)} that differ within one sum: it cannot run in integers"
         )
     return found[:, :1, None]
 
@@ -203,14 +207,14 @@ def _per_group(name: str, unit: Tensor, groups: int, channels: int) -> Tensor:
 
 
 class Encoder:
-    """Turns values into the operand that `Product` takes: their codes, int64."""
+    """Encoder of values into the operand that `Product` takes: their codes, int64."""
 
     def __init__(self, quantizer: Quantizer, site: IntegerSite):
         self.quantizer = quantizer
 
     @staticmethod
     def key(site: IntegerSite) -> str:
-        """Sites with the same key share an encoded operand."""
+        """Return the key of a site. Sites with the same key share an encoded operand."""
         return "codes"
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -229,15 +233,15 @@ class Product:
         self.nbytes = 0 if self._weight is None else self._weight.nbytes
 
     def accumulate(self, left: Tensor, right: Tensor | None = None) -> list[Tensor]:
-        """The exact sums, int64, one tensor per pair of parts, in the shape against which its scale broadcasts."""
+        """Return the exact sums, int64, one tensor per pair of parts. The site's scales broadcast against them."""
         lefts = [part.cpu() for part in self.site.left.integers(left)]
         rights = None if right is None else [part.cpu() for part in self.site.right.integers(right)]
         return [sums.to(left.device) for sums in self.sums(lefts, rights)]
 
     def sums(self, lefts: Sequence[Tensor], rights: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The sums of the products of these integers, of each part on the CPU, in their type.
+        """Return the sums of products of the parts' integers, which are on the CPU. The sums keep their type.
 
-        They are exact in int64; in float64 as well where no bound of the site reaches 2**53.
+        They are exact in int64. They are also exact in float64 if no bound of the site reaches 2**53.
         """
         site = self.site
         if site.geometry is not None:
@@ -254,7 +258,7 @@ class Product:
 
 
 def finish(site: IntegerSite, accumulators: list[Tensor], bias: Tensor | None, shape: torch.Size) -> Tensor:
-    """The output of the site: accumulators times scales, plus the bias. shape: that of the left operand."""
+    """Return a site's output: accumulators times scales, plus the bias. shape: the shape of the left operand."""
     parts = [sums.to(scale.dtype) * scale for sums, scale in zip(accumulators, site.scales, strict=True)]
     result = sum(parts[1:], start=parts[0])
     if site.geometry is None:

@@ -1,7 +1,7 @@
-"""Everything between two products as one kernel of `torch.compile`, where a C++ compiler is installed.
+"""Fuse all operations between two products into one kernel of `torch.compile`, if a C++ compiler is installed.
 
-A region is a run of float operations, with the conversion of accumulators to floats before it and the encoding into
-digits after it. Regions of the same structure, such as those of a transformer's blocks, share a kernel.
+A region is a sequence of float operations, together with the conversion of accumulators to floats before it and the
+encoding into digits after it. Regions of the same structure share a kernel, for example in the blocks of a transformer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,20 +23,20 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 REGION, SUMS = "adalog.region", "adalog.sums"  # operations that only programs with regions have
 _OUTSIDE = {"aten.sym_size.int", *FACTORIES, *FLOAT_PRODUCTS, *PRODUCTS}
 _ELEMENTWISE = {"aten.gelu.default", "aten.relu.default", "aten.silu.default"}
-# Values within a region are computed again rather than stored, however many operations they take.
+# The compiler computes values within a region again instead of storing them, however many operations they take.
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 1000, "realize_reads_threshold": 1000}
 
 Kernel = Callable[..., tuple[Any, ...]]  # from a region's inputs to its results
 
 
 def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """The same program with one step per region, whose first call compiles it.
+    """Return the program with one step per region. The first call of such a step compiles it.
 
-    apart: what the encoders and products of the program do, by the name of their node.
+    apart: the functions of the program's encoders and products, by the name of their node.
     """
     steps = dict(apart)
     opened = list(_open(program, steps))
-    later = set(refs_of(program.output))  # what the nodes behind the present one read, and the output
+    later = set(refs_of(program.output))  # the values that later nodes or the output read
     runs: list[tuple[bool, list[Node], set[str]]] = []
     for node in reversed(opened):
         inside = _is_inside(node, steps)
@@ -65,9 +65,9 @@ def fuse(program: Program, apart: Mapping[str, Any]) -> tuple[Program, dict[str,
 
 
 def _open(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
-    """The nodes of a program, where a product becomes two steps: its sums, and what makes floats of them.
+    """Yield the nodes of a program. A product becomes two nodes: its sums, and their conversion to floats.
 
-    Encoders come right after what they encode. Their steps, and those of opened products, become `Pure`.
+    Each encoder follows the value that it encodes. The steps of encoders and of these conversions become `Pure`.
     """
     encoders: dict[str, list[Node]] = {}
     for node in program.nodes:
@@ -91,21 +91,21 @@ def _open(program: Program, steps: dict[str, Any]) -> Iterator[Node]:
 
 
 def _is_inside(node: Node, steps: Mapping[str, Any]) -> bool:
-    """Whether a node can be part of a region."""
+    """Return True if a node can be part of a region."""
     if node.name in steps:
         return isinstance(steps[node.name], Pure)
     return node.op not in _OUTSIDE and node.op.startswith(("aten.", "getitem"))
 
 
 def _inputs(nodes: list[Node]) -> list[str]:
-    """What these nodes read that they do not make, in order."""
+    """Return the names of the values that these nodes read but do not compute, in order."""
     made = {node.name for node in nodes}
     return list(dict.fromkeys(name for node in nodes for name in node.refs() if name not in made))
 
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """A module that its first call compiles, which takes time, and fails where there is no compiler."""
+    """A module that is compiled by its first call. That call takes time, and fails without a compiler."""
 
     module: nn.Module
 
@@ -118,7 +118,7 @@ class _Compiled:
 
 
 def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernels: dict[str, _Compiled]) -> Kernel:
-    """What computes these results of a region. kernels: those made so far, by their code."""
+    """Return the function that computes these results of a region. kernels: the kernels so far, by their code."""
     graph = fx.Graph()
     values = {name: graph.placeholder(f"x{i}") for i, name in enumerate(_inputs(nodes))}
     pure = {node.name: steps.pop(node.name) for node in nodes if node.name in steps}
@@ -144,7 +144,7 @@ def _kernel(nodes: list[Node], results: list[str], steps: dict[str, Any], kernel
 
 
 def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
-    """Whether a region is a linear's outputs, activation functions and an encoder: large, but each row by itself."""
+    """Return True if a region is only a linear, activation functions and an encoder, so that it can run by rows."""
     last = apart.get(nodes[-1].name)
     return (
         isinstance(last, Encoder)
@@ -156,7 +156,7 @@ def _is_by_rows(nodes: list[Node], apart: Mapping[str, Any]) -> bool:
 
 
 class Rowwise:
-    """A linear and the region after it, some rows at a time, so that the accumulators stay in the cache."""
+    """A linear and the region after it. They run some rows at a time, so that the accumulators stay in the cache."""
 
     def __init__(self, product: RowProduct, kernel: Kernel, encoder: Encoder):
         self._product, self._kernel, self._encoder = product, kernel, encoder

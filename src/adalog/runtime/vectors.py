@@ -1,4 +1,4 @@
-"""What one site computes, as files for testing a hardware implementation against (docs/integer.md)."""
+"""Export the values that one site computes, to test hardware against them (docs/reference/integers.md)."""
 
 import json
 from io import BytesIO
@@ -15,10 +15,11 @@ FORMAT = 1
 
 
 def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
-    """The files of one site, by name, for these inputs.
+    """Return the content of the files of one site for these inputs, by file name.
 
-    Codes of both operands, what each code stands for, accumulators, scales, bias and output are .npy files; site.json
-    describes them. Raises ValueError for a site that the model does not run in integers.
+    The .npy files hold the codes of both operands, the zero point or table that gives their integers, accumulators,
+    scales, bias and output; site.json describes them. Raises ValueError for a site that the model does not run in
+    integers.
     """
     trace = model.trace(name, *inputs)
     site = trace.site
@@ -33,7 +34,7 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
                 values[f"{side}_table_{index}"] = table
         for index, unit in enumerate(quantizer.units()):
             values[f"{side}_unit_{index}"] = unit
-        written = ("scale", "zero_point", "negative_scale")  # these are in files of their own
+        written = ("scale", "zero_point", "negative_scale")  # these have their own files
         fields = {key: value for key, value in quantizer.fields().items() if key not in written}
         sides[side] = {**fields, "parts": len(quantizer.units())}
     for index, (sums, scale) in enumerate(zip(trace.accumulators, site.scales, strict=True)):
@@ -60,7 +61,7 @@ def vectors(model: Compiled, name: str, *inputs: Tensor) -> dict[str, bytes]:
 
 
 def _npy(value: np.ndarray[Any, Any]) -> bytes:
-    """The content of a .npy file."""
+    """Return the content of a .npy file."""
     content = BytesIO()
     np.save(content, value, allow_pickle=False)
     return content.getvalue()

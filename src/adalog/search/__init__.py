@@ -1,4 +1,4 @@
-"""The searches of one product's quantizers. Nothing here knows a graph."""
+"""Searches for the quantizers of one product; they know nothing about graphs."""
 
 from typing import Any, Protocol
 
@@ -12,25 +12,27 @@ from adalog.search.product import Product
 
 
 class SearchModule(Protocol):
-    """The functions that the module of each kind of search has."""
+    """The functions that every search module provides."""
 
     def needs(self, search: Any) -> frozenset[str]:
-        """The optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""
+        """Return the optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""
 
     def refuses_fold(self, search: Any, config: Config) -> str:
-        """Why the search folds no norm under these choices; empty where it folds them."""
+        """Return the reason why the search folds no norm with these choices, or "" if it folds norms."""
 
     def fold_channels(self, values: Tensor, bits: int, search: Any) -> tuple[Fold, UniformQuantizer | None]:
-        """The fold of a norm's channels, and the quantizer that they then share; None: `search_product` finds that.
+        """Return the fold of a norm's channels, and the quantizer that they then share.
+
+        The quantizer is None if `search_product` finds it.
 
         values: (T, C), the output of the norm.
         """
 
     def search_product(self, product: Product, search: Any) -> Assignment:
-        """The quantizers of a product's operands."""
+        """Return the quantizers of a product's operands."""
 
 
-# One row per kind of choices in `Config.search`.
+# One row per type of `Config.search`.
 SEARCHES: dict[type[Any], SearchModule] = {
     Search: bounds,
     ReleasedSearch: released,

@@ -1,6 +1,6 @@
-"""The search of uniform bounds, and of logarithmic bases and scales, by Algorithm 1 in rounds (Sec. 3.4).
+"""Search uniform bounds, and logarithmic bases and scales, with rounds of Algorithm 1 (Sec. 3.4).
 
-It is one of the four kinds of search in `search.SEARCHES`.
+This is one of the four searches in `search.SEARCHES`.
 """
 
 import math
@@ -26,37 +26,37 @@ from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
 from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_spacing, rescaled, walk
 
-# A round that improves the loss by less than this fraction is the last.
+# Stop when a round improves the loss by less than this fraction.
 _LEAST_GAIN = 1e-3
-# Survivors are judged on this many times as many rows as the steps look at.
+# Survivors are scored on this many times as many rows as the steps use.
 _FAIR = 8
-# Each parent in FPCS has this many neighbours.
+# The number of neighbours of each parent in FPCS.
 _CHILDREN = 8
 
 
 def needs(search: Search) -> frozenset[str]:
-    """This search reads the operands alone."""
+    """Return no fields: this search reads only the operands."""
     return frozenset()
 
 
 def refuses_fold(search: Search, config: Config) -> str:
-    """Empty: this search folds norms."""
+    """Return "", because this search folds norms."""
     return ""
 
 
 def fold_channels(values: Tensor, bits: int, search: Search) -> tuple[Fold, UniformQuantizer | None]:
-    """The fold of a norm's channels. values: (T, C), the output of the norm."""
+    """Return the fold of a norm's channels. values: (T, C), the output of the norm."""
     return Fold.sharing(*search_channels(values, bits, search)), None
 
 
 def search_product(product: Product, search: Search) -> Assignment:
-    """Quantizers of both operands, found in turn by the output's error; none is replaced by a worse one.
+    """Search both operands in turn by the output's error; a quantizer is never replaced by a worse one.
 
-    The left quantizer starts from its operand's own error, and the right one is searched first. From the second search
-    of an operand on, only points near the one it has are tried, if steps look at a sample and there are more than twice
-    as many rows as columns: with few rows the best point moves far when the other operand changes. A round that
-    improves the loss by less than 0.1 % is the last. If the product has a start, both operands begin there, and it
-    stays unless the result is better.
+    The left quantizer starts from its operand's own error, and the right operand is searched first. After the first
+    search of an operand, later searches try only points near its current one. They do so if the steps use a sample and
+    there are more than twice as many rows as columns: with few rows, the best point moves far when the other operand
+    changes. The rounds stop when one improves the loss by less than the fraction `_LEAST_GAIN`. If the product has a
+    start, both operands begin there, and the start is returned unless the result is better.
     """
     left, right, start = product.left, product.right, product.start
     rows, columns = left.values[..., 0].numel(), left.values.shape[-1]
@@ -64,7 +64,7 @@ def search_product(product: Product, search: Search) -> Assignment:
     first = None if start is None else point_of(left, start.left)
     second = None if start is None else point_of(right, start.right)
     if (first is None) != left.is_float or (second is None) != right.is_float:
-        start = None  # its bits or kinds of quantizers are not those that are wanted
+        start = None  # its bits or kinds of quantizers differ from the formats of the operands
     if first is None and not left.is_float:
         first = search_own(left, search)
     left_hat, right_hat = left.quantized_at(first), right.values
@@ -94,7 +94,7 @@ def search_product(product: Product, search: Search) -> Assignment:
 
 
 def point_of(operand: Operand, side: Quantizer | QuantizedTensor | None) -> Tensor | None:
-    """The point of an operand's search space that gives this quantizer; None where no point does."""
+    """Return the point of an operand's search space that gives this quantizer, or None if no point does."""
     form = operand.format
     quantizer = side.quantizer if isinstance(side, QuantizedTensor) else side
     shape = [operand.values.shape[dim] for dim in form.own_dims]
@@ -128,9 +128,10 @@ def minimise(
     *,
     nearby: bool = False,
 ) -> Tensor:
-    """The best point of an operand's box by the configured strategy.
+    """Return the best point of an operand's box by the configured strategy.
 
-    nearby: only points around the incumbent are tried, if the strategy is FPCS. rough: a cheaper loss, as in `fpcs`.
+    nearby: try only points around the incumbent, if the strategy is FPCS.
+    rough: a cheaper loss, as in `fpcs`.
     """
     low, high = operand.box(search.reach)
     count = math.prod(search.init)
@@ -141,7 +142,7 @@ def minimise(
         return alternating(loss, low, high, sizes=sizes, incumbent=incumbent)[0]
     init: tuple[int, ...] = search.init
     steps = search.steps
-    if len(low) == 1:  # one hyperparameter: its spacing shrinks by as much in fewer, larger steps
+    if len(low) == 1:  # with one hyperparameter, fewer and larger steps shrink the spacing as much
         init, steps = (count,), math.ceil(search.steps / math.log2(_CHILDREN))
     if nearby and incumbent is not None:
         spacing = grid_spacing(low, high, init) / 2**search.steps
@@ -156,7 +157,7 @@ def minimise(
 
 
 def search_own(operand: Operand, search: Search) -> Tensor:
-    """The operand's best point by its own error, whatever it does to the output."""
+    """Return the operand's best point by its own error; the output is not considered."""
     own = OwnError(operand.groups())
     form = operand.format
 
@@ -180,7 +181,10 @@ def _search_operand(
     *,
     nearby: bool = False,
 ) -> tuple[Tensor, float]:
-    """The best point of an operand, and its loss, given the other operand, exact (`other`) and quantized."""
+    """Return the best point of an operand and its loss.
+
+    other, other_hat: the other operand, exact and quantized.
+    """
     transposed = (other.transpose(-1, -2), other_hat.transpose(-1, -2))
     error = ProductError.of(operand.values, *transposed, operand.format.own_dims, operand.mask, operand.alike)
     fair, rough = judges(error, operand, search, nearby=nearby)
@@ -208,11 +212,12 @@ def _search_operand(
 def judges(
     error: ProductError, operand: Operand, search: Search, *, nearby: bool = False
 ) -> tuple[ProductError, ProductError]:
-    """The error that judges survivors and walks, and the rougher one of the steps of FPCS; they may be the same.
+    """Return the error for survivors and walks, and the rougher one for the steps of FPCS; they may be the same.
 
-    The steps look at a sample of the tokens, the survivors at a larger one; for a weight, whose rows have losses of
-    their own, the steps look at the leading part of a Gram matrix. nearby: there are no steps. Other strategies look at
-    everything.
+    The steps use a sample of the tokens, and the survivors a larger sample. A weight has one loss per row: its steps
+    use the leading part of a Gram matrix. Strategies other than FPCS use the whole error.
+
+    nearby: there are no steps.
     """
     if not search.rough_rows:
         return error, error
@@ -223,9 +228,9 @@ def judges(
 
 
 def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tensor | None) -> tuple[Tensor, float]:
-    """The better of two points in each group by the exact loss, and the exact loss of all groups together.
+    """Return the better of two points in each group by the exact loss, and the exact loss summed over the groups.
 
-    Where no group is better the result is the incumbent itself, the same object.
+    If no group gets better, the first result is the incumbent itself (the same object).
     """
 
     def exact(point: Tensor) -> Tensor:
@@ -241,11 +246,11 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
 
 
 def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point), each (C,), of one uniform quantizer per channel, from which a fold is made. values: (T, C).
+    """Return (scale, zero_point), each (C,), of one uniform quantizer per channel, for a fold. values: (T, C).
 
-    `search.fold_ranges` says whether each channel's range is found by its own error. With fine codes such a range
-    follows the channel's few largest values and fits other images less well, so one range, in standard deviations
-    around the mean of a channel, may serve all channels instead (measured in benchmarks/folds.py).
+    `search.fold_ranges` chooses between two kinds of ranges. A range that is found by the channel's own error follows,
+    with fine codes, the channel's few largest values, and fits other images less well. The other kind is one range for
+    all channels, in standard deviations around the mean of each channel. `benchmarks/folds.py` compares them.
     """
     if search.fold_ranges == "own" or (search.fold_ranges == "by-bits" and bits <= 4):
         point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)

@@ -1,6 +1,6 @@
-"""Candidates that are equal, which are scored once.
+"""Score equal candidates only once.
 
-The neighbours of neighbouring points are largely the same points: of those that FPCS makes about half.
+Neighbouring points have many neighbours in common, so FPCS makes many equal candidates.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Distinct:
-    """The different ones of K candidates, in each group.
+    """The distinct candidates among K, in each group.
 
-    points: (k, P, *groups), padded with the first candidate where a group has fewer than k. counts: (*groups), how many
-    are different. place: (K, *groups), which one of them each candidate equals.
+    points: (k, P, *groups); a group with fewer than k distinct candidates is padded with its first candidate.
+    counts: (*groups), the number of distinct candidates.
+    place: (K, *groups), the index in `points` of each candidate.
     """
 
     points: Tensor
@@ -25,7 +26,10 @@ class Distinct:
 
     @staticmethod
     def of(points: Tensor) -> "Distinct":
-        """points: (K, P, *groups). Only float32 points of one or two hyperparameters are compared."""
+        """Find the distinct candidates among points (K, P, *groups).
+
+        Only float32 points of one or two hyperparameters are compared; all other points count as distinct.
+        """
         count, dims, *groups = points.shape
         if count == 1 or dims > 2 or points.dtype != torch.float32:
             counts = torch.full(groups, count, device=points.device)
@@ -44,17 +48,17 @@ class Distinct:
         return Distinct(points.gather(0, index), counts.view(groups), place.t().reshape(count, *groups))
 
     def to_all(self, losses: Tensor) -> Tensor:
-        """The losses (K, *groups) of all candidates, from those of the different ones, (k, *groups)."""
+        """Return the losses (K, *groups) of all candidates, given the losses (k, *groups) of the distinct ones."""
         return losses.gather(0, self.place)
 
 
 def _order(key: Tensor) -> Tensor:
-    """The indices that sort each row of (G, K). NumPy sorts with vector instructions, several times as fast."""
+    """Return the indices that sort each row of (G, K), by NumPy on the CPU, because its vectorized sort is faster."""
     return torch.from_numpy(np.argsort(key.numpy(), 1)) if key.device.type == "cpu" else key.argsort(dim=1)
 
 
 def once(loss: Callable[[Tensor], Tensor], settled: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The same losses, for which candidates that are equal once `settled` are scored once."""
+    """Return a function with the same losses that scores candidates only once if they are equal after `settled`."""
 
     def scored(points: Tensor) -> Tensor:
         found = Distinct.of(settled(points))

@@ -1,13 +1,11 @@
-"""The elementwise work of a search on its candidates, in one pass where there is a compiled library.
+"""Elementwise work on the candidates of a search, in one pass if there is a compiled library.
 
-Its functions are in `quantizers/elementwise.cpp`.
+The library's functions are in `quantizers/elementwise.cpp`. Without the library, and for other dtypes and devices,
+PyTorch takes several passes. Errors are the same to the bit, but sums are added in another order. The library does not
+check the sizes that it gets, so PyTorch handles shapes that do not fit.
 
-Without the library, and for other dtypes and devices, PyTorch takes several passes. Errors are the same to the bit;
-sums are added up in another order. The library trusts the sizes it is given, so shapes that do not fit are left to
-PyTorch.
-
-The library's candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I): those of one matrix together, so that
-`products` makes one product of them. It copies others into that order.
+In the library, candidates (k, *batch, T, I) lie in memory as (*batch, k, T, I). The candidates of one matrix are then
+adjacent, and `products` computes them as one product. Candidates in another order are copied.
 """
 
 import math
@@ -21,32 +19,32 @@ from adalog.quantizers.elementwise import KINDS, compiled, sizes_around
 
 
 def _function(name: str, dtype: torch.dtype, *values: Tensor) -> Callable[..., None] | None:
-    """The library's function for these values, with results of this dtype; None where it does not take them."""
+    """Return the library's function for these values and this dtype of results, or None if it does not take them."""
     return compiled(f"{name}_{KINDS.get(dtype)}", *values)
 
 
 def _matrix(values: Tensor) -> int:
-    """The number of elements of each matrix."""
+    """Return the number of elements of each matrix."""
     return math.prod(values.shape[-2:])
 
 
 def _together(candidates: Tensor) -> Tensor:
-    """Candidates (k, *batch, T, I) as (*batch, k, T, I)."""
+    """Return candidates (k, *batch, T, I) as (*batch, k, T, I)."""
     return candidates.movedim(0, -3) if candidates.ndim > 3 else candidates
 
 
 def _empty(count: int, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for `count` candidates of the values, (k, *values.shape)."""
+    """Allocate memory for `count` candidates of the values, (k, *values.shape)."""
     *batch, rows, columns = (1, 1, *values.shape)[-max(2, values.ndim) :]
     result = torch.empty(*batch, count, rows, columns, dtype=dtype, device=values.device)
     return result.movedim(-3, 0).view(count, *values.shape)
 
 
 def products(candidates: Tensor, factor: Tensor) -> Tensor:
-    """candidates (k, *batch, T, I) @ factor (*batch, I, O), with one product for all candidates of a matrix."""
+    """Return candidates (k, *batch, T, I) @ factor (*batch, I, O), with one product for all candidates of a matrix."""
     *batch, count, rows, width = _together(candidates).shape
     values = _together(candidates).reshape(*batch, count * rows, width)
-    if factor.shape[-1] == 1 and batch:  # for depthwise convolutions, six times as fast in this orientation
+    if factor.shape[-1] == 1 and batch:  # depthwise convolutions are faster in this orientation
         product = (factor.transpose(-1, -2) @ values.transpose(-1, -2)).transpose(-1, -2)
     else:
         product = values @ factor
@@ -54,14 +52,14 @@ def products(candidates: Tensor, factor: Tensor) -> Tensor:
 
 
 def shaped_against(parameters: Tensor, shape: Sequence[int], own_dims: Sequence[int]) -> Tensor:
-    """Parameters (k, *groups) in the shape (k, ...) that broadcasts against k candidates of values of this shape."""
+    """Reshape parameters (k, *groups) so that they broadcast against k candidates of values of this shape: (k, ...)."""
     return parameters.reshape(-1, *(size if dim in own_dims else 1 for dim, size in enumerate(shape)))
 
 
 def uniform_errors(
     values: Tensor, scale: Tensor, zero_point: Tensor, bits: int, own_dims: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """The errors that k uniform quantizers add to the values: (k, *values.shape), rounded to `dtype`.
+    """Return the errors that k uniform quantizers add to the values: (k, *values.shape), rounded to `dtype`.
 
     scale, zero_point: (k, *groups), where groups are the sizes of the dimensions `own_dims` of the values.
     """
@@ -79,7 +77,7 @@ def uniform_errors(
 
 
 def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtype) -> Tensor:
-    """table[bins] - values for each row of the tables (k, n): (k, *values.shape), rounded to `dtype`.
+    """Return table[bins] - values for each row of the tables (k, n): (k, *values.shape), rounded to `dtype`.
 
     bins: int32, one per value.
     """
@@ -98,10 +96,11 @@ def table_errors(values: Tensor, bins: Tensor, tables: Tensor, dtype: torch.dtyp
 
 
 def sums(product: Tensor, base: Tensor, error: Tensor | None, own_dims: Sequence[int]) -> Tensor:
-    """The sums of (product + base)**2, or of (product + 2 base) error for a Gram matrix: (k, *groups), base's dtype.
+    """Return the sums of (product + base)**2, or of (product + 2 base) error for a Gram matrix: (k, *groups).
 
-    product, error: (k, ...); error is None without a Gram matrix. base: one for all k. own_dims: the dimensions of the
-    base that are not summed over.
+    product, error: (k, ...). error is None without a Gram matrix.
+    base: shared by all k candidates. The result has its dtype.
+    own_dims: the dimensions of the base that are not summed over.
     """
     function, sizes = _function("sums", product.dtype, base), sizes_around(base.shape, own_dims)
     fit = product.shape[1:] == base.shape and (error is None or error.shape == product.shape)

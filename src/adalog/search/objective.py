@@ -1,11 +1,12 @@
-"""The losses of candidates: the error of a product's output when one operand is quantized, or an operand's own error.
+"""Losses of candidates: the error of a product's output if one operand is quantized, or an operand's own error.
 
-Every site is a product left @ right: a linear's activation and weight, a convolution's patches and kernel, attention's
-Q K^T and A V. With the other operand already quantized, and D = Q(left) - left,
+Every site is a product left @ right: a linear's activation and weight, a convolution's patches and kernel, or
+attention's Q K^T and A V. If the other operand is already quantized, and D = Q(left) - left, the loss is
 
     ||Q(left) right_hat - left right||^2 = ||D right_hat + left (right_hat - right)||^2        (the error form)
 
-so nothing large cancels, and biases and offsets cancel. Swapping and transposing the operands gives the other search.
+In the error form no large terms cancel, and biases and offsets drop out. If the operands are swapped and transposed, it
+gives the loss for the search of the other operand.
 """
 
 import math
@@ -21,18 +22,19 @@ from adalog.search.distinct import Distinct
 from adalog.search.fused import products, sums
 from adalog.search.quantiles import ascending, coprime, thinned
 
-# A sample has this many elements of each group, or as many rows as the caller asks for if that is more.
+# A sample has at least this many elements per group, and at least as many rows as the caller asks for.
 _ROUGH_ELEMENTS = 3 << 14
-# A product with fewer columns than this takes less time than rounding its operand to bfloat16.
+# A product with fewer columns than this takes less time than the rounding of its operand to bfloat16.
 _NARROW = 16
-# A sample of a product's columns has at least this many of them.
+# A sample of a product's columns has at least this many columns.
 _COLUMNS = 16
-# From this many columns on, one direction for every three columns, or 512 of them if that is fewer, stand for a Gram
-# matrix in a sample.
+# From `_WIDE` columns on, a Gram matrix is approximated by one direction per `_COLUMNS_OF_DIRECTION` columns, but by
+# `_DIRECTIONS` at most.
 _WIDE, _COLUMNS_OF_DIRECTION, _DIRECTIONS = 192, 3, 512
-# A Gram matrix of more than so many rows is made in panels of so many, but of 8 panels at most.
+# A large Gram matrix is computed in panels of at least `_PANEL` rows, and in at most `_PANELS` panels.
 _PANEL, _PANELS = 64, 8
-# A weight's rows are scored in so many parts, of at least so many rows, by how many different candidates they have.
+# A weight's rows are sorted by their number of distinct candidates and scored in up to `_PARTS` parts, each with at
+# least `_ROWS_TOGETHER` rows.
 _PARTS, _ROWS_TOGETHER = 8, 32
 
 Candidates = Callable[[Tensor], Tensor]  # points (k, P, *groups) -> the quantized left operand (k, *left.shape)
@@ -43,11 +45,14 @@ Errors = Callable[[Tensor, torch.dtype], Tensor]  # the same points, a dtype -> 
 class ProductError:
     """The output error of a product as a function of its left operand's quantizer (Sec. 3.4, Algorithm 1's loss).
 
-    left: (*batch, T, I). base: left @ (right_hat - right), times right_hat^T where the Gram matrix is used (`gram`).
-    factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I). constant:
-    ||left (right_hat - right)||^2, which no candidate changes. own_dims: the dimensions of `left` that have losses of
-    their own (rows of a weight, heads); the error is summed over all others. mask, alike: as in `of`. rest: (I,) and
-    (T, I), what `leading` leaves out of a Gram matrix: its diagonal, and its part of `base`.
+    left: (*batch, T, I).
+    base: left @ (right_hat - right), times right_hat^T if the Gram matrix is used (`gram`).
+    factor: right_hat (*batch, I, O), or its Gram matrix right_hat right_hat^T (*batch, I, I).
+    constant: ||left (right_hat - right)||^2, which is the same for all candidates.
+    own_dims: the dimensions of `left` that have losses of their own (rows of a weight, heads). The error is summed over
+        all others.
+    mask, alike: as in `of`.
+    rest: (I,) and (T, I), the parts that `leading` leaves out of the Gram matrix (only its diagonal) and of `base`.
     """
 
     left: Tensor
@@ -70,18 +75,19 @@ class ProductError:
         alike: bool = True,
         gram: bool | None = None,
     ) -> "ProductError":
-        """The error of left @ right, given that the right operand is quantized to right_hat.
+        """Return the error of left @ right, given that the right operand is quantized to right_hat.
 
-        mask: the shape of `left`, 1 where an element is quantized and 0 where it is a convolution's padding. alike:
-        whether the rows of `left` are tokens, so that a sample can stand for all. gram: whether to use the Gram matrix;
-        None: where that is cheaper. The losses of a sample (`sample`) are then all too large by one constant, those of
-        the leading part (`leading`) off by one constant in each group.
+        mask: the shape of `left`, 1 for elements that are quantized and 0 for the padding of a convolution.
+        alike: True if the rows of `left` are tokens, so that a sample can represent them all.
+        gram: True to use the Gram matrix; None: use it if that is cheaper. With it, the losses of a sample (`sample`)
+            are all too large by one constant, and the losses of the leading part (`leading`) are off by one constant in
+            each group.
         """
         gram = right.shape[-1] > left.shape[-1] if gram is None else gram
         own = tuple(own_dims)
         left, right, right_hat = (at_least_float32(value) for value in (left, right, right_hat))  # squares overflow
         factor, transposed = right_hat, right_hat.transpose(-1, -2)
-        if gram and left.shape[-2] >= left.shape[-1]:  # few columns: products of the right operand come first
+        if gram and left.shape[-2] >= left.shape[-1]:  # few columns: multiply right operands first
             error, wide = right_hat - right, left.double()
             power = gram_matrix(error).double()
             constant = _total((wide @ power).mul_(wide), own).to(left.dtype)  # large values of `left` may cancel
@@ -94,11 +100,11 @@ class ProductError:
         return ProductError(left, factor, base, constant, gram, own, mask, alike)
 
     def fast(self) -> "ProductError":
-        """The same error with products in bfloat16, where the device has them and they take less time.
+        """Return the same error with products in bfloat16, if the device supports them and they take less time.
 
-        Each factor is rounded by 2**-9 at most, and sums average that out. A Gram matrix is replaced by its root
-        (`rooted`): rounded as it is, it may have directions of negative power, along which large errors would seem to
-        cost less than nothing. Losses are then off by one constant in each group.
+        Rounding changes each factor by a share of 2**-9 at most, and sums average that out. A Gram matrix is replaced
+        by its root (`rooted`). If the matrix itself were rounded, it might have directions of negative power, along
+        which large errors would seem to reduce the loss. With the root, losses are off by one constant in each group.
         """
         if not gains_from_bfloat16(self.factor):
             return self
@@ -107,15 +113,15 @@ class ProductError:
         return replace(error, factor=error.factor.bfloat16(), rest=rest)
 
     def rooted(self) -> "ProductError":
-        """The error by a root F of its Gram matrix G = F F^T, up to one constant in each group.
+        """Return the error in terms of a root F of its Gram matrix G = F F^T, up to one constant in each group.
 
         With e the quantization error of a row and b its part of `base`, e G e^T + 2 b e^T = ||e F + b F^-T||^2 - const.
-        Many equal rows, as of blank images, leave more rounding in G than Cholesky's factors bear; its eigenvectors,
-        none with less power than rounding, make the root then.
+        Many equal rows, as in blank images, leave more rounding noise in G than a Cholesky factorization tolerates. The
+        root is then made of the eigenvectors of G, with no less power than the rounding noise.
         """
         gram, number = self.factor.double(), torch.finfo(self.factor.dtype)
         ones = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        rounding = gram.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # of G's products
+        rounding = gram.diagonal(dim1=-2, dim2=-1).amax(-1) * (number.eps * len(ones)) + number.tiny  # in G's products
         root, failed = torch.linalg.cholesky_ex(gram + rounding[..., None, None] * ones)
         if failed.any():
             power, turn = torch.linalg.eigh(gram)
@@ -128,11 +134,11 @@ class ProductError:
         return replace(self, factor=root.to(self.factor.dtype), base=base.to(self.base.dtype), gram=False)
 
     def sample(self, rows: int, times: int = 1) -> "ProductError":
-        """The error on a sample of about `times` * `rows` tokens per loss, at even distances.
+        """Return the error on a sample of about `times` * `rows` tokens per loss, at even distances.
 
-        There are more of them where `rows` of these have fewer than `_ROUGH_ELEMENTS` elements, and it is the whole
-        error where there are few tokens. Tokens are the rows of the operand; where those are channels, which are not
-        alike because the largest decide, tokens are the columns of the product.
+        The sample is larger if `rows` tokens have fewer than `_ROUGH_ELEMENTS` elements. If there are few tokens, the
+        result is the whole error. Tokens are the rows of the operand if these are alike. If the rows are channels, a
+        few large ones decide, so they are not sampled: tokens are then the columns of the product.
         """
         *_, length, width = self.left.shape
         groups = math.prod(self.left.shape[dim] for dim in self.own_dims)
@@ -144,17 +150,17 @@ class ProductError:
         stride = self.left[..., 0].numel() // groups // (times * max(rows, _ROUGH_ELEMENTS // width))
         if stride < 2 or self.left.ndim - 2 not in summed:
             return self
-        sparse = coprime(max(1, min(stride, length // 16)), length)  # matrices of few rows are left out whole instead
+        sparse = coprime(max(1, min(stride, length // 16)), length)  # if rows are few, skip whole matrices instead
         some = self._every(summed[0], stride // sparse) if len(summed) > 1 and stride // sparse > 1 else self
         return some._rows(sparse)
 
     def leading(self) -> "ProductError":
-        """The error of a weight by its Gram matrix's leading directions and the diagonal of what these leave.
+        """Return the error of a weight by its Gram matrix's leading directions and the diagonal of the remainder.
 
-        There is one direction for every three columns, up to 512; it is the error itself where there are few columns or
-        no Gram matrix. The errors of different columns are nearly independent, so that what is left beside the diagonal
-        nearly cancels. The part that is linear in the error is exact. The directions are those of one step of subspace
-        iteration.
+        There is one direction for every `_COLUMNS_OF_DIRECTION` columns, up to `_DIRECTIONS`. If there are few columns
+        or no Gram matrix, the result is the error itself. The errors of different columns are nearly independent, so
+        the remainder nearly cancels except on its diagonal. The part that is linear in the error is exact. The
+        directions come from one step of subspace iteration.
         """
         gram, columns = self.factor, self.left.shape[-1]
         if not self.gram or self.left.ndim > 2 or columns < _WIDE:
@@ -162,7 +168,7 @@ class ProductError:
         count, drawing = min(columns // _COLUMNS_OF_DIRECTION, _DIRECTIONS), torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(columns, count, generator=drawing, dtype=gram.dtype, device="cpu").to(gram.device)
         basis = torch.linalg.qr(gram @ torch.linalg.qr(gram @ drawn).Q).Q
-        # In float64, since LAPACK's float32 may not converge where nearly all inputs are zero.
+        # In float64, since LAPACK's float32 may not converge if nearly all inputs are zero.
         power, turn = (each.to(gram.dtype) for each in torch.linalg.eigh((basis.t() @ gram @ basis).double()))
         directions, number = basis @ turn, torch.finfo(power.dtype)
         length = power.clamp(min=max(float(power[-1]) * number.eps, number.tiny)).sqrt()
@@ -171,21 +177,21 @@ class ProductError:
         return replace(self, factor=factor.contiguous(), base=base, gram=False, rest=left_out)
 
     def _columns(self, stride: int) -> "ProductError":
-        """The error on every `stride`-th column of the product."""
+        """Return the error on every `stride`-th column of the product."""
         factor, base = (value[..., ::stride].contiguous() for value in (self.factor, self.base))
         return replace(self, factor=factor, base=base)
 
     def _every(self, dim: int, stride: int) -> "ProductError":
-        """The error on about every `stride`-th index of a dimension that the operands share."""
+        """Return the error on about every `stride`-th index of a dimension that the operands share."""
         stride = coprime(stride, self.left.shape[dim])
         take = (slice(None),) * dim + (slice(None, None, stride),)
         mask = None if self.mask is None else self.mask[take]
         return replace(self, left=self.left[take], factor=self.factor[take], base=self.base[take], mask=mask)
 
     def _rows(self, stride: int) -> "ProductError":
-        """The error on every `stride`-th row, with the same number of rows from each matrix.
+        """Return the error on every `stride`-th row, with the same number of rows from each matrix.
 
-        The count goes on from matrix to matrix, so that the first row differs from one to the next.
+        The count goes on from matrix to matrix, so that the first row differs from one matrix to the next.
         """
         *lead, length, _ = self.left.shape
         start = (torch.arange(math.prod(lead), device=self.left.device) * -length) % stride
@@ -199,7 +205,7 @@ class ProductError:
         return replace(self, left=take(self.left), base=take(self.base), mask=mask)
 
     def splits(self) -> "list[ProductError]":
-        """The errors of slices of the first dimension that is summed over, if the operand is large; they add up."""
+        """Split a large operand along the first dimension that is summed over; the errors of the slices add up."""
         summed = [dim for dim in range(self.left.ndim - 1) if dim not in self.own_dims]
         count = -(-self.left.numel() // (2 * chunk_elements(self.left.device)))
         if count == 1 or not summed:
@@ -217,7 +223,7 @@ class ProductError:
         ]
 
     def by_rows(self) -> "list[ProductError]":
-        """The errors of slices of the rows, if each row has its own loss, as in a weight, and the operand is large."""
+        """Split the rows of a large operand into slices, if each row has its own loss, as in a weight."""
         if not self._has_own_rows:
             return [self]
         count = max(1, self.left.numel() // chunk_elements(self.left.device))
@@ -225,21 +231,24 @@ class ProductError:
         return [self.of_rows(slice(start, start + size)) for start in range(0, len(self.left), size)]
 
     def of_rows(self, rows: slice | Tensor) -> "ProductError":
-        """The error of some rows, each of which has its own loss."""
+        """Return the error of some rows. Each row must have its own loss."""
         rest = None if self.rest is None else (self.rest[0], self.rest[1][rows])
         return replace(self, left=self.left[rows], base=self.base[rows], constant=self.constant[rows], rest=rest)
 
     def loss(self, candidates: Candidates, points: Tensor) -> Tensor:
-        """The squared output error (K, *groups) of the points (K, P, *groups)."""
+        """Return the squared output error (K, *groups) of the points (K, P, *groups)."""
         return self.loss_of(lambda some, dtype: candidates(some).sub_(self.left).to(dtype), points)
 
     def loss_of(self, errors: Errors, points: Tensor) -> Tensor:
-        """The same as `loss`, for candidates given by their errors."""
+        """Return the same as `loss`, for candidates given by their errors."""
         chunk = max(1, chunk_elements(self.left.device) // self.left.numel())
         return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
 
     def loss_by(self, errors: Callable[[Tensor], Errors]) -> Callable[[Tensor], Tensor]:
-        """The same as `loss`, slice by slice (`splits`), for candidates given by their errors on any values."""
+        """Return a function with the same result as `loss` that works slice by slice (`splits`).
+
+        errors: maps the values of a slice to the function that gives the errors of its candidates.
+        """
         splits = [(split, errors(split.left)) for split in self.splits()]
 
         def loss(points: Tensor) -> Tensor:
@@ -251,9 +260,10 @@ class ProductError:
     def loss_once(
         self, errors: Callable[[Tensor], Errors], settled: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        """The same as `loss_by`, for which candidates of a group that are equal once `settled` are scored once.
+        """Return a function with the same result as `loss_by` that scores candidates of a group once if they are equal.
 
-        Rows of a weight that have about as many different candidates are scored together.
+        Candidates are compared after `settled`. Rows of a weight with similar numbers of distinct candidates are scored
+        together.
         """
         whole, by_rows = self.loss_by(errors), self._has_own_rows
         together = max(_ROWS_TOGETHER, -(-len(self.left) // _PARTS))
@@ -285,13 +295,16 @@ class ProductError:
 
 
 def gains_from_bfloat16(factor: Tensor) -> bool:
-    """Whether a product with this right factor (..., I, O) takes less time in bfloat16."""
+    """Return True if a product with this right factor (..., I, O) takes less time in bfloat16."""
     able = factor.dtype == torch.float32 and multiplies_bfloat16(factor.device)
     return able and factor.shape[-1] >= _NARROW
 
 
 def gram_matrix(rows: Tensor) -> Tensor:
-    """The products of all rows with each other, (..., R, R) of rows (..., R, T); what mirrors is not multiplied."""
+    """Return the products of all rows with each other: (..., R, R) for rows (..., R, T).
+
+    The part that mirrors another one is copied, not multiplied.
+    """
     count = rows.shape[-2]
     size = max(_PANEL, -(-count // _PANELS))
     if count <= size:
@@ -306,12 +319,12 @@ def gram_matrix(rows: Tensor) -> Tensor:
 
 
 def error_base(left: Tensor, right: Tensor, right_hat: Tensor) -> Tensor:
-    """left @ (right_hat - right): the product's error that the right operand alone causes, in the error form."""
+    """Return left @ (right_hat - right), the output error that the right operand alone causes, for the error form."""
     return left @ (right_hat - right)
 
 
 def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
-    """The sum over all dimensions except these."""
+    """Return the sum over all dimensions except `own_dims`."""
     dims = [dim for dim in range(values.ndim) if dim not in own_dims]
     return values.sum(dims) if dims else values
 
@@ -319,7 +332,7 @@ def _total(values: Tensor, own_dims: tuple[int, ...]) -> Tensor:
 class OwnError:
     """The squared error of quantizing a sample itself, from one sort and prefix sums: O(levels log T) per candidate.
 
-    sample: (G, T), one row per group. A large one is thinned (`thinned`).
+    sample: (G, T), one row per group. A large sample is thinned (`thinned`).
     """
 
     def __init__(self, sample: Tensor):
@@ -330,14 +343,14 @@ class OwnError:
         torch.cumsum(self.sorted.square(), 1, out=self.squares[:, 1:])
 
     def uniform_loss(self, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-        """The errors of uniform quantizers. scale, zero_point: (K, *groups), like the result."""
+        """Return the errors of uniform quantizers. scale, zero_point: (K, *groups), like the result."""
         shape = scale.shape
         scale, zero_point = (value.double().reshape(shape[0], -1, 1) for value in (scale, zero_point))
         code = torch.arange(2**bits, dtype=torch.float64, device=scale.device)
         return self.loss(scale * (code - zero_point), scale * (code[:-1] + 0.5 - zero_point)).view(shape)
 
     def loss(self, levels: Tensor, thresholds: Tensor) -> Tensor:
-        """The errors (K, G) of quantizers with these levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""
+        """Return the errors (K, G) of quantizers with levels (K, G, L) and thresholds (K, G, L - 1), both ascending."""
         count, groups, size = levels.shape
         chunk = max(1, 4 * chunk_elements(levels.device) // (groups * size))
         if count > chunk:

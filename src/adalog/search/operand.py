@@ -1,4 +1,4 @@
-"""One operand of a product: its values, the format its quantizer has, and quantizers as points of a search space."""
+"""One operand of a product: its values, the format of its quantizer, and the search space of that quantizer."""
 
 import math
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from adalog.search.fused import shaped_against, table_errors, uniform_errors
 from adalog.search.objective import Errors
 from adalog.search.quantiles import thinned, thinned_quantiles
 
-# The table that gives candidates their codes spans this many octaves below the largest value, and its bins ignore this
-# many of the mantissa's bits.
+# The table that gives candidates their codes spans `_OCTAVES` octaves below the largest value. Its bins ignore the last
+# `_DROPPED_BITS` bits of the mantissa.
 _OCTAVES, _DROPPED_BITS = 20, 13
 
 
@@ -34,10 +34,12 @@ _OCTAVES, _DROPPED_BITS = 20, 13
 class Format:
     """The kind of quantizer that an operand gets; the search finds its parameters.
 
-    own_dims: the operand's dimensions, in the orientation of `Operand`, that have parameters of their own.
-    log2_base: None for uniform; the fixed q / r as (q, r), or (0, r) where q is searched in q_min ... q_max.
-    one_scale: the kind of a quantizer that its largest level alone decides (`Quantizer.reaching`); of the uniform kind
-    that is a symmetric one. unit: the rivals' format for values in [0, 1], if it is one.
+    own_dims: the dimensions of `Operand.values` that have parameters of their own.
+    log2_base: None for other kinds than logarithmic; (q, r) for a fixed base with log2(base) = q / r; (0, r) if q is
+        searched in q_min ... q_max.
+    one_scale: the class of a quantizer that its largest level alone determines (`Quantizer.reaching`).
+        `UniformQuantizer` means a symmetric one.
+    unit: the format of a baseline method for values in [0, 1], or "".
     """
 
     bits: int
@@ -58,20 +60,21 @@ class Format:
 
     @property
     def twin(self) -> bool:
-        """Whether half of the codes are for the negative values, down to -offset."""
+        """True if half of the codes are for the negative values, down to -offset."""
         return self.one_scale is TwinUniformQuantizer
 
     @staticmethod
     def of_weights(config: Config, *own_dims: int) -> "Format":
-        """The format of a weight whose rows, along these dimensions, have parameters of their own."""
+        """Return the format of a weight that has parameters of its own along these dimensions."""
         kinds: dict[Weights, type[Quantizer] | None] = {"uniform": None, "symmetric": UniformQuantizer}
         return Format(config.weight_bits, own_dims, one_scale=kinds[config.weights])
 
     @staticmethod
     def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
-        """The format of a kind of quantizer for power laws, such as "log2".
+        """Return the format of a kind of quantizer for power laws, such as "log2".
 
-        log2 and log-sqrt2 have exact powers (their papers' float scale), AdaLog the rounded tables of Eq. 9.
+        log2 and log-sqrt2 use exact powers, with a float scale as in their papers. AdaLog uses the rounded tables of
+        Eq. 9.
         """
         if kind in ("split", "max-kept"):
             return Format(bits, unit=kind)
@@ -92,11 +95,11 @@ class Format:
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product, with its rows in the last dimension but one.
+    """One side of a product; the last dimension but one holds its rows.
 
-    values: activations (T, I), weights (O, I), heads (B, H, N, D). mask: 1 where a value is quantized, 0 where it is a
-    convolution's zero padding. alike: whether the rows are tokens, a sample of which can stand for all, and not
-    channels.
+    values: activations (T, I), weights (O, I), heads (B, H, N, D).
+    mask: 1 for values that are quantized, 0 for the zero padding of a convolution.
+    alike: True if the rows are tokens, so that a sample can represent them all; False if they are channels.
     """
 
     values: Tensor
@@ -105,19 +108,19 @@ class Operand:
     alike: bool = True
 
     def groups(self) -> Tensor:
-        """The operand as (G, T): one row per set of parameters."""
+        """Return the values as (G, T): one row per set of parameters."""
         own_dims = self.format.own_dims
         rest = [dim for dim in range(self.values.ndim) if dim not in own_dims]
         size = math.prod(self.values.shape[dim] for dim in own_dims)
         return self.values.permute(*own_dims, *rest).reshape(size, -1)
 
     def shaped(self, parameters: Tensor) -> Tensor:
-        """Parameters (k, *groups) in the shape (k, ...) that broadcasts against k candidates of the values."""
+        """Reshape parameters (k, *groups) to (k, ...), so that they broadcast against k candidates of the values."""
         return shaped_against(parameters, self.values.shape, self.format.own_dims)
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether each row has parameters of its own, as each row of a weight does."""
+        """True if each row has parameters of its own, as in a weight."""
         return self.values.ndim - 2 in self.format.own_dims
 
     @property
@@ -125,7 +128,7 @@ class Operand:
         return self.format.bits == FLOAT_BITS
 
     def quantizer(self, point: Tensor | None) -> Quantizer | None:
-        """The quantizer of one point (P, *groups) of the search space, its parameters shaped against the values."""
+        """Return the quantizer of one point (P, *groups); its parameters broadcast against the values."""
         form = self.format
         if point is None:
             return None
@@ -139,11 +142,13 @@ class Operand:
         return LogQuantizer(scale, q, self.radix, form.bits, form.beyond, form.rounding, form.table, offset=form.offset)
 
     def errors(self, values: Tensor) -> Errors:
-        """A function from k points to what quantizing adds to these values: (k, *values.shape).
+        """Return a function from k points to the errors that quantization adds to these values: (k, *values.shape).
 
-        values: the operand's, or some of their rows. Logarithmic codes come from a table over the leading bits of the
-        values, so that a candidate costs one look-up per value. A value within 0.1 % of a threshold may land on its
-        other side; `search_product` therefore replaces a point only by the exact loss.
+        Logarithmic codes come from a table over the leading bits of the values, so a candidate costs one look-up per
+        value. A value in the same table bin as a threshold may get the code on the threshold's other side.
+        `search_product` therefore replaces a point only by the exact loss.
+
+        values: the operand's values, or some of their rows.
         """
         form = self.format
         kind = form.one_scale
@@ -186,7 +191,7 @@ class Operand:
         return logarithmic
 
     def settled(self, points: Tensor) -> Tensor:
-        """The same candidates, as points that are equal where a logarithmic base is: log2 q of a whole q."""
+        """Round log2 q of the candidates to that of a whole q, so that points with the same base are equal."""
         form = self.format
         if form.log2_base is None or form.log2_base[0]:
             return points
@@ -194,9 +199,9 @@ class Operand:
         return torch.cat([bases, points[:, 1:]], dim=1)
 
     def steps(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The levels (K, L) of K logarithmic points, or of one scale, (K, P), and the thresholds (K, L - 1) between.
+        """Return the ascending levels (K, L) and thresholds (K, L - 1) of K points (K, P), in float64 on their device.
 
-        Both are ascending, in float64, on the points' device.
+        The points are those of a logarithmic format, or of a format with `one_scale`.
         """
         form = self.format
         if form.one_scale is not None:
@@ -222,22 +227,25 @@ class Operand:
         return levels, cuts
 
     def _reaching(self, kind: type[Quantizer], upper: Tensor) -> Quantizer:
-        """k quantizers of this kind with these largest levels, (k, *groups)."""
+        """Return k quantizers of this kind whose largest levels are `upper`, (k, *groups)."""
         return kind.reaching(self.shaped(upper), self.format.bits, self.format.offset)
 
     @property
     def radix(self) -> int:
-        """r, the denominator of log2(base)."""
+        """The denominator r of log2(base)."""
         assert self.format.log2_base is not None
         return self.format.log2_base[1]
 
     def box(self, reach: float) -> tuple[Tensor, Tensor]:
-        """The corners (low, high) of the search space, each (P, *groups).
+        """Return the corners (low, high) of the search space, each (P, *groups).
 
-        Uniform: the lower bound between the percentiles 0 and reach, the upper one between 1 - reach and 1 (Algorithm
-        1, lines 1-2). Logarithmic: log2 q over all of q_min ... q_max, and the scale between the percentiles 0.9 and 1
-        of the values plus the offset. Twin: the largest positive value, between the percentiles 0.9 and 1. Other kinds
-        of one scale: the percentiles 1 - 2 reach and 1 of the magnitudes, since both tails are among these.
+        - Uniform: the lower bound is between the percentiles 0 and reach, and the upper bound between 1 - reach and 1
+          (Algorithm 1, lines 1-2).
+        - Logarithmic: log2 q covers q_min ... q_max. The scale is between the percentiles 0.9 and 1 of the values plus
+          the offset.
+        - Twin: the largest positive value is between the percentiles 0.9 and 1.
+        - Other kinds with `one_scale`: the largest level is between the percentiles 1 - 2 reach and 1 of the
+          magnitudes, since both tails are among these.
         """
         form = self.format
         shape = [self.values.shape[dim] for dim in form.own_dims]
@@ -247,7 +255,7 @@ class Operand:
             corners = [value.to(self.values.dtype).reshape(shape) for value in own]
             return torch.stack([corners[0], corners[2]]), torch.stack([corners[1], corners[3]])
         if form.one_scale is not None and not form.twin:
-            # Where the range reaches further down, it spans the magnitudes with a smaller largest level.
+            # If the range reaches further down than up, a smaller largest level already spans the magnitudes.
             below, above = form.one_scale.reaching(sample.new_ones(()), form.bits, form.offset).bounds()
             low, high = thinned_quantiles(sample.abs(), (max(0.0, 1 - 2 * reach), 1.0))
             low = low * float(above / torch.maximum(above, -below))
@@ -266,7 +274,7 @@ class Operand:
         return torch.stack([ones * ends[0], low]), torch.stack([ones * ends[1], high])
 
     def quantized(self, side: Quantizer | QuantizedTensor | None) -> Tensor:
-        """The values after quantization; a convolution's padding stays as it is."""
+        """Return the values after quantization; the padding of a convolution stays as it is."""
         if side is None:
             return self.values
         hat = (
@@ -277,7 +285,7 @@ class Operand:
         return hat if self.mask is None else torch.where(self.mask.bool(), hat, self.values)
 
     def quantized_at(self, point: Tensor | None) -> Tensor:
-        """The values after quantization under one point of the search space."""
+        """Return the values after quantization with the quantizer of one point."""
         return self.quantized(self.quantizer(point))
 
 

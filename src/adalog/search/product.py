@@ -1,4 +1,4 @@
-"""A product of two operands: what a search reads, the error of its output, and the last steps of every search."""
+"""A product of two operands: the input of a search, the error of its output, and the last steps of every search."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from adalog.quantizers import (
 from adalog.search.objective import Errors, ProductError, error_base
 from adalog.search.operand import Operand
 
-# This many outputs of a product are judged at a time.
+# The error is computed for this many outputs of a product at a time.
 _OUTPUTS = 1 << 20
-# An integer table of 8 bits may raise the output's error by this factor over levels in float.
+# An integer table of 8 bits may raise the output's error by this factor, compared with float levels.
 _RISE = 1.03
-# Bases and scales are tried at these multiples of the float table's.
+# Bases and scales of an integer table are tried at these multiples of the base and scale for float levels.
 _FACTORS = (0.7, 0.8, 0.87, 0.94, 1.06, 1.13, 1.25, 1.4)
 
 Side = Quantizer | QuantizedTensor | None  # how an operand is quantized; None: it stays float
@@ -36,11 +36,15 @@ Side = Quantizer | QuantizedTensor | None  # how an operand is quantized; None: 
 class Product:
     """left @ right^T of one site, or of several linears that share an activation, on the calibration images.
 
-    role: as in `Site.role`. right: transposed, (*batch, O, I), so that both operands have the summed dimension last.
-    fold: that of the norm before the product, already applied to the operands. The other fields are optional. shared:
-    the quantizer that the fold's channels share. ordered: the operands as they are once everything before the site is
-    quantized. weights: those of the output's squared errors, in the shape of the output, (*batch, T, O). row_splits:
-    (O,), which rows of a linear's weight share a scale. start: an assignment to begin from.
+    role: as in `Site.role`.
+    right: transposed, (*batch, O, I), so that both operands have the summed dimension last.
+    fold: the fold of the norm before the product, already applied to the operands. This field and all others below are
+        optional.
+    shared: the quantizer that the fold's channels share.
+    ordered: the operands as they are once everything before the site is quantized.
+    weights: weights of the output's squared errors, in the shape of the output, (*batch, T, O).
+    row_splits: (O,), a number per row of a linear's weight; rows with the same number share a scale.
+    start: an assignment to begin from.
     """
 
     role: str
@@ -55,15 +59,15 @@ class Product:
 
     @property
     def of_activations(self) -> bool:
-        """Whether both operands are computed (Q K^T, A V)."""
+        """True if both operands are computed (Q K^T, A V)."""
         return self.role in ("qk", "av")
 
     def assigned(self, first: Side, second: Side) -> Assignment:
-        """The assignment of these quantizers, with the SQNR that the output has under them [dB]."""
+        """Return the assignment of these quantizers, with the SQNR of the output under them [dB]."""
         return self._with_sqnr(first, second, *self.output_power(first, second))
 
     def assigned_refitted(self, first: Side, second: Quantizer) -> Assignment:
-        """The same with the weight's nearest codes, whose scales are `refitted`; the outputs are made only once."""
+        """Return the assignment with the weight's nearest codes and `refitted` scales; compute the outputs once."""
         stored = QuantizedTensor.nearest(self.right.values, second)
         rows = self._row_powers(first, stored)
         factor = rows.best_factor()
@@ -71,7 +75,7 @@ class Product:
         return self._with_sqnr(first, right, *rows.scaled(factor))
 
     def output_power(self, first: Side, second: Side) -> tuple[float, float]:
-        """The sums of squares of the output, and of its error under these quantizers."""
+        """Return the sums of squares of the output, and of its error under these quantizers."""
         signal = noise = 0.0
         for x, x_hat, w, w_hat in self._slices(first, second):
             error = output_error(x, x_hat, w, w_hat)
@@ -80,11 +84,11 @@ class Product:
         return signal, noise
 
     def refitted(self, first: Side, second: Quantizer) -> QuantizedTensor:
-        """The weight's nearest codes; scales are refitted after rounding, as in `rescaled`."""
+        """Return the weight's nearest codes, with scales that are refitted after rounding as in `rescaled`."""
         return self.rescaled(first, QuantizedTensor.nearest(self.right.values, second))
 
     def rescaled(self, first: Side, stored: QuantizedTensor) -> QuantizedTensor:
-        """The weight with its codes, and the scale per row that leaves the least error of the output.
+        """Refit the scale of each row to the least error of the output; the codes stay.
 
         The error is quadratic in the scale of a row.
         """
@@ -93,7 +97,7 @@ class Product:
 
     def _with_sqnr(self, first: Side, second: Side, signal: float, noise: float) -> Assignment:
         if isinstance(first, QuantizedTensor):
-            raise TypeError("the left operand of a product is computed: it has no codes of its own")
+            raise TypeError("the left operand of a product is an activation: pass a quantizer, not stored codes")
         return Assignment(first, second, self.fold, decibels(signal, noise))
 
     def _row_powers(self, first: Side, stored: QuantizedTensor) -> "_RowPowers":
@@ -103,14 +107,14 @@ class Product:
             error = output_error(x, x_hat, w, w_hat)
             noise = error.square().sum(-2)
             slices.append([each.double() for each in (error.mul_(output).sum(-2), output.square_().sum(-2), noise)])
-        grouped = self.right.values.ndim > 2  # then each slice has rows of its own, else they share them
+        grouped = self.right.values.ndim > 2  # then each slice has its own rows, else all slices have the same
         parts = zip(*slices, strict=True)
         return _RowPowers(*(torch.cat(part) if grouped else torch.stack(part).sum(0) for part in parts))
 
     def _slices(self, first: Side, second: Side) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.
+        """Yield both operands, exact and quantized, (x, x_hat, w, w_hat), in slices of the first dimension.
 
-        They are in float32 at least, since squares of float16 overflow.
+        They are at least float32, since squares of float16 overflow.
         """
         left, right = self.left, self.right
         x_hat, w_hat = left.quantized(first), right.quantized(second)
@@ -127,7 +131,9 @@ class Product:
 class _RowPowers:
     """Sums over the quantized output of each row of a weight, in float64.
 
-    excess: of its products with its error. size: of its squares. noise: of its error's squares.
+    excess: the sum of output times error.
+    size: the sum of squared outputs.
+    noise: the sum of squared errors.
     """
 
     excess: Tensor
@@ -135,12 +141,12 @@ class _RowPowers:
     noise: Tensor
 
     def best_factor(self) -> Tensor:
-        """What each row's scale is multiplied by for the least error, a column: (..., O, 1)."""
+        """Return the factor of each row's scale that leaves the least error: (..., O, 1)."""
         share = self.excess / self.size.clamp(min=torch.finfo(self.size.dtype).tiny)
         return 1 - share.clamp(-1, 0.5).unsqueeze(-1)
 
     def scaled(self, factor: Tensor) -> tuple[float, float]:
-        """The sums of squares of the exact output, and of the error once the scales are multiplied by these factors."""
+        """Return the sums of squares of the exact output, and of the error with the scales multiplied by `factor`."""
         more = factor.squeeze(-1) - 1
         noise = self.noise + 2 * more * self.excess + more.square() * self.size
         signal = self.size - 2 * self.excess + self.noise
@@ -148,12 +154,15 @@ class _RowPowers:
 
 
 def _power(values: Tensor) -> float:
-    """The sum of squares, which overwrite the values; sums of rows are added in float64, without a copy of all."""
+    """Return the sum of squares, which overwrite the values.
+
+    The sums of rows are added in float64, without a float64 copy of all values.
+    """
     return float(values.square_().sum(-1).sum(dtype=torch.float64))
 
 
 def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
-    """x_hat w_hat^T - x w^T, computed without the cancellation of two large outputs."""
+    """Return x_hat w_hat^T - x w^T, computed without the cancellation of two large outputs."""
     return (x_hat - x) @ w_hat.transpose(-1, -2) + error_base(x, w.transpose(-1, -2), w_hat.transpose(-1, -2))
 
 
@@ -161,18 +170,20 @@ def output_error(x: Tensor, x_hat: Tensor, w: Tensor, w_hat: Tensor) -> Tensor:
 
 
 def with_table(product: Product, found: Assignment, tables: Tables) -> Assignment:
-    """The assignment with a table of integers for its logarithmic codes, if it has any.
+    """Return the assignment with an integer table for its logarithmic codes, if it has any.
 
-    The table is 8 bits wide where the output's error is at most 3 % above that of levels in float, else 16 bits. Base,
-    scale and headroom are searched for the table. A quantizer of 2**bits + 1 values stays as it is.
-    Raises ValueError where mantissas do not fit in the width that `tables` asks for.
+    With tables = "calibrated", a table entry has 8 bits if the output's error is at most `_RISE` times the error with
+    float levels, else 16 bits. The base, scale and headroom are searched for the table. A quantizer with 2**bits + 1
+    values stays as it is.
+
+    Raises ValueError if mantissas do not fit in the width that `tables` asks for.
     """
     quantizer, left, right = found.left, product.left, product.right
     if tables == "float" or not isinstance(quantizer, LogQuantizer) or quantizer.beyond == "zero":
         return found
     fits = most_headroom(quantizer.bits, 8, table=quantizer.table) >= 0
     if tables == "u8" and not fits:
-        raise ValueError(f"tables = 'u8': mantissas of {quantizer.bits + 1} bits do not fit: choose 'u16'")
+        raise ValueError(f"tables = 'u8': mantissas of {quantizer.bits + 1} bits do not fit in 8 bits: choose 'u16'")
 
     transposed = right.values.transpose(-1, -2), right.quantized(found.right).transpose(-1, -2)
     whole = ProductError.of(left.values, *transposed, mask=left.mask)
@@ -182,7 +193,7 @@ def with_table(product: Product, found: Assignment, tables: Tables) -> Assignmen
         def errors(values: Tensor) -> Errors:
             return lambda _, dtype: first.fake_quantize(values)[None].sub_(values).to(dtype)
 
-        return float(of.loss_by(errors)(of.left.new_zeros(1)))  # a placeholder: the quantizer takes a point's place
+        return float(of.loss_by(errors)(of.left.new_zeros(1)))  # a placeholder, since `first` needs no point
 
     rough, error = partial(loss, sample), cache(partial(loss, whole))
 
@@ -202,11 +213,12 @@ def _tabled(
     rough: Callable[[LogQuantizer], float],
     error: Callable[[LogQuantizer], float],
 ) -> LogQuantizer:
-    """The quantizer with a table of this width.
+    """Return the quantizer with a table of this width.
 
-    Headroom, base and scale are searched one after the other by the rough error. error: the exact one; the quantizer
-    keeps its base and scale unless others have less of it. The headroom is one whose accumulators fit in 32 bits, if
-    there is any.
+    The headroom, base and scale are searched one after the other by the rough error. The headroom is one whose
+    accumulators fit in 32 bits, if there is any.
+
+    error: the exact error; the quantizer keeps its base and scale unless others have a smaller one.
     """
     most = most_headroom(quantizer.bits, width, table=quantizer.table)
     other = 1 if second is None else 2**second.bits - 1

@@ -1,4 +1,4 @@
-"""Quantiles of long rows, and samples that stand for them."""
+"""Quantiles of long rows, and thinned samples to approximate them."""
 
 import math
 from collections.abc import Sequence
@@ -7,46 +7,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# About this many values of a sample are sorted, at even distances, but at least this many per row.
+# About SORTED_ELEMENTS values of a sample are sorted, at even distances, but at least _SORTED_OF_ROW per row.
 SORTED_ELEMENTS, _SORTED_OF_ROW = 1 << 18, 1 << 12
-QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more elements
+QUANTILE_LIMIT = 1 << 24  # the most elements that torch.quantile takes
 
 
 def coprime(stride: int, size: int) -> int:
-    """The least stride from this one on that shares no factor with `size`, and so meets every column of a grid."""
+    """Return the least stride from this one on that has no factor in common with `size`.
+
+    Such a stride meets every column of a grid.
+    """
     while math.gcd(stride, size) > 1:
         stride += 1
     return stride
 
 
 def thinned(sample: Tensor) -> Tensor:
-    """About SORTED_ELEMENTS values of a sample (G, T), at even distances in each row; a smaller sample stays whole."""
+    """Return about SORTED_ELEMENTS evenly spaced values of a sample (G, T); a smaller sample stays whole."""
     size = sample.shape[1]
     wanted = max(SORTED_ELEMENTS // len(sample), _SORTED_OF_ROW)
     return sample[:, :: coprime(max(1, size // wanted), size)]
 
 
 def ascending(rows: Tensor) -> Tensor:
-    """The rows of (G, T), each sorted. NumPy sorts with vector instructions, several times as fast as PyTorch."""
+    """Sort each row of (G, T), by NumPy on the CPU, because its vectorized sort is faster than PyTorch's."""
     if rows.device.type != "cpu" or rows.dtype not in (torch.float32, torch.float64):
         return rows.sort(dim=1).values
     return torch.from_numpy(np.sort(rows.detach().numpy(), axis=1))
 
 
 def thinned_quantiles(sample: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
+    """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
-    The least and the largest value are exact. The other quantiles are those of the thinned sample (`thinned`).
+    The least and the largest value are exact. The other quantiles are computed on the thinned sample (`thinned`).
     """
     inner = iter(_of_sorted(ascending(thinned(sample)), [each for each in fractions if 0 < each < 1]))
     return [sample.amin(dim=1) if each <= 0 else sample.amax(dim=1) if each >= 1 else next(inner) for each in fractions]
 
 
 def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """Quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
+    """Return quantiles per row of (G, T), by linear interpolation: (G,) per fraction.
 
-    Ranks are computed in the dtype of the values, as torch.quantile does, except for rows that are too long for it:
-    differences as small as this change the codes of early sites, and so all sites behind them.
+    Ranks are computed in the dtype of the values, as in torch.quantile, except for rows that are too long for it. Even
+    rounding differences in a rank change the codes of early sites, and so all later sites.
     """
     if set(fractions) <= {0.0, 1.0}:
         ends = {0.0: rows.amin(dim=1), 1.0: rows.amax(dim=1)}
@@ -59,7 +62,7 @@ def quantiles(rows: Tensor, fractions: Sequence[float]) -> list[Tensor]:
 
 
 def _of_sorted(ordered: Tensor, fractions: Sequence[float]) -> list[Tensor]:
-    """The quantiles of rows that are already sorted; ranks are computed in float64."""
+    """Return the quantiles of rows that are already sorted; ranks are computed in float64."""
     last, found = ordered.shape[1] - 1, []
     for fraction in fractions:
         rank = fraction * last

@@ -1,17 +1,16 @@
-"""The search of ranges by a tensor's own values: minimum and maximum, percentiles, FQ-ViT, RepQ-ViT.
+"""Search ranges by a tensor's own values: minimum and maximum, percentiles, FQ-ViT, RepQ-ViT.
 
-It is one of the four kinds of search in `search.SEARCHES`. The rows of `methods.METHODS` say which method makes which
-choices.
+This is one of the four searches in `search.SEARCHES`. `methods.METHODS` lists the choices of each method.
 
-With b bits, L = 2**b - 1, h = 2**(b - 1), and R that rounds to the nearest integer, halves to even:
+With b bits, let L = 2**b - 1, h = 2**(b - 1), and let R round to the nearest integer, halves to even.
 
-- The range (lo, hi) of a group of values x at the share p has hi = Q_p(x) and lo = Q_(1-p)(x), by linear interpolation.
-  An asymmetric quantizer has s = (hi - lo) / L and z = R(-lo / s), the range widened to hold zero; a symmetric one has
-  s = max(|lo|, |hi|) / (h - 1/2) and z = h; a logarithmic one has the scale hi. Among several p the one with the least
-  mean (x - x_hat)^2 wins (RepQ-ViT).
-- The channels c of a norm have (s_c, z_c) of their own. These are replaced by the means of both (RepQ-ViT,
-  `Fold.sharing`); or, with s = (max - min) / L / 2^K and z of the whole tensor, by 2^a_c s with the a_c in 0 ... K that
-  has the least error (FQ-ViT).
+- A group of values x has, at the percentile p, the range (lo, hi) with hi = Q_p(x) and lo = Q_(1-p)(x), by linear
+  interpolation. An asymmetric quantizer has s = (hi - lo) / L and z = R(-lo / s), and its range is widened to include
+  zero. A symmetric quantizer has s = max(|lo|, |hi|) / (h - 1/2) and z = h. A logarithmic quantizer has the scale hi.
+  If there are several p, the one with the least mean (x - x_hat)^2 wins (RepQ-ViT).
+- Each channel c of a norm first has its own (s_c, z_c). RepQ-ViT replaces them by the means of both (`Fold.sharing`).
+  FQ-ViT has s = (max - min) / L / 2^K and z of the whole tensor, and gives each channel the scale 2^a_c s, with the a_c
+  in 0 ... K that has the least error.
 """
 
 from dataclasses import replace
@@ -38,17 +37,17 @@ from adalog.search.strategies import first_least
 
 
 def needs(search: RangeSearch) -> frozenset[str]:
-    """The operands as they are once everything before the site is quantized, if the search asks for that order."""
+    """Return "ordered" if the search reads operands with everything before their site quantized, else no field."""
     return frozenset({"ordered"} if search.in_order else ())
 
 
 def refuses_fold(search: RangeSearch, config: Config) -> str:
-    """Why this search folds no norm; empty where it folds them."""
-    return "this method folds no norm" if search.share == "none" else ""
+    """Return the reason why this search folds no norm, or "" if it folds norms."""
+    return "this method does not fold norms" if search.share == "none" else ""
 
 
 def search_product(product: Product, search: RangeSearch) -> Assignment:
-    """Quantizers of both operands, each found by its own values; the SQNR is that on the float network's values."""
+    """Find the quantizer of each operand by its own values; the SQNR is computed on the values of the float network."""
     left, right = product.ordered or (product.left, product.right)
     first: Quantizer | None = product.shared
     if left.is_float:
@@ -63,7 +62,7 @@ def search_product(product: Product, search: RangeSearch) -> Assignment:
 
 
 def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False) -> Quantizer:
-    """The quantizer of each group's range at the share with the least own error; among equal shares the first wins."""
+    """Return the quantizer of each group's range at the percentile with the least own error; the first wins ties."""
     shares = search.percentiles
     found = quantiles(operand.groups(), [*shares, *(1 - share for share in shares)])
     best, *others = (
@@ -81,7 +80,7 @@ def own_range(operand: Operand, search: RangeSearch, *, symmetric: bool = False)
 
 
 def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tensor:
-    """The point (P, *groups) of `Operand.quantizer` whose range has the ends low and high, (G,) each."""
+    """Return the point (P, *groups) of `Operand.quantizer` whose range has the ends low and high, (G,) each."""
     form = operand.format
     shape = [operand.values.shape[dim] for dim in form.own_dims]
     low, high = low.reshape(shape), high.reshape(shape)
@@ -95,7 +94,7 @@ def _ends(operand: Operand, low: Tensor, high: Tensor, symmetric: bool) -> Tenso
 
 
 def _own_error(operand: Operand, point: Tensor) -> Tensor:
-    """The mean squared error of each group's values: (*groups)."""
+    """Return the mean squared error of each group's values: (*groups)."""
     quantizer = operand.quantizer(point)
     assert quantizer is not None
     error = replace(operand, values=(quantizer.fake_quantize(operand.values) - operand.values).square_())
@@ -103,7 +102,10 @@ def _own_error(operand: Operand, point: Tensor) -> Tensor:
 
 
 def fold_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer | None]:
-    """The fold of a norm's channels, and the quantizer that they then share. values: (T, C), the output of the norm."""
+    """Return the fold of a norm's channels, and the quantizer that they then share.
+
+    values: (T, C), the output of the norm.
+    """
     if search.share == "power-of-two":
         return _doubled_channels(values, bits, search)
     scale, zero_point = own_channels(values, bits, search)
@@ -113,14 +115,17 @@ def fold_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold,
 
 
 def own_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Tensor, Tensor]:
-    """(scale, zero_point), each (C,), of one uniform quantizer per channel."""
+    """Return (scale, zero_point), each (C,), of one uniform quantizer per channel."""
     quantizer = own_range(Operand(values, Format(bits, own_dims=(1,))), search)
     assert isinstance(quantizer, UniformQuantizer)
     return quantizer.scale.flatten(), quantizer.zero_point.flatten()
 
 
 def _doubled_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer]:
-    """FQ-ViT's power-of-two factors, which folded weights hold exactly, since only exponents change."""
+    """Return the fold with FQ-ViT's power-of-two factors, and the quantizer that the channels share.
+
+    Folded weights hold these factors exactly, since only exponents change.
+    """
     scale, zero_point = bounds_to_uniform(values.min(), values.max(), bits)
     scale = scale / 2**search.powers
     errors = [

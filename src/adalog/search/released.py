@@ -1,19 +1,19 @@
-"""The search of the authors' released code, with its quirks, so that its numbers can be reproduced in this frame.
+"""The search of the authors' released code, with its quirks, so that adalog can reproduce its results.
 
-It differs from Algorithm 1 as the paper prints it, which `strategies` and `bounds` follow:
+It differs from Algorithm 1 as the paper prints it, which `strategies` and `bounds` implement:
 
-- Uniform quantizers are searched as (scale, zero point): the scale between (Q_0.9 - Q_0.1) / L and (Q_1 - Q_0) / L with
-  L = 2**bits - 1 and Q_p a quantile, the zero point among whole numbers around 2**(bits - 1), whatever the data.
-- Only scales are refined; q and zero points stay as the first grid found them. Parents are not candidates again, and
-  the spacing is divided by m - 1/2, although that of the m children is divided by m - 1.
-- The search of a linear starts from each operand's own error, that of a product of activations from an arbitrary point
-  of the grid. Three rounds follow, each from the first grid again, and the last round stands even if an earlier one was
-  better.
+- Uniform quantizers are searched as (scale, zero point). The scale is between (Q_0.9 - Q_0.1) / L and (Q_1 - Q_0) / L,
+  with L = 2**bits - 1 and Q_p a quantile. The zero point is a whole number around 2**(bits - 1), whatever the data is.
+- Only scales are refined; q and zero points stay as the first grid found them. Parents are not candidates again. A step
+  divides the spacing by m - 1/2, although its m children divide it by m - 1.
+- The search of a linear starts from each operand's own error. The search of a product of activations starts from an
+  arbitrary point of the grid. Three rounds follow by default. Each begins from the first grid again, and the result of
+  the last round is returned even if an earlier one was better.
 - After softmax the scale is 1. After GELU, log2 and log-sqrt2 take the scale that was found for AdaLog.
 
-If an operand is large, each step scores its candidates on a sample of the tokens, by bfloat16 products and codes from a
-table; the best of the last step's are then scored exactly, on all tokens. If it is small, as in the golden outputs,
-every loss is exact.
+If an operand is large, each step scores its candidates on a sample of the tokens, with bfloat16 products and codes from
+a table. The best candidates of the last step are then scored exactly, on all tokens. If an operand is small, as in the
+golden outputs, every loss is exact.
 """
 
 import math
@@ -45,35 +45,35 @@ from adalog.search.product import Product
 from adalog.search.quantiles import QUANTILE_LIMIT, quantiles
 from adalog.search.strategies import Loss
 
-POINTS = 128  # n, the candidates of every step
+POINTS = 128  # n, the number of candidates in every step
 _RADIX = 37  # r of the AdaLog quantizer whose scale fixed bases take
 _LEAST_SCALE, _TINY = 1e-4, 2.0**-94  # the least scale of an activation, and of a weight's row, which may be all zero
-# An operand of this many values or more averages out the rounding of bfloat16, and this many tokens can stand for all.
+# An operand with at least _MANY values averages out the rounding of bfloat16, and _ROWS tokens can represent all.
 _MANY, _ROWS = 1 << 19, 4096
-_FINALISTS = 8  # this many candidates are left after a rough loss, and twice as many where equal ones are common
+_FINALISTS = 8  # a rough loss leaves this many candidates, and twice as many if equal ones are common
 
 
 def needs(search: ReleasedSearch) -> frozenset[str]:
-    """This search reads the operands alone."""
+    """Return no fields: this search reads only the operands."""
     return frozenset()
 
 
 def refuses_fold(search: ReleasedSearch, config: Config) -> str:
-    """Why this search folds no norm under these choices; empty where it folds them."""
+    """Return the reason why this search folds no norm with these choices, or "" if it folds norms."""
     if config.weight_bits != config.activation_bits:
-        return "the released code does not where weights and activations have unequal bits"
+        return "the released code does not fold norms if weights and activations have different bits"
     return ""
 
 
 def fold_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Fold, UniformQuantizer | None]:
-    """The fold of a norm's channels, each quantized by its own error. values: (T, C), the output of the norm."""
+    """Return the fold of a norm's channels, each quantized by its own error. values: (T, C), the output of the norm."""
     operand = Operand(values, Format(bits, own_dims=(1,)))
     quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)
     return Fold.sharing(quantizer.scale.flatten(), quantizer.zero_point.flatten()), None
 
 
 def search_product(product: Product, search: ReleasedSearch) -> Assignment:
-    """Quantizers of both operands as the released code finds them."""
+    """Return the quantizers of both operands as the released code finds them."""
     left, right, of_activations = product.left, product.right, product.of_activations
     half = symmetric_zero_point(right.format.bits)
     zero_points = min(half, POINTS // 2) if product.role == "conv" else min(half, 16)
@@ -102,17 +102,17 @@ def search_product(product: Product, search: ReleasedSearch) -> Assignment:
 
 
 def _error(operand: Operand, other: Operand, quantizer: Quantizer | None) -> ProductError:
-    """The product's error as a function of one operand, the other one quantized."""
+    """Return the product's error as a function of one operand, with the other one quantized."""
     exact, hat = (value.transpose(-1, -2) for value in (other.values, other.quantized(quantizer)))
     return ProductError.of(operand.values, exact, hat, operand.format.own_dims, operand.mask, operand.alike)
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """The losses of candidates, functions from points (K, P, *groups) to losses (K, *groups).
+    """The losses of candidates, as functions from points (K, P, *groups) to losses (K, *groups).
 
-    rough: a quicker one, which is a little off and may be that of a sample of the tokens, if there is one. finalists:
-    how many candidates it leaves to the exact loss.
+    rough: a faster approximation, which may use a sample of the tokens; None if there is none.
+    finalists: the number of candidates that the rough loss leaves to the exact loss.
     """
 
     exact: Loss
@@ -123,24 +123,24 @@ class _Scores:
     def of(
         error: ProductError, errors: Callable[[Tensor], Errors], rough: Callable[[Tensor], Errors] | None = None
     ) -> "_Scores":
-        """The losses of a product; the rough one is in bfloat16.
+        """Return the losses of a product; the rough one is in bfloat16.
 
-        errors: a function from values to what quantizing adds to them under any points. rough: a quicker one of the
-        same kind, which may be a little off.
+        errors: a function from values to the errors that quantization adds to them at any points.
+        rough: a faster approximation of `errors`.
         """
         if error.left.numel() < _MANY:
             return _Scores(error.loss_by(errors))
         return _Scores(error.loss_by(errors), error.sample(_ROWS).fast().loss_by(rough or errors))
 
     def survivors(self, points: Tensor, count: int) -> Tensor:
-        """The `count` points with the least loss in each group, by the quickest loss."""
+        """Return the `count` points with the least loss in each group, by the fastest loss."""
         return _gathered(points, _least((self.rough or self.exact)(points), count))
 
     def best(self, points: Tensor) -> Tensor:
-        """The point with the least loss in each group, (P, *groups), among those that the rough loss leaves.
+        """Return the point with the least loss in each group, (P, *groups), among the finalists of the rough loss.
 
-        Where nothing is clipped, all zero points have the same loss. The released code leaves the choice among them to
-        `torch.topk`; here the last one wins, which came closest to it.
+        If nothing is clipped, all zero points have the same loss. The released code leaves the choice among them to
+        `torch.topk`. Here the last one wins, which came closest to the released choice.
         """
         if self.rough is not None and len(points) > self.finalists:
             few = _least(self.rough(points), self.finalists)
@@ -149,7 +149,7 @@ class _Scores:
 
 
 def _least(losses: Tensor, count: int) -> Tensor:
-    """The indices (count, *groups) of the least losses (K, *groups) in each group; of equal ones the last is first."""
+    """Return the indices (count, *groups) of the least losses (K, *groups); among equals the last comes first."""
     return len(losses) - 1 - losses.flip(0).sort(dim=0, stable=True).indices[:count]
 
 
@@ -158,9 +158,11 @@ def _gathered(points: Tensor, order: Tensor) -> Tensor:
 
 
 def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, parents: int, least: float) -> Tensor:
-    """The best point of the released FPCS, which refines the scale, the first hyperparameter of points (K, P, *groups).
+    """Return the best point of the released FPCS, which refines only the scale.
 
-    spacing: that of the scales of `points`, (*groups). least: no scale is smaller.
+    points: (K, P, *groups); the scale is the first hyperparameter.
+    spacing: the distance between the scales of `points`, (*groups).
+    least: the lower limit of all scales.
     """
     fan = POINTS // parents
     shares = torch.linspace(0, 1, fan, dtype=points.dtype, device=points.device) - 0.5
@@ -177,7 +179,8 @@ def _refined(scores: _Scores, points: Tensor, spacing: Tensor, steps: int, *, pa
 class _UniformSpace:
     """Uniform quantizers as points (scale, zero point).
 
-    The grid has `zero_points` whole numbers around the middle, and POINTS / zero_points scales of at least `least`.
+    The grid has `zero_points` whole numbers around the middle code, and POINTS / zero_points scales of at least
+    `least`.
     """
 
     operand: Operand
@@ -187,7 +190,7 @@ class _UniformSpace:
 
     @cached_property
     def _grid(self) -> tuple[Tensor, Tensor]:
-        """The grid, (POINTS, 2, *groups), in which scales run fastest, and the spacing of its scales, (*groups)."""
+        """The grid, (POINTS, 2, *groups), with scales running fastest, and the spacing of its scales, (*groups)."""
         values, form = self.operand.values, self.operand.format
         shape = [values.shape[dim] for dim in form.own_dims]
         top, count = 2**form.bits - 1, POINTS // self.zero_points
@@ -212,7 +215,7 @@ class _UniformSpace:
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
-        """The quantizer with the least own error, or that of the last zero point and the last scale but one."""
+        """Return the quantizer with the least own error, or the last but one of the grid."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
         values, own_dims = self.operand.values.double(), self.operand.format.own_dims
@@ -225,7 +228,7 @@ class _UniformSpace:
 
         if values.numel() < _MANY:
             return self._found(_Scores(exact))
-        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are quick
+        rows, bits = self.operand.groups().contiguous(), self.operand.format.bits  # sums along rows are fast
         zeros = torch.zeros_like(rows)
 
         def rough(points: Tensor) -> Tensor:
@@ -236,7 +239,7 @@ class _UniformSpace:
         return self._found(_Scores(exact, rough, 2 * _FINALISTS))
 
     def search(self, error: ProductError, current: Quantizer | None = None) -> UniformQuantizer:
-        """The best quantizer by the product's error. current: not used."""
+        """Return the best quantizer by the product's error. current: not used."""
         form = self.operand.format
 
         def errors(values: Tensor) -> Errors:
@@ -253,7 +256,7 @@ class _UniformSpace:
 
 @dataclass(frozen=True)
 class _LogSpace:
-    """AdaLog quantizers as points (scale, q), whatever the format's base is; `final` sets a fixed one."""
+    """AdaLog quantizers as points (scale, q), even if the format has a fixed base; `final` sets that base."""
 
     operand: Operand
     search_choices: ReleasedSearch
@@ -272,7 +275,7 @@ class _LogSpace:
         )
 
     def final(self, quantizer: LogQuantizer) -> LogQuantizer:
-        """The quantizer with the base of the format, if that is fixed."""
+        """Return the quantizer with the base of the format, if that is fixed."""
         form = self.operand.format
         assert form.log2_base is not None
         q, r = form.log2_base
@@ -280,7 +283,7 @@ class _LogSpace:
 
     @cached_property
     def _span(self) -> tuple[Tensor, Tensor]:
-        """The 0.9 quantile and the largest of the positive values, plus the offset."""
+        """The 0.9 quantile and the maximum of the positive values, each plus the offset."""
         values = self.operand.values
         positive = values[values > 0].sort().values
         if not len(positive):
@@ -289,16 +292,19 @@ class _LogSpace:
         return low + self.operand.format.offset, high + self.operand.format.offset
 
     def start(self, *, own_error: bool) -> LogQuantizer:
-        """The quantizer with q = 37 and the last of POINTS scales but one. own_error: not used."""
+        """Return the quantizer with q = 37. own_error: not used.
+
+        Its scale is 1 if `scale_is_one`, else the last but one of POINTS scales.
+        """
         if self.scale_is_one:
             return self._quantizer(self.operand.values.new_ones(()), _RADIX)
         low, high = self._span
         return self._quantizer(low + (high - low) * (POINTS - 2) / (POINTS - 1), _RADIX)
 
     def search(self, error: ProductError, current: Quantizer) -> LogQuantizer:
-        """The best quantizer by the product's error.
+        """Return the best quantizer by the product's error.
 
-        All q are tried at the current scale, then scales for the 8 best q (without refinement, for the best one).
+        All q are tried at the current scale, then scales for the 8 best q (without refinement, for the best q only).
         """
         assert isinstance(current, LogQuantizer)
         form = self.operand.format
@@ -343,11 +349,11 @@ class _TwinSpace:
         return TwinUniformQuantizer.of(scale, self.operand.format.bits, self.operand.format.offset)
 
     def start(self, *, own_error: bool) -> TwinUniformQuantizer:
-        """The quantizer whose positive half spans the largest magnitude. own_error: not used."""
+        """Return the quantizer whose positive half spans the largest magnitude. own_error: not used."""
         return self._quantizer(symmetric_scale(self.operand.values.abs().max(), self.operand.format.bits))
 
     def search(self, error: ProductError, current: Quantizer) -> TwinUniformQuantizer:
-        """The best of 29 powers of two by the product's error. current: not used."""
+        """Return the best of 29 powers of two by the product's error. current: not used."""
         negative = self.operand.format.offset / symmetric_zero_point(self.operand.format.bits)
         points = negative * torch.exp2(torch.arange(-5, 24)).to(error.left)[:, None]
 
@@ -359,7 +365,10 @@ class _TwinSpace:
 
 
 def _quantiles(groups: Tensor) -> list[Tensor]:
-    """Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T); long rows are cut into pieces, whose quantiles are averaged."""
+    """Return Q_0, Q_0.1, Q_0.9 and Q_1 per row of (G, T).
+
+    Long rows are cut into pieces, and the quantiles of the pieces are averaged.
+    """
     count = 1
     while groups.numel() // count > QUANTILE_LIMIT and groups.shape[1] % (2 * count) == 0:
         count *= 2

@@ -1,21 +1,21 @@
-"""The search of symmetric scales by an output's error: EasyQuant, PTQ4ViT, APQ-ViT.
+"""Search symmetric scales by an output's error: EasyQuant, PTQ4ViT, APQ-ViT.
 
-It is one of the four kinds of search in `search.SEARCHES`. The rows of `methods.METHODS` say which method makes which
-choices.
+This is one of the four searches in `search.SEARCHES`. `methods.METHODS` lists the choices of each method.
 
-With b bits, L = 2**b - 1 and h = 2**(b - 1):
+With b bits, let L = 2**b - 1 and h = 2**(b - 1).
 
-- The scales of symmetric quantizers are s0 m_i, where s0 = max|x| / (h - 1/2) and m_i = low + i (high - low) / n for
-  i < n. The operands are searched in turn, each with the other one quantized, in rounds: the right one first, but for
-  products of activations the left one (EasyQuant, PTQ4ViT).
+- The scales of symmetric quantizers are s0 m_i, with s0 = max|x| / (h - 1/2) and m_i = low + i (high - low) / n for i <
+  n. The operands are searched in turn, in rounds, each with the other one quantized. The right operand comes first, but
+  in products of activations the left one does (EasyQuant, PTQ4ViT).
 - The loss of an output O with the error e = O_hat - O is sum e^2 (squared), 1 - <O, O + e> / (|O| |O + e|) (cosine,
   EasyQuant), or sum H e^2, with H the mean squared gradient of the model's loss with respect to O (Hessian, PTQ4ViT).
-  The cosine does not see an output's length, so scales with the same codes are equal to it: among those whose losses
-  differ by rounding alone, sum e^2 decides (ours).
+  The cosine does not depend on an output's length, so scales with the same codes have equal losses. If losses differ by
+  rounding noise only, adalog takes the scale with the least sum e^2.
 - A twin quantizer, after GELU, has s+ = m_i max(x) / (h - 1/2), and its s- spans the minimum.
-- A split quantizer, after softmax (PTQ4ViT), has steps of sigma / (h - 1) below sigma and of 1 / (h - 1) from there
-  on, with sigma in 2^-i, i = 0 ... 19. A max-kept one (APQ-ViT) has steps of max(x) / L from zero on, so that the
-  largest weights of attention stay as they are.
+- A split quantizer, after softmax (PTQ4ViT), has steps of sigma / (h - 1) below sigma and of 1 / (h - 1) from sigma on.
+  The search tries sigma = 2^-i, i = 0 ... 19.
+- A max-kept quantizer, after softmax (APQ-ViT), has steps of max(x) / L from zero on, so it does not clip the largest
+  weights of attention.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,31 +46,31 @@ from adalog.search.operand import Operand
 from adalog.search.product import Product
 from adalog.search.quantiles import coprime
 
-_SPLITS = 20  # powers of two
+_SPLITS = 20  # the number of split points sigma, which are powers of two
 _TINY = 2.0**-94
-_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # fewer than these are not sampled
-_FINALISTS = 16  # this many candidates are left after the sample
-_SLICE = 1 << 18  # elements of a product that are scored at once; with their weights they stay in a core's own cache
+_LEAST_ROWS, _LEAST_IMAGES = 1024, 32  # products with fewer rows or images are not sampled
+_FINALISTS = 16  # the sample leaves this many candidates
+_SLICE = 1 << 18  # elements of a product that are scored at once; with their weights they fit in a core's own cache
 
 
 def needs(search: ScaleSearch) -> frozenset[str]:
-    """Weights of the output's errors, for the Hessian's metric, and which rows of a weight share a scale."""
+    """Return "weights" for the Hessian metric, and "row_splits" unless each row of a weight has its own scale."""
     hessian = {"weights"} if search.metric == "hessian" else set[str]()
     return frozenset(hessian if search.row_scales else hessian | {"row_splits"})
 
 
 def refuses_fold(search: ScaleSearch, config: Config) -> str:
-    """Why this search folds no norm."""
-    return "this method folds no norm"
+    """Return the reason why this search folds no norm."""
+    return "this method does not fold norms"
 
 
 def fold_channels(values: Tensor, bits: int, search: ScaleSearch) -> tuple[Fold, UniformQuantizer | None]:
-    """Raise ValueError: `refuses_fold` says why there is no fold."""
+    """Raise ValueError, because this search folds no norm (see `refuses_fold`)."""
     raise ValueError(refuses_fold(search, Config()))
 
 
 def search_product(product: Product, search: ScaleSearch) -> Assignment:
-    """Quantizers of both operands, found in turn by the output's error. The result of the last round stands."""
+    """Search both operands in turn by the output's error, and return the result of the last round."""
     left, right, left_first = product.left, product.right, product.of_activations
     firsts, seconds = _Scaled(left, search, None), _Scaled(right, search, product.row_splits)
     first, second = firsts.start(), seconds.start()
@@ -86,12 +86,15 @@ def search_product(product: Product, search: ScaleSearch) -> Assignment:
             whole, *sample = (_OutputError.of(w, x, other, _turned(h), search) for x, w, h in products)
             second = seconds.search(whole, *(each.fast() for each in sample))
         if turn and torch.equal(before, first if on_left else second):
-            break  # the other operand was found beside this one, so all later turns find the same again
+            break  # the other operand was searched with this result, so later turns would change nothing
     return product.assigned(firsts.quantizer(first), seconds.quantizer(second))
 
 
 def _sampled(product: Product, stride: int) -> Iterator[tuple[Operand, Operand, Tensor | None]]:
-    """The product of every n-th image (attention) or row, which rules out most candidates; none if it is small."""
+    """Yield the product of every n-th image (attention) or row, or nothing if the product is small.
+
+    This sample rules out most candidates.
+    """
     of_activations, left, right, weights = product.of_activations, product.left, product.right, product.weights
     dim = 0 if of_activations else left.values.ndim - 2
     size = left.values.shape[dim]
@@ -112,8 +115,10 @@ def _turned(weights: Tensor | None) -> Tensor | None:
 class _OutputError:
     """The error of a product's output as a function of one operand's candidates, in the error form (see `objective`).
 
-    factor: the other operand, quantized and transposed. base: left @ (factor - exact). output: the exact output, for
-    the cosine alone. weights: those of the squared errors, in the shape of the output; None: all are one.
+    factor: the other operand, quantized and transposed.
+    base: left @ (factor - exact).
+    output: the exact output, for the cosine only.
+    weights: weights of the squared errors, in the shape of the output; None: all are 1.
     """
 
     operand: Operand
@@ -131,26 +136,27 @@ class _OutputError:
         return _OutputError(operand, factor, error_base(operand.values, exact, factor), output, weights)
 
     def fast(self) -> "_OutputError":
-        """The same error with products in bfloat16, where the device has them and they take less time.
+        """Return the same error with products in bfloat16, if the device supports them and they take less time.
 
-        A cosine is left as it is: ties between equal codes are told from rounding there.
+        A cosine stays as it is, because its ties between equal codes must differ by no more than float32 rounding
+        noise.
         """
         gains = self.output is None and gains_from_bfloat16(self.factor)
         return replace(self, factor=self.factor.bfloat16()) if gains else self
 
     def losses(self, errors: Errors, points: Tensor) -> Tensor:
-        """The losses of points (K, *groups): float64, (K, *groups), or (K, 2, *groups) of the sums that a cosine needs.
+        """Return the losses of points (K, *groups), in float64: (K, *groups), or (K, 2, *groups) sums for a cosine.
 
-        errors: a function from points to what quantizing adds to the operand, (K, *operand).
+        errors: a function from points to the errors that quantization adds to the operand, (K, *operand).
         """
         chunk = max(1, _SLICE // max(self.operand.values.numel(), self.base.numel()))
         return torch.cat([self._score(errors(some, self.factor.dtype)) for some in points.split(chunk)])
 
     def splits(self) -> "list[_OutputError]":
-        """The errors of slices of the product, which add up to this one.
+        """Return the errors of slices of the product, which add up to this one.
 
-        The slices are of the first dimension that is summed over, or of the columns where every row has a loss of its
-        own. They fit in the cache: beyond it, the work around a product takes a multiple of the product's time.
+        The slices are of the first dimension that is summed over, or of the columns if every row has its own loss. They
+        fit in the cache; in larger slices, the work around a product takes longer than the product.
         """
         values, own_dims = self.operand.values, self.operand.format.own_dims
         count = -(-max(values.numel(), self.base.numel()) // _SLICE)
@@ -179,14 +185,14 @@ class _OutputError:
         return self._total(error if self.weights is None else error.mul_(self.weights))
 
     def power(self) -> Tensor:
-        """The sum of squares of the exact output of each group."""
+        """Return the sum of squares of each group's exact output."""
         assert self.output is not None
         return self._total(self.output.square()[None])[0]
 
     def _total(self, values: Tensor) -> Tensor:
         kept = (0, *(dim + 1 for dim in self.operand.format.own_dims))
         dims = [dim for dim in range(values.ndim - 1) if dim not in kept]
-        rows = values.sum(-1).double()  # several times as fast as adding all up in float64
+        rows = values.sum(-1).double()  # faster than adding everything in float64
         return rows.sum(dims) if dims else rows
 
 
@@ -194,7 +200,7 @@ class _OutputError:
 class _Scaled:
     """The quantizers of an operand whose scales are multiples of its first scale s0; a point is the scales (*groups).
 
-    row_splits: which of the groups share a scale; None: each group has its own.
+    row_splits: a number per group; groups with the same number share a scale. None: each group has its own scale.
     """
 
     operand: Operand
@@ -206,7 +212,7 @@ class _Scaled:
         return not self.operand.is_float and self.operand.format.unit != "max-kept"
 
     def start(self) -> Tensor:
-        """The first scale s0; for a split quantizer, the whole interval."""
+        """Return the first scale s0; for a split quantizer it is 1, the whole interval."""
         form, groups = self.operand.format, self.operand.groups()
         shape = [self.operand.values.shape[dim] for dim in form.own_dims]
         if form.unit == "split":
@@ -222,7 +228,7 @@ class _Scaled:
         return self._merged(scale, torch.amax).reshape(shape)
 
     def _merged(self, values: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        """The values (..., groups), in which all groups that share a scale get their sum or maximum."""
+        """Replace the values (..., groups) of groups that share a scale by their sum or maximum."""
         if self.row_splits is None:
             return values
         merged = values.clone()
@@ -232,9 +238,9 @@ class _Scaled:
         return merged
 
     def search(self, error: _OutputError, rough: _OutputError | None = None) -> Tensor:
-        """The candidate that `_ranked` puts first in each group.
+        """Return the candidate that `_ranked` puts first in each group.
 
-        rough: the error of a sample, which chooses the candidates that are scored by the whole error.
+        rough: the error of a sample, which selects the candidates that the whole error then scores.
         """
         start = self.start()
         if self.operand.format.unit == "split":
@@ -249,9 +255,9 @@ class _Scaled:
         return points.gather(0, self._ranked(error, points)[:1])[0]
 
     def _ranked(self, error: _OutputError, points: Tensor) -> Tensor:
-        """The indices of points (K, *groups) from the least loss to the largest: (K, *groups).
+        """Return the indices of points (K, *groups), from the least loss to the largest: (K, *groups).
 
-        Groups that share a scale have the sum of their losses. Equal points stay in their order.
+        Groups that share a scale use the sum of their losses. Equal points stay in their order.
         """
         each = [split.losses(partial(self._errors, split.operand.values), points) for split in error.splits()]
         losses = self._merged(torch.stack(each).sum(0), torch.sum)
@@ -270,7 +276,7 @@ class _Scaled:
         return torch.stack([hat.fake_quantize(values) for hat in hats if hat is not None]).sub_(values).to(dtype)
 
     def quantizer(self, point: Tensor | None) -> Quantizer | None:
-        """The quantizer of one point; None for no point, or where the operand stays float."""
+        """Return the quantizer of one point, or None without a point or for an operand that stays float."""
         form = self.operand.format
         if point is None or self.operand.is_float:
             return None
@@ -291,18 +297,21 @@ class _Scaled:
 
 
 def by_cosine(power: Tensor, along: Tensor, square: Tensor, epsilon: float) -> Tensor:
-    """The indices of outputs O + e from the least 1 - cosine to the largest, (K, *groups); |e|^2 decides ties.
+    """Return the indices of outputs O + e, from the least 1 - cosine to the largest: (K, *groups). |e|^2 decides ties.
 
-    power: |O|^2, (*groups). along, square: <O, e> and |e|^2, (K, *groups), in float64. epsilon: that of the type in
-    which their terms were computed. A tie is a loss that exceeds the least one by rounding alone. An error of
-    u |O| |e| in along and one of u |e|^2 in square change a loss by at most 3/2 u |e|^2 / |O + e|^2, in first order:
-    the cosine's derivatives are (|e|^2 + along) / (|O| |O + e|^3), with |e|^2 + along = <e, O + e>, and
-    -cosine / (2 |O + e|^2). u = 4 epsilon: products of up to 1,536 terms with equal codes needed at most 1.4 epsilon.
-    To this come the last bits of float64, in which the cosine is subtracted from 1.
+    A loss ties with the least loss if rounding noise alone may explain the difference. An error of u |O| |e| in `along`
+    and an error of u |e|^2 in `square` change a loss by at most 3/2 u |e|^2 / |O + e|^2, to first order: the cosine's
+    derivatives are (|e|^2 + along) / (|O| |O + e|^3), with |e|^2 + along = <e, O + e>, and -cosine / (2 |O + e|^2).
+    Here u = 4 epsilon, which leaves a margin over the noise of products with equal codes. The last bits of float64, in
+    which the cosine is subtracted from 1, are added.
+
+    power: |O|^2, (*groups).
+    along, square: <O, e> and |e|^2, (K, *groups), in float64.
+    epsilon: the epsilon of the dtype in which their terms were computed.
     """
     length = power + 2 * along + square
     noise = 4 * epsilon * (power + square)
-    known = (length > noise) & (power > 0)  # else an output is zero as far as rounding can tell: it has no direction
+    known = (length > noise) & (power > 0)  # else the output is zero within rounding noise and has no direction
     product = (power * length).where(known, 1.0).sqrt()
     losses = (1 - (power + along) / product).where(known, 1.0)
     wrong = 6 * epsilon * square / torch.maximum(length, noise).clamp(min=torch.finfo(length.dtype).tiny)

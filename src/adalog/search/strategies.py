@@ -1,4 +1,4 @@
-"""The strategies that find hyperparameters: Algorithm 1 (FPCS), and the two searches it is compared with.
+"""Strategies that find hyperparameters: Algorithm 1 (FPCS), and the two searches that the paper compares it with.
 
 All three minimise a loss over a box of P hyperparameters, independently for each group (output channel, head, ...):
 
@@ -6,8 +6,8 @@ All three minimise a loss over a box of P hyperparameters, independently for eac
     low, high: (P, *groups), the corners of the box
     returns: the best point (P, *groups) and its loss (*groups)
 
-An `incumbent` (P, *groups) is a point that is already known: the result is never worse. Among equal losses the first
-wins, so every search is deterministic. Refined points may leave the box by less than a grid spacing (as in the paper).
+An `incumbent` (P, *groups) is a point that is already known: the result is never worse. The first of equal losses wins,
+so every search is deterministic. Refined points may leave the box by less than a grid spacing (as in the paper).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,20 +31,21 @@ def fpcs(
     incumbent: Tensor | None = None,
     rough: Loss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Fast Progressive Combining Search (Algorithm 1): each step refines the `parents` best points of the step before.
+    """Run Fast Progressive Combining Search (Algorithm 1): each step refines the `parents` best points of the last one.
 
-    The first step scores a uniform grid of init[0] x init[1] x ... points. In each of the `steps` further ones the
-    spacing of every hyperparameter shrinks by 2 z, and each parent gets its neighbours -z ... z in every
-    hyperparameter, `children` of them (8 is 3 x 3 - 1 in two dimensions, -4 ... 4 without 0 in one). A parent's own
-    loss is reused, so it is never lost to a worse child. A step takes parents * children evaluations (128). rough: a
-    cheaper loss for all steps; the `parents` best points are then scored by `loss`, and the best of these takes a
-    `walk`.
+    The first step scores a uniform grid of init[0] x init[1] x ... points. Each of the `steps` further steps divides
+    the spacing of every hyperparameter by 2 z, and gives each parent its neighbours -z ... z in every hyperparameter.
+    These are `children` neighbours (8 is 3 x 3 - 1 in two dimensions, or -4 ... 4 without 0 in one). A parent keeps its
+    own loss, so it is never lost to a worse child. A step takes parents * children evaluations.
 
-    All points lie on the grid of the last step, in whole numbers of its spacing, so that a child of two parents is the
-    same point to the bit.
+    All points lie on the grid of the last step, at whole multiples of its spacing. A child of two parents is therefore
+    the same point to the bit.
+
+    rough: a cheaper loss for all steps. `loss` then scores only the `parents` best points, and the best of these takes
+        a `walk`.
     """
     z, offsets = _neighbourhood(low, children)
-    width = (2 * z) ** steps  # of a cell, in spacings of the last step
+    width = (2 * z) ** steps  # the width of a cell, in spacings of the last step
     spacing = grid_spacing(low, high, init) / width
 
     def points_at(cells: Tensor) -> Tensor:
@@ -67,9 +68,11 @@ def fpcs(
 
 
 def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves: int = 4) -> tuple[Tensor, Tensor]:
-    """The last point of a walk from this one, whose moves go to the best neighbour ..., 8, 4, 2 and 1 spacings away.
+    """Move a point to its best neighbour ..., 8, 4, 2 and 1 spacings away, and return the last point with its loss.
 
-    spacing: (P, *groups). A point that has no better neighbour stays where it is, so the result is never worse.
+    A point without a better neighbour stays, so the result is never worse.
+
+    spacing: (P, *groups).
     """
     _, offsets = _neighbourhood(point, children)
     points, losses = point[None], loss(point[None])
@@ -80,11 +83,11 @@ def walk(loss: Loss, point: Tensor, spacing: Tensor, *, children: int = 8, moves
 
 
 def rescaled(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | None = None) -> tuple[Tensor, Tensor]:
-    """The best of this point and 32 others, whose scale is multiplied by factors within 4 %, then within 0.4 %.
+    """Return the best of this point and 32 others, with scales multiplied by factors within 4 %, then within 0.4 %.
 
-    which: whether each of the P hyperparameters is multiplied. A uniform quantizer whose two bounds are both multiplied
-    keeps its zero point, so the points lie on a line of scales, along which the loss is jagged. rough: a cheaper loss,
-    which leaves four points to `loss`.
+    which: one flag per hyperparameter, True if it is multiplied. A uniform quantizer keeps its zero point if both of
+        its bounds are multiplied. The points then lie on a line of scales, and the loss is jagged along that line.
+    rough: a cheaper loss, which leaves four points to `loss`.
     """
     moved = torch.tensor(which, dtype=point.dtype, device=point.device).view(-1, *(1 for _ in point.shape[1:]))
     score = loss if rough is None else rough
@@ -99,27 +102,32 @@ def rescaled(loss: Loss, point: Tensor, which: Sequence[bool], *, rough: Loss | 
 
 
 def _neighbourhood(point: Tensor, children: int) -> tuple[int, Tensor]:
-    """z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...).
+    """Return z, and the steps to the `children` neighbours -z ... z in every hyperparameter: (children, 1, P, 1, ...).
 
-    Raises ValueError where no z gives this many children.
+    Raises ValueError if no z gives this many children.
     """
     count = len(point)
     z = (round((children + 1) ** (1 / count)) - 1) // 2
     if z < 1 or (2 * z + 1) ** count - 1 != children:
-        raise ValueError(f"children = {children} is no neighbourhood (2 z + 1)**{count} - 1 of {count} hyperparameters")
+        raise ValueError(
+            f"children = {children} does not equal (2 z + 1)**{count} - 1 for any z, as {count} hyperparameters require"
+        )
     steps = point.new_tensor([step for step in product(range(-z, z + 1), repeat=count) if any(step)])
     return z, steps.view(children, 1, count, *(1 for _ in point.shape[1:]))
 
 
 def grid_spacing(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The distance between neighbours of `grid`: (P, *groups)."""
+    """Return the distance between neighbours of `grid`: (P, *groups)."""
     return torch.stack([(high[i] - low[i]) / max(size - 1, 1) for i, size in enumerate(sizes)])
 
 
 def brute_force(
     loss: Loss, low: Tensor, high: Tensor, *, sizes: Sequence[int] = (128, 128), incumbent: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The best point of the uniform grid sizes[0] x sizes[1] x ...: O(n**P) evaluations (the paper's comparison)."""
+    """Return the best point of the uniform grid sizes[0] x sizes[1] x ..., and its loss: O(n**P) evaluations.
+
+    This is one of the paper's comparisons.
+    """
     points = grid(low, high, sizes)
     losses = torch.cat([loss(chunk) for chunk in points.split(128)])
     return _winner(loss, points, losses, incumbent)
@@ -134,9 +142,9 @@ def alternating(
     rounds: int = 1,
     incumbent: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A search of one hyperparameter at a time over its uniform grid, the others fixed: O(n) evaluations.
+    """Search one hyperparameter at a time over its uniform grid, with the others fixed: O(n) evaluations.
 
-    It is one of the paper's comparisons. It starts from the incumbent, or from the box's outer corner (the widest
+    This is one of the paper's comparisons. It starts from the incumbent, or from the box's outer corner (the widest
     range).
     """
     best = torch.stack([low[0], *high[1:]]) if incumbent is None else incumbent
@@ -150,12 +158,12 @@ def alternating(
 
 
 def grid(low: Tensor, high: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The Cartesian product of uniform partitions, (prod(sizes), P, *groups), the last one running fastest."""
+    """Return the Cartesian product of uniform partitions, (prod(sizes), P, *groups); the last one runs fastest."""
     return low + _cells(sizes, low) * grid_spacing(low, high, sizes)
 
 
 def _cells(sizes: Sequence[int], like: Tensor) -> Tensor:
-    """The points of `grid` as whole numbers of its spacing: (prod(sizes), P, 1, ...)."""
+    """Return the points of `grid` as whole multiples of its spacing: (prod(sizes), P, 1, ...)."""
     cells = torch.cartesian_prod(*(torch.arange(size, dtype=like.dtype, device=like.device) for size in sizes))
     return cells.view(-1, len(sizes), *(1 for _ in like.shape[1:]))
 
@@ -166,19 +174,19 @@ def _line(low: Tensor, high: Tensor, size: int) -> Tensor:
 
 
 def best_points(points: Tensor, losses: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` points of least loss in each group, best first."""
+    """Return the `count` points with the least loss in each group, best first, and their losses."""
     losses, order = losses.sort(dim=0, stable=True)
     order = order[:count].unsqueeze(1).expand(-1, points.shape[1], *points.shape[2:])
     return points.gather(0, order), losses[:count]
 
 
 def _winner(loss: Loss, points: Tensor, losses: Tensor, incumbent: Tensor | None) -> tuple[Tensor, Tensor]:
-    if incumbent is not None:  # first, so that an equal loss changes nothing
+    if incumbent is not None:  # it comes first, so that it wins ties
         points, losses = torch.cat([incumbent[None], points]), torch.cat([loss(incumbent[None]), losses])
     best, least = best_points(points, losses, 1)
     return best[0], least[0]
 
 
 def first_least(losses: Tensor) -> Tensor:
-    """The index of the least loss along the first dimension, the first of equals: (*groups)."""
+    """Return the index of the least loss along the first dimension, (*groups); the first one wins ties."""
     return losses.sort(dim=0, stable=True).indices[0]

@@ -1,1 +1,1 @@
-"""Studies of quantized models: accuracy, cost, time, figures and the paper's tables."""
+"""Studies of quantized models: accuracy, cost, time, figures and the tables of the paper."""

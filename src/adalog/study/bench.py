@@ -1,4 +1,4 @@
-"""How long a quantized model takes, by each executor, and what each needs."""
+"""Measure how long each executor takes to run a quantized model."""
 
 import functools
 import time
@@ -16,16 +16,19 @@ from adalog.export.noise import noise_like
 from adalog.model import QuantizedModel
 from adalog.study import doctor
 
-FAKE = "fake"  # no executor, but the quantized model itself, which computes in float what the integers stand for
+FAKE = "fake"  # not an executor: the quantized model itself, which computes in float
 FP32 = "fp32"  # the full-precision model
-_WARM = 2  # turns to warm up, which do not count
-_LEAST = 5  # turns that count, at least
-REST = 0.05  # seconds of rest before a run that has several threads
+_WARM = 2  # warm-up turns, which are not timed
+_LEAST = 5  # the least number of timed turns
+REST = 0.05  # seconds to rest before each run that uses several threads
 
 
 @dataclass(frozen=True)
 class Times:
-    """Median times of a run [s]. cpu: all threads of the process together; wall: elapsed. repeats: number of runs."""
+    """Median times of one run [s].
+
+    cpu: CPU time, summed over the threads of the process. wall: elapsed time. repeats: number of timed runs.
+    """
 
     cpu: float
     wall: float
@@ -33,10 +36,11 @@ class Times:
 
 
 def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float = 0.0) -> dict[str, Times]:
-    """Times of several runs that take turns, so that other load on the machine affects all of them alike.
+    """Time several runs that take turns, so that other load on the machine affects all of them alike.
 
-    seconds: to spend on each run, on average; there are five turns at least. Every other turn goes backwards. rest:
-    seconds to wait before each run, in which idle threads of the run before stop spinning.
+    Every other turn calls the runs in reverse order.
+    seconds: time to spend on each run, on average; each run gets at least five timed turns.
+    rest: seconds to wait before each run, so that idle threads of the previous run stop spinning.
     """
     order, found = list(runs), {name: ([], []) for name in runs}  # type: ignore[var-annotated]
     turns, stop = 0, 0.0
@@ -57,7 +61,7 @@ def in_turn(runs: Mapping[str, Callable[[], Any]], seconds: float, rest: float =
 
 
 def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The run with PyTorch set to one thread meanwhile: idle ones would spin beside the threads of "native"."""
+    """Wrap a run so that PyTorch uses one thread in it; idle ones would compete with the threads of "native"."""
 
     def alone() -> Any:
         before = torch.get_num_threads()
@@ -71,7 +75,10 @@ def on_one_thread(run: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def executors_here() -> tuple[list[str], dict[str, str]]:
-    """What can be timed here, slowest first, but not the reference, a tool for checks; and what cannot, and why."""
+    """Return the executors to time on this machine, slowest first, and the reason why each other one is missing.
+
+    The first one is "fake", the quantized model itself. "reference" is left out, since it only serves for checks.
+    """
     here = doctor.executors()
     missing = {} if "native" in here else {"native": library.why()}
     return [FAKE, *(name for name in here if name != "reference")], missing
@@ -87,12 +94,14 @@ def bench(
     seconds: float,
     full: nn.Module | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per batch size and executor, as JSON. full: a full-precision model to time as "fp32" in the same turns.
+    """Return one row of times per batch size and executor, as JSON.
 
-    threads: those of "native", while torch has one; the other executors use as many as torch is set to. In a row,
-    load_seconds is the time from `load` to the first answer, weight_bytes what a run reads of the sites' weights, and
+    load_seconds is the time from `load` to the first output, weight_bytes counts the weights that a run reads, and
     cpu_ms and wall_ms are per batch.
-    Raises ValueError for an executor that does not run here, as `QuantizedModel.compile` does.
+    threads: number of threads of "native", while PyTorch has one; the other executors use PyTorch's own setting.
+    full: a full-precision model to time in the same turns, as "fp32".
+    Raises DataError if `full` does not accept the inputs of the artifact, and ValueError for an executor that does not
+    run on this machine, as `QuantizedModel.compile` does.
     """
     rows = []
     for batch in batches:
@@ -119,7 +128,7 @@ def bench(
             except Exception as cause:
                 shapes = ", ".join(str(tuple(value.shape)) for value in inputs)
                 raise DataError(
-                    f"the full-precision model does not take the artifact's inputs {shapes}: {one_line(cause)}; give "
+                    f"the full-precision model does not accept the artifact's inputs {shapes}: {one_line(cause)}; give "
                     "the model that was quantized"
                 ) from cause
             made[FP32] = (lambda x=inputs: full(*x), count, None)  # type: ignore[misc]
@@ -132,7 +141,7 @@ def bench(
 
 
 def milliseconds(times: Times, batch: int) -> dict[str, Any]:
-    """The times of a row, as JSON."""
+    """Return the times of a row as JSON."""
     return {
         "cpu_ms": 1e3 * times.cpu,
         "wall_ms": 1e3 * times.wall,

@@ -1,7 +1,7 @@
-"""The best widths within a budget of bytes, operations or loss, chosen by what each operand costs alone.
+"""Choose the bits of each operand so that the model meets a budget of bytes, operations or loss.
 
-The loss of a mix is foretold by the sum of its parts' losses (`sensitivity`). Widths are then those that cost the least
-within the limits: greedy steps of the least cost per relief, followed by exchanges until none helps.
+The loss of a mix of widths is predicted by the sum of the losses that its operands have alone (`sensitivity`). The
+widths with the least cost within the limits are found by greedy steps, followed by exchanges until none helps.
 """
 
 import glob
@@ -27,15 +27,18 @@ from adalog.ranks import ALONE, Ranks
 from adalog.study.cost import cost
 from adalog.study.sensitivity import Sensitivity, Unit, units_of
 
-_TRIES = 8  # how often a plan is made again, once what its file has beside the codes is known
-_HEADER_PER_SITE = 700  # bytes, about
+_TRIES = 8  # plans to make at most; each knows the file's bytes besides the codes better
+_HEADER_PER_SITE = 700  # bytes of the program per site, roughly
 _TINY = 1e-12
-_EXCHANGES = 500  # at most
+_EXCHANGES = 500  # exchanges to make at most
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of the whole file [bytes], of the products of one image [BOPs], and of the loss; None for no limit."""
+    """Limits of the file's size [bytes], of the products of one image [BOPs], and of the loss; None means no limit.
+
+    Raises ValueError if no limit is given, or if one is not positive and finite.
+    """
 
     bytes: int | None = None
     bops: float | None = None
@@ -44,15 +47,15 @@ class Budget:
     def __post_init__(self) -> None:
         limits = {"bytes": self.bytes, "BOPs": self.bops, "loss": self.loss}
         if all(limit is None for limit in limits.values()):
-            raise ValueError("a budget needs a limit of bytes, of BOPs or of loss")
+            raise ValueError("a budget needs a limit of bytes, BOPs or loss")
         for name, limit in limits.items():
             if limit is not None and not 0 < limit < math.inf:
-                raise ValueError(f"a budget of {limit} {name} is not positive and finite")
+                raise ValueError(f"the limit of {name} is {limit}: give a positive, finite number")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What a choice of widths costs: bytes of weights' codes, BOPs of products per image, and the sum of losses."""
+    """Cost of a choice of widths: bytes of the weights' codes, BOPs of one image's products, and the sum of losses."""
 
     bytes: float
     bops: float
@@ -61,13 +64,16 @@ class Totals:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bits by kind of operand, by the name of the unit, and what they cost in all."""
+    """Bits for each kind of operand by the name of the unit, and their total cost."""
 
     widths: Mapping[str, Mapping[OperandKind, int]]
     totals: Totals
 
     def pinned(self, units: Sequence[Unit], config: Config) -> tuple[tuple[str, str], ...]:
-        """The widths as pins that name every operand, for units whose widths are not those of the choices anyway."""
+        """Return the widths as (pattern, bits) for `Config.pinned`, for units whose widths differ from the config's.
+
+        Each pin names the bits of every kind of operand that the unit has.
+        """
         pins = []
         for unit in units:
             own = {
@@ -81,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A model within a budget: its plan, its file's bytes and its BOPs, counted on the model itself."""
+    """A model within a budget: its plan, and the bytes and BOPs counted on the model itself."""
 
     model: QuantizedModel
     plan: Plan
@@ -101,19 +107,20 @@ def quantize_within(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> Chosen:
-    """The model with the least loss within a budget, calibrated as a whole under these choices with its widths.
+    """Return the model with the least predicted loss within a budget, calibrated as a whole with the chosen widths.
 
-    Sites that the choices pin, and operands that they leave float, stay as they are. The file and its BOPs are counted
-    as they are, and the plan is made again with less to spend where one is above the budget. Without a limit of
-    operations or loss, narrower activations would save nothing: they keep the widths of the choices. notes: what the
-    provenance says besides the budget. partial: searches of each plan are kept in a file beside it. ranks: those
-    that share out the searches. Raises DataError for a budget that no widths meet, and for the sensitivity of another
-    model.
+    Sites that the config pins and operands that it leaves float do not change. The bytes and BOPs of the model are
+    counted; if one exceeds the budget, a new plan with less to spend is made. Without a limit of operations or loss,
+    narrower activations would save nothing, so they keep the widths of the config.
+    notes: further entries of the provenance, besides the budget.
+    partial: a path; the searches of each plan are kept in a file next to it.
+    ranks: the ranks that share the searches.
+    Raises DataError if no widths meet the budget, or if the sensitivity belongs to another model.
     """
     found = _free(calibration, config, found)
     fixed = {} if budget.bops is not None or budget.loss is not None else _activations(config)
     maker = _Maker(calibration, config, found, budget, notes or {}, jobs, partial, progress, ranks)
-    extra = Totals(0.0, 0.0, 0.0)  # what stages add
+    extra = Totals(0.0, 0.0, 0.0)  # what the stages add to the cost
     for _ in range(_TRIES):
         chosen = _without_stages(maker, budget, fixed, extra)
         if not config.stages:
@@ -123,14 +130,12 @@ def quantize_within(
             return staged
         more = Totals(staged.bytes - chosen.bytes, staged.bops - chosen.bops, 0.0)
         extra = Totals(max(extra.bytes, more.bytes), max(extra.bops, more.bops), 0.0)
-    raise DataError(
-        "no widths were found whose file is within the budget once its stages are done: allow a little more"
-    )
+    raise DataError("after the stages, no choice of widths was within the budget: allow a little more")
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the models of plans, and counts them."""
+    """Quantizes the model by a plan, and counts its bytes and BOPs."""
 
     calibration: Calibration
     config: Config
@@ -143,7 +148,7 @@ class _Maker:
     ranks: Ranks
 
     def made(self, plan: Plan, config: Config) -> Chosen:
-        """The model of a plan under these choices, with or without their stages."""
+        """Quantize by a plan under this config, with or without its stages."""
         pins = plan.pinned(self.found.units, config)
         name = hashlib.sha256(repr((pins, config.stages)).encode()).hexdigest()[:8]
         partial = None if self.partial is None else self.partial.with_name(f"{self.partial.name}.{name}")
@@ -155,12 +160,12 @@ class _Maker:
 
 
 def taken(model: QuantizedModel) -> tuple[int, int]:
-    """What a model takes of a budget: the bytes of its file, and the BOPs of the products of one image."""
+    """Return how much of a budget a model takes: the bytes of its file, and the BOPs of one image's products."""
     return len(artifact.encoded(model.quantized)), cost(model.program, model.example).bops
 
 
 def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, int], extra: Totals) -> Chosen:
-    """The model with the least foretold loss within a budget, whose stages would add as much as `extra`."""
+    """Return the model with the least predicted loss within a budget, if its stages will add `extra` to the cost."""
     plain, beside, best = replace(maker.config, stages=()), None, None
     for _ in range(_TRIES):
         told = beside or Totals(_bytes_beside(maker.calibration), 0.0, 0.0)
@@ -170,7 +175,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
         except DataError:
             if beside is not None:
                 break
-            plan = _narrowest(maker.found, fixed)  # what lies beside the units is not known before a model is made
+            plan = _narrowest(maker.found, fixed)  # the cost besides the units is only an estimate yet
         if best is not None and plan.widths == best.plan.widths:
             break
         chosen = maker.made(plan, plain)
@@ -190,7 +195,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     if best is None:
         assert beside is not None
         choose(maker.found, budget, fixed, Totals(beside.bytes + extra.bytes, beside.bops + extra.bops, 0.0))
-        raise DataError("no widths were found whose file is within the budget: allow a little more")
+        raise DataError("no choice of widths was within the budget: allow a little more")
     return best
 
 
@@ -199,13 +204,13 @@ def _within(chosen: Chosen, budget: Budget) -> bool:
 
 
 def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensitivity:
-    """What there is to choose under these choices: units without pins, and operands that are quantized."""
+    """Keep the widths that can be chosen under this config: units without pins, and operands that are quantized."""
     units, known = units_of(calibration, config, calibration.images), {unit.name: unit for unit in found.units}
     if not units:
-        raise DataError("all sites are pinned, so there is nothing to choose: leave out the budget, or some pins")
+        raise DataError("all sites are pinned, so no width is left to choose: remove the budget or some pins")
     odd = [name for name, unit in units.items() if known.get(name) != unit]
     if odd:
-        raise DataError(f"the sensitivity is of another model, in which {odd[0]} is otherwise: measure this one")
+        raise DataError(f"the sensitivity is of another model, whose {odd[0]} differs: measure this model")
     found.check(calibration, config)
     rows = (row for row in found.rows if row.unit in units)
     kept = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)
@@ -217,7 +222,7 @@ def _activations(config: Config) -> dict[OperandKind, int]:
 
 
 def _bytes_beside(calibration: Calibration) -> float:
-    """About how many bytes a file has beside the codes of weights: other tensors, scales, and the program itself."""
+    """Estimate the bytes of a file besides the codes of weights: other tensors, scales, and the program itself."""
     tensors = calibration.program.tensors
     weights = {site.right for site in calibration.sites}
     others = sum(value.nbytes for name, value in tensors.items() if name not in weights)
@@ -226,7 +231,7 @@ def _bytes_beside(calibration: Calibration) -> float:
 
 
 def _narrowest(found: Sensitivity, fixed: Mapping[OperandKind, int]) -> Plan:
-    """The widths with the fewest bytes, and among these the fewest BOPs."""
+    """Return the plan with the fewest bytes and, among plans of equal size, the fewest BOPs."""
     options = [_options(found, unit, fixed) for unit in found.units]
     picked = [min(mine, key=lambda each: (each.totals.bytes, each.totals.bops)) for mine in options]
     return _plan(found, picked)
@@ -241,11 +246,12 @@ def choose(
     fixed: Mapping[OperandKind, int] | None = None,
     beside: Totals | None = None,
 ) -> Plan:
-    """The widths with the least foretold loss within a budget; with a limit of loss, those that cost the least.
+    """Return the widths with the least predicted loss within a budget; with a limit of loss, the cheapest widths.
 
-    fixed: widths of kinds of operands that are given. beside: what the whole has besides the units, counted towards the
-    limits. What costs the least is the sum of bytes and BOPs as shares of what the widest operands cost. Raises
-    DataError for a budget that no widths meet.
+    The cheapest widths have the least sum of bytes and BOPs, each relative to the cost of the widest operands.
+    fixed: the width of each kind of operand that is not to be chosen.
+    beside: the cost of the model besides the units; it counts towards the limits.
+    Raises DataError if no widths meet the budget.
     """
     fixed, beside = fixed or {}, beside or Totals(0.0, 0.0, 0.0)
     options = [_options(found, unit, fixed) for unit in found.units]
@@ -265,7 +271,7 @@ def choose(
             for (text, low, limit), other in zip(told, (beside.loss, beside.bytes, beside.bops), strict=True)
             if limit < math.inf
         ]
-        raise DataError(f"no widths were found that meet the budget; each limit alone can come to {', '.join(names)}")
+        raise DataError(f"no choice of widths meets the budget; each limit alone can be as low as {', '.join(names)}")
     return _plan(found, [mine[index] for mine, index in zip(options, chosen, strict=True)])
 
 
@@ -278,20 +284,22 @@ def _plan(found: Sensitivity, picked: Sequence["_Option"]) -> Plan:
 
 @dataclass(frozen=True)
 class _Option:
-    """Bits for the operands of one unit, and what they cost."""
+    """Bits for the operands of one unit, and their cost."""
 
     bits: Mapping[OperandKind, int]
     totals: Totals
 
 
 def _options(found: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -> list[_Option]:
-    """All combinations of widths of a unit's operands."""
+    """Return all combinations of widths of a unit's operands."""
     rows = {(row.operand, row.bits): row for row in found.rows if row.unit == unit.name}
     kinds = [kind for kind in unit.operands if any(operand == kind for operand, _ in rows)]
     widths = [[bits for operand, bits in rows if operand == kind and bits == fixed.get(kind, bits)] for kind in kinds]
     for kind, known in zip(kinds, widths, strict=True):
         if not known:
-            raise DataError(f"{unit.name} was not measured with {kind} at {fixed[kind]} bits: name that width too")
+            raise DataError(
+                f"the loss of {unit.name} with {kind} at {fixed[kind]} bits is missing: measure that width too"
+            )
     options = []
     for combination in itertools.product(*widths):
         bits = dict(zip(kinds, combination, strict=True))
@@ -307,22 +315,23 @@ def _options(found: Sensitivity, unit: Unit, fixed: Mapping[OperandKind, int]) -
 
 @dataclass(frozen=True)
 class _Table:
-    """The costs of all options: one array (options, 3) a unit, of loss, bytes and BOPs."""
+    """The costs of all options: one array (options, 3) per unit, with the columns loss, bytes and BOPs."""
 
     costs: Sequence[np.ndarray]
 
     def solved(self, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
-        """The option of each unit, of the least sum of costs weighted by `aims` within the limits; None if none is.
+        """Return one option per unit, with the least sum of costs weighted by `aims`; None if none meets the limits.
 
-        aims, limits: (3,). From the least sum without limits, the step that costs least per relief is taken until the
-        limits are met: relief is the share of each excess that a step takes away. Where that leads nowhere, the start
-        is what takes the least of all limits. Then options are exchanged, alone and in pairs, as long as that helps.
+        Start from the least sum without limits. Until the limits are met, take the step that costs least per relief,
+        the fraction of each excess that it removes. If that fails, start again from the options that take the least of
+        all limits. Then exchange options, alone and in pairs, as long as that helps.
+        aims, limits: (3,), for loss, bytes and BOPs.
         """
         found = self._descended(aims, aims, limits)
         return self._descended(1 / np.maximum(limits, _TINY), aims, limits) if found is None else found
 
     def _descended(self, start: np.ndarray, aims: np.ndarray, limits: np.ndarray) -> list[int] | None:
-        """As `solved`, from the least sum of costs weighted by `start`."""
+        """Search as `solved` does, starting from the least sum of costs weighted by `start`."""
         unit = np.concatenate([np.full(len(each), index) for index, each in enumerate(self.costs)])
         costs = np.concatenate(self.costs)
         first = np.cumsum([0, *map(len, self.costs)])[:-1]
@@ -352,7 +361,7 @@ class _Table:
     def _exchange(
         self, chosen: np.ndarray, unit: np.ndarray, deltas: Any, limits: np.ndarray, costs: np.ndarray
     ) -> None:
-        """Change the options of one or two units at a time for the better, within the limits, until nothing helps."""
+        """Change the options of one or two units at a time within the limits, until no change lowers the cost."""
         for _ in range(_EXCHANGES):
             price, change = deltas()
             slack = limits - costs[chosen].sum(axis=0)

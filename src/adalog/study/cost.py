@@ -1,9 +1,10 @@
-"""What one image costs a model, by operation: multiplications, FixOPs, BOPs and bytes.
+"""Count what one image costs a model, by operation: multiplications, FixOPs, BOPs and bytes.
 
-A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so a product of b1 by b2 bits is b1 b2 / 64 FixOPs and
-one of two float32 numbers 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count multiplications
-alone: BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of integers. Without
-one, or on request, they count as Eq. 10 is printed, by mantissas and shifts. docs/cost.md lists what is counted.
+A FixOP is a product of 8 by 8 bits (APoT; the paper's Table 3), so a product of b1 by b2 bits counts b1 b2 / 64 FixOPs,
+and a product of two float32 numbers counts 16. A BOP is a product of 1 by 1 bit, so a FixOP is 64 BOPs. Both count
+multiplications only; BOPs have no term for the accumulator. Logarithmic codes count as they run, through a table of
+integers. If a quantizer has no table, or on request, they count as Eq. 10 is printed, as mantissas and shifts.
+docs/reference/cost.md lists what is counted.
 """
 
 import math
@@ -23,12 +24,12 @@ from adalog.quantizers import FLOAT_BITS, Quantizer
 BOPS_PER_FIXOP = 64
 PRODUCT_ROLES = ("linear", "conv", "qk", "av")
 
-# Float multiplications and divisions per element of the result. Roots, erf and exponentials, also those in sigmoid or
-# tanh, do not count.
+# Float multiplications and divisions per element of the result. Roots, erf and exponentials do not count, nor do those
+# inside sigmoid or tanh.
 _MULTIPLICATIONS = {
     **dict.fromkeys(aten("mul.Tensor mul.Scalar div.Tensor div.Scalar div.Tensor_mode reciprocal.default"), 1),
     **dict.fromkeys(aten("square.default rsqrt.default prelu.default glu.default elu.default"), 1),
-    # The square, 1 / deviation, the weight.
+    # The square, the division by the deviation, and the weight.
     **dict.fromkeys(aten("layer_norm.default group_norm.default instance_norm.default rms_norm.default"), 3),
     **dict.fromkeys(aten("batch_norm.default softmax.int pow.Tensor_Scalar"), 1),
     "aten.gelu.default": 3,  # x / sqrt(2), x times it, 1 / 2
@@ -36,23 +37,24 @@ _MULTIPLICATIONS = {
     **dict.fromkeys(aten("hardswish.default softplus.default"), 2),
     **dict.fromkeys(aten("mean.dim mean.default avg_pool1d.default avg_pool2d.default"), 1),
     **dict.fromkeys(aten("adaptive_avg_pool1d.default adaptive_avg_pool2d.default"), 1),
-    # n taps along each of n rows, then n across, as when an image is enlarged.
+    # With n taps: n products in each of n rows, then n products across the rows, as when an image is enlarged.
     **dict.fromkeys(aten("upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec"), 6),
     **dict.fromkeys(aten("upsample_bicubic2d.vec _upsample_bicubic2d_aa.vec"), 20),
 }
-# Operations with one multiplication per element of what they reduce.
+# Operations with one multiplication per element of their input.
 _REDUCING = aten("var.correction std.correction linalg_vector_norm.default")
 
 
 @dataclass(frozen=True)
 class CostRow:
-    """One operation, on one image.
+    """The cost of one operation on one image.
 
     role: "linear", "conv", "qk" or "av" for products of two operands; "quantize" and "dequantize" for conversion to
-    codes and back; "look-up" and "shift" (Eq. 10) of logarithmic codes; or a float operation's name. count: MACs of a
-    product, or how many multiplications, look-ups or shifts. left_bits, right_bits: widths of the factors, 0 if
-    nothing is multiplied. weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an
-    earlier row has the same weight.
+    codes and back; "look-up" and "shift" (Eq. 10) for logarithmic codes; or the name of a float operation.
+    count: MACs of a product, or the number of multiplications, look-ups or shifts.
+    left_bits, right_bits: widths of the factors; 0 if nothing is multiplied.
+    weight_bytes: size of the weight, as codes with scales and zero points or as floats; 0 if an earlier row has the
+    same weight.
     """
 
     name: str
@@ -83,12 +85,14 @@ class RoleCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one image costs.
+    """The cost of one image.
 
-    rows: in order of execution. size_bytes: size of what is stored, by part: "codes", "scale" and "zero_point" of
-    weights, "activation" (scales and zero points of activations) and "float" (all other tensors). table_bytes: size of
-    the tables of logarithmic codes, which are computed on loading. float_operations: how many of each operation run in
-    float, including those that multiply nothing, as the summary of a model lists them.
+    rows: in order of execution.
+    size_bytes: size of the stored tensors by part: "codes", "scale" and "zero_point" of weights, "activation" (scales
+    and zero points of activations) and "float" (all other tensors).
+    table_bytes: size of the tables of logarithmic codes, which are computed when the file is loaded.
+    float_operations: how often each operation runs in float, including operations that multiply nothing, as in the
+    summary of a model.
     """
 
     rows: tuple[CostRow, ...]
@@ -98,7 +102,7 @@ class Cost:
 
     @property
     def products(self) -> tuple[CostRow, ...]:
-        """The rows of products, whose MACs are usually meant."""
+        """The rows of products, whose sum gives the MACs of a model."""
         return tuple(row for row in self.rows if row.role in PRODUCT_ROLES)
 
     @property
@@ -107,7 +111,7 @@ class Cost:
 
     @property
     def integer_macs(self) -> int:
-        """The MACs of products of integers by integers."""
+        """The MACs of the products of two integer operands."""
         return sum(row.count for row in self.products if max(row.left_bits, row.right_bits) < FLOAT_BITS)
 
     @property
@@ -122,11 +126,11 @@ class Cost:
 
     @property
     def elementwise_fixops(self) -> float:
-        """The FixOPs of all else: quantizing, dequantizing and float operations."""
+        """The FixOPs of everything else: quantizing, dequantizing and float operations."""
         return sum(row.bops for row in self.rows) / BOPS_PER_FIXOP - self.fixops
 
     def by_role(self) -> dict[str, RoleCost]:
-        """The sums of the rows of each role, products first."""
+        """Return the sums over the rows of each role, products first."""
         roles = dict.fromkeys((*PRODUCT_ROLES, *(row.role for row in self.rows)))
         grouped = {role: [row for row in self.rows if row.role == role] for role in roles}
         return {
@@ -149,11 +153,13 @@ class Cost:
 
 
 def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_printed: bool = False) -> Cost:
-    """What one image costs a program; operands without a quantizer count as float32.
+    """Count what one image costs a program; operands without a quantizer count as float32.
 
-    inputs: images of each input, of any number, for their shape and type; or its shape without a batch axis, such as
-    (3, 224, 224), if it is of floats. Nothing is computed: shapes come from a run without data. as_printed: count
-    logarithmic codes by the mantissas and shifts of Eq. 10, as the paper's Table 3 must have done, even if tables run.
+    Only shapes are computed, without data.
+    inputs: for each input, images (any number of them) that give shape and type; or, for float inputs, a shape without
+    the batch axis, such as (3, 224, 224).
+    as_printed: count logarithmic codes by the mantissas and shifts of Eq. 10, as the paper's Table 3 must have done,
+    even if the quantizers have tables.
     Raises ValueError if the program does not run on such inputs.
     """
     if as_printed:
@@ -178,7 +184,7 @@ def cost(program: Program, inputs: Sequence[Tensor | Sequence[int]], *, as_print
 
 
 def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[str, Tensor]:
-    """Every tensor of a run on one image, by name: shapes and types without data."""
+    """Return every tensor of a run on one image by name, with shapes and types but no data."""
     program = program.map_tensors(lambda value: value.to("meta"))
     dtype = next((value.dtype for value in program.tensors.values() if value.is_floating_point()), torch.float32)
     told = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else (each, dtype) for each in given]
@@ -194,7 +200,7 @@ def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[s
     except (ProgramError, TypeError) as cause:
         sizes = ", ".join(str(tuple(shape)) for shape, _ in told)
         raise ValueError(
-            f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape it was made for"
+            f"the model does not run on inputs of the shape {sizes} ({cause}): give the shape that the model expects"
         ) from cause
     return values
 
@@ -202,9 +208,10 @@ def _values(program: Program, given: Sequence[Tensor | Sequence[int]]) -> dict[s
 def _product_rows(
     site: Site, node: Node, values: Mapping[str, Tensor], quantizers: Mapping[str, Quantizer], weight_bytes: int
 ) -> Iterator[CostRow]:
-    """A product; the shifts of Eq. 10 if it has no table; and the conversion to floats if both operands are codes.
+    """Yield a product, its shifts (Eq. 10) if it has no table, and its conversion to float if both operands are codes.
 
-    site: the site in the program without quantizers, which names it. node: the same product in the quantized program.
+    site: the site in the program without quantizers, which has the site's name. node: the same product in the quantized
+    program.
     """
     count = _macs(site, values)
     operands = [quantizers.get(ref.name) for ref in node.args[:2]]
@@ -218,29 +225,32 @@ def _product_rows(
 
 
 def _quantize_rows(name: str, count: int, quantizer: Quantizer) -> Iterator[CostRow]:
-    """One x / scale per element. A logarithmic code looks up its integer, or its mantissa and shift (Eqs. 8-9)."""
+    """Yield one x / scale per element, and the look-ups of a logarithmic code.
+
+    A logarithmic code looks up its integer, or its mantissa and its shift (Eqs. 8-9).
+    """
     yield CostRow(name, "quantize", count, FLOAT_BITS, FLOAT_BITS)
     if quantizer.look_ups:
         yield CostRow(name, "look-up", quantizer.look_ups * count)
 
 
 def _macs(site: Site, values: Mapping[str, Tensor]) -> int:
-    """The MACs of a site. Products with padding count, as a plain implementation computes them."""
+    """Return the MACs of a site. Products with padding count, since a plain implementation computes them."""
     left, right, result = (values[name] for name in (site.left, site.right, site.node.name))
-    if site.role.startswith("conv_transpose"):  # every input is multiplied by all weights of its channel
+    if site.role.startswith("conv_transpose"):  # each input value is multiplied by all weights of its channel
         return left.numel() * right[0].numel()
     return result.numel() * (right[0].numel() if site.role.startswith("conv") else left.shape[-1])
 
 
 def quantizers_of(program: Program) -> dict[str, Quantizer]:
-    """The quantizers of operands, by the operand's name."""
+    """Return the quantizer of each quantized operand, by the name of the operand."""
     weights = {name: weight.quantizer for name, weight in program.weights.items()}
     fakes = [node for node in program.nodes if node.op == FAKE_QUANTIZE]
     return {**weights, **{node.name: program.quantizers[node.args[1]] for node in fakes}}
 
 
 def _multiplications(node: Node, values: Mapping[str, Tensor]) -> int:
-    """How many numbers a float operation multiplies."""
+    """Return the number of multiplications of a float operation."""
     result = values.get(node.name)
     if result is None or not result.is_floating_point():
         return 0
@@ -259,7 +269,7 @@ def _size_bytes(program: Program) -> dict[str, int]:
 
 
 def _tensor_bytes(program: Program, name: str) -> dict[str, int]:
-    """A tensor's bytes by part, as in a file: codes are packed without gaps."""
+    """Return a tensor's bytes by part, as in a file, where codes are packed without gaps."""
     if name not in program.weights:
         return {"float": program.tensors[name].nbytes}
     weight = program.weights[name]

@@ -1,4 +1,4 @@
-"""The paper's table of detectors, measured on detectors and images of one's own by COCO's average precision."""
+"""Measure the paper's table of detectors on your own detectors and images, by COCO's average precision."""
 
 import hashlib
 import math
@@ -45,9 +45,10 @@ _MEASURED = ("box_ap", "mask_ap", "seconds")
 
 @dataclass(frozen=True)
 class DetectorBench:
-    """A detector with the images that calibrate it and those that judge it.
+    """A detector with its calibration images and its evaluation images.
 
     data: a folder with the folders train and val, and instances.json, which annotates val; None for the bundled scenes.
+    Raises DataError if one of them is missing.
     """
 
     name: str
@@ -56,26 +57,29 @@ class DetectorBench:
 
     def __post_init__(self) -> None:
         if self.data is None and self.name != zoo.DEMO:
-            raise DataError(f"{self.name} brings no images: give --data DIR with folders train, val and instances.json")
+            raise DataError(f"{self.name} has no images of its own: give --data DIR with train, val and instances.json")
         if self.data is not None:
             for name in ("train", "val", "instances.json"):
                 if not (self.data / name).exists():
-                    raise DataError(f"{self.data} has no {name}: give train to calibrate, val and instances.json")
+                    raise DataError(f"{self.data} has no {name}: give a folder with train, val and instances.json")
 
     @property
     def count(self) -> int:
-        """How many images there are to calibrate."""
+        """The number of images that are available for calibration."""
         return len(demo.CALIBRATING if self.data is None else find_images(self.data / "train"))
 
     def calibration(self, count: int, seed: int) -> list[Batch]:
-        """`count` images in batches, drawn with the seed. Raises DataError."""
+        """Return `count` random images in batches, chosen by the seed.
+
+        Raises DataError if there are fewer images.
+        """
         if self.data is None:
             return [batch for _, batch in demo.batches(demo.drawn(count, seed), 4)]
         images = find_images(self.data / "train").sample(count, seed)
         return batches_of([read(path) for path in images.paths], self.detector.settings.resizing)
 
     def judged(self, runs: Detector) -> dict[str, float]:
-        """COCO's figures of a detector."""
+        """Return COCO's average precision of a detector on the evaluation images."""
         if self.data is None:
             scenes = [scene(number) for number in demo.TESTED]
             told = demo.truth(zip(demo.TESTED, scenes, strict=True))
@@ -90,7 +94,7 @@ class DetectorBench:
         return coco.average_precision(annotated.told, coco.results_of(found(), annotated.ids, categories))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the detector and its images; image files count by name."""
+        """Return the values that identify the detector and its images; image files count by name."""
         weights = hashlib.sha256(repr(self.detector.settings).encode())
         for name, part in self.detector.parts.items():
             assert isinstance(part, nn.Module)
@@ -120,10 +124,14 @@ def sensitivities(
     progress: schedule.Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> dict[str, Sensitivity]:
-    """What each operand of each part costs alone, by the relative squared error of the part's own outputs.
+    """Return the loss of each part's output if one operand alone is quantized, for every operand of every part.
 
-    Parts are given what the float detector gives them on the images that judge. parts: the kinds that are measured. The
-    other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for parts that there are not.
+    The loss is the relative squared error of the part's own outputs. Parts get the inputs that the float detector gives
+    them.
+    judging: the evaluation images.
+    parts: the kinds of parts to measure.
+    The other arguments are those of `quantize_detector` and `sensitivity`. Raises ValueError for an unknown kind of
+    part.
     """
     check_parts(parts)
     inputs, _ = recorded(detector, calibrating)
@@ -161,7 +169,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure the table and return it as JSON; the arguments are those of `tables.run`.
 
-    A method that cannot quantize a detector has a row that says why.
+    If a method cannot quantize a detector, its row gives the reason.
     """
     planned = plan([TABLE], images, bits, firsts)
     result: dict[str, Any] = {
@@ -188,7 +196,7 @@ def _run_bench(
     progress: Progress | None,
     ranks: Ranks,
 ) -> None:
-    """Measure the rows of one detector, and add them to the result of all."""
+    """Measure the rows of one detector, and add them to the result."""
     identity, before = bench.fingerprint(), list(result["rows"])
     model = file_name(bench.name)
     runs = {short_name(config, seed): (config, seed) for config in planned for seed in range(seeds)}
@@ -219,7 +227,7 @@ def _run_bench(
 
 
 def _row(model: str, config: Config, row: paper.Row, records: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """The row of a table from its measurements by seed."""
+    """Return the row of a table from its measurements by seed."""
     told = {"table": TABLE, "model": model, "bits": config.bits, "names": list(row.names), "seeds": list(records)}
     return {
         **told,
@@ -228,17 +236,17 @@ def _row(model: str, config: Config, row: paper.Row, records: Mapping[int, dict[
     }
 
 
-@torch.no_grad()  # a setting of each thread
+@torch.no_grad()  # the setting holds for one thread
 def _full_precision(bench: DetectorBench) -> dict[str, float | None]:
     return _numbers(bench.judged(bench.detector))
 
 
 @torch.no_grad()
 def _measured(bench: DetectorBench, config: Config, seed: int, jobs: int) -> dict[str, Any]:
-    """One row, judged in integers where native takes a part; or the reason why there is none."""
-    begun, wanted, there = time.process_time(), config.images_wanted, bench.count
+    """Measure one row, with parts run by "native" if it can; or return the reason why it cannot be measured."""
+    begun, wanted, there = time.process_time(), config.images_needed, bench.count
     if wanted > there:
-        return {"refusal": f"{wanted} images are wanted, {there} are there"}
+        return {"refusal": f"it needs {wanted} images, but only {there} are available"}
     batches = bench.calibration(wanted, seed)
     try:
         (quantized,) = quantize_detector(bench.detector, batches, [config], seed=seed, jobs=jobs)
@@ -253,14 +261,14 @@ def _numbers(figures: dict[str, float]) -> dict[str, float | None]:
 
 
 def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The measurements of all draws of one row."""
+    """Join the measurements that one row has for each seed."""
     refusal = next((record["refusal"] for record in records if "refusal" in record), None)
     if refusal is not None:
         return {"refusal": refusal}
     found: dict[str, Any] = {}
     for name in _MEASURED:
         values = [record[name] for record in records]
-        if None in values:  # an average precision without an object to find
+        if None in values:  # the average precision is undefined without an object to find
             found[name] = None
             continue
         found[name] = statistics(values)
@@ -268,7 +276,7 @@ def _joined(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any], heading: str = "## ") -> str:
-    """What `run` returns, as Markdown."""
+    """Format the result of `run` as Markdown."""
     (title,) = (table["title"] for table in result["tables"].values())
     paragraphs = [f"{heading}Table {TABLE}: {title}"]
     columns = ["bits", "method", "box AP", "mask AP", "published box AP", "published mask AP", "CPU s"]
@@ -293,10 +301,10 @@ def markdown(result: dict[str, Any], heading: str = "## ") -> str:
     if compared:
         paragraphs.append(result["tables"][TABLE]["note"])
     about, draws = result["machine"], max((len(row["seeds"]) for row in result["rows"]), default=1)
-    drawn = f"Mean ± standard deviation over {draws} draws" if draws > 1 else "One draw"
+    drawn = f"Mean ± standard deviation over {draws} seeds" if draws > 1 else "One seed"
     paragraphs.append(
-        f"{drawn} of {result['calibration_images']} calibration images. AP [%] as pycocotools computes it; every part "
-        f"is quantized. adalog {about['adalog']}, torch {about['torch']}, {about['processor']}."
+        f"{drawn}, with {result['calibration_images']} calibration images. AP [%] is computed as by pycocotools. Every "
+        f"part is quantized. adalog {about['adalog']}, torch {about['torch']}, {about['processor']}."
     )
     paragraphs += unfinished(result)
     return "\n\n".join(paragraphs) + "\n"

@@ -1,4 +1,4 @@
-"""What the package can run on this machine, and why it cannot run the rest."""
+"""Report what the package can run on this machine, and why it cannot run the rest."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ FEATURES = (
 
 
 def examine() -> dict[str, Any]:
-    """Versions, processor, threads, executors and kernels, as JSON; a package that is not installed has no version."""
+    """Return versions, processor, threads, executors and kernels as JSON; the version of a missing package is None."""
     kernels = library.about()
     return {
         "python": platform.python_version(),
@@ -47,12 +47,12 @@ def examine() -> dict[str, Any]:
 
 
 def executors() -> list[str]:
-    """The executors that run here, slowest first; "native" needs the compiled library."""
+    """Return the executors that run on this machine, slowest first; "native" needs the compiled library."""
     return [name for name in EXECUTORS if name != "native" or library.levels()]
 
 
 def machine() -> dict[str, Any]:
-    """What a measurement is made on and with, as JSON."""
+    """Return the processor and the versions that a measurement depends on, as JSON."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -72,24 +72,24 @@ def version_of(package: str) -> str | None:
 
 
 def available_cores() -> int:
-    """The number of processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     names = _cpuinfo("model name")
     return names or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:
-    """Which of `FEATURES` the processor has; None if the system does not tell."""
-    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # as x86-64 and ARM call them
+    """Return the `FEATURES` that the processor has; None if the system does not list them."""
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()  # the names on x86-64 and on ARM
     return [name for name in FEATURES if name in flags] if flags else None
 
 
 def _cpuinfo(key: str) -> str:
-    """A field of the first core in /proc/cpuinfo; empty on other systems than Linux."""
+    """Return a field of the first core in /proc/cpuinfo; an empty string on systems other than Linux."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")

@@ -1,6 +1,6 @@
-"""What all pictures share: colours, sizes, and how a figure becomes a file.
+"""Colours, sizes and file formats that all pictures share.
 
-Nothing global in matplotlib is changed or relied on.
+The module neither changes nor relies on matplotlib's global settings.
 """
 
 import io
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito, which people who do not see red and green can tell apart. Its yellow, too pale on white,
-# is left out.
+# The palette of Okabe and Ito, whose colours people with red-green colour blindness can tell apart. Its yellow is left
+# out, since it is too pale on white.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 SHADES = ("#FFFFFF", "#E8E8E8", "#D0D0D0", "#B8B8B8", "#A0A0A0", "#888888")
-# Font sizes in points of 1/72 inch, for pictures about 10 inches wide that are read at half their size.
+# Font sizes [points], for pictures about 10 inches wide that are shown at half their size.
 LARGE, TEXT, SMALL = 14, 12.5, 11.5
 _DPI = 150
 TITLES = {"layer_norm": "LayerNorm", "softmax": "softmax", "gelu": "GELU", "quick_gelu": "quick GELU", "silu": "SiLU"}
@@ -26,12 +26,12 @@ TITLES |= {"relu": "ReLU"}
 
 
 def title_of(source: str) -> str:
-    """The name of an operation that a site follows, as a title has it."""
+    """Return the name of an operation that a site follows, as it is written in titles."""
     return TITLES.get(source, source.replace("_", " "))
 
 
 def new_figure(width: float, height: float, title: str) -> "Figure":
-    """An empty figure; width and height in inches."""
+    """Create an empty figure; width and height are in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
@@ -41,19 +41,22 @@ def new_figure(width: float, height: float, title: str) -> "Figure":
 
 
 def add_legend(figure: "Figure", axis: "Axes", columns: int) -> None:
-    """Add a legend below all panels, with what the panel `axis` shows."""
+    """Add a legend of the entries of the panel `axis` below all panels."""
     shown = axis.get_legend_handles_labels()
     figure.legend(*shown, loc="outside lower center", ncols=columns, fontsize=TEXT, frameon=False, columnspacing=1.2)
 
 
 def rendered(figure: "Figure", form: str, description: str = "") -> bytes:
-    """A figure as "png" or "svg": the same bytes each time under one version of matplotlib. description: metadata."""
+    """Return a figure as "png" or "svg"; the bytes are the same each time with one version of matplotlib.
+
+    description: a text for the file's metadata.
+    """
     import matplotlib
 
     picture = io.BytesIO()
     if form == "svg":
         told = {"Date": None, "Creator": None, "Description": description or None}
-        with matplotlib.rc_context({"svg.hashsalt": "adalog"}):  # ids are drawn from a random salt otherwise
+        with matplotlib.rc_context({"svg.hashsalt": "adalog"}):  # otherwise ids depend on a random salt
             figure.savefig(picture, format="svg", dpi=_DPI, metadata=told, facecolor="white")
         return picture.getvalue()
     figure.savefig(picture, format="png", dpi=_DPI, facecolor="white")
@@ -64,12 +67,12 @@ def rendered(figure: "Figure", form: str, description: str = "") -> bytes:
     content = io.BytesIO()
     with Image.open(picture) as drawn:
         few = drawn.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
-    few.save(content, "png", optimize=True, pnginfo=text)  # a third of the size without a palette
+    few.save(content, "png", optimize=True, pnginfo=text)  # the palette makes the file much smaller
     return content.getvalue()
 
 
 def _palette() -> list[int]:
-    """The 256 colours of a picture as RGB values: shades, colours, and what the colours fade through to white."""
+    """Return the 256 colours of a picture as RGB values: shades, colours, and steps from each colour to white."""
     plain = [[int(colour[place : place + 2], 16) for place in (1, 3, 5)] for colour in (*SHADES, *COLOURS)]
     strong, weights = plain[len(SHADES) :], [step / 8 for step in range(1, 8)]
     faded = [[round(255 + (value - 255) * weight) for value in colour] for colour in strong for weight in weights]

@@ -1,4 +1,4 @@
-"""How good a model is: top-1 and top-5 with intervals, and how far it is from the full-precision model."""
+"""Evaluate a model: top-1 and top-5 with intervals, and how much it differs from the full-precision model."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from adalog.inputs.images import ImageSet, Preprocessing
 from adalog.ranks import ALONE, JSON, Coded, Ranks
 
 Z95 = 1.959964  # quantile of the normal distribution for a two-sided 95 % interval
-BATCH = 20  # images that run together: a quantized forward makes many temporaries, which then stay in the cache
-_ROWS = 1000  # rows judged at a time, which bounds the memory
+BATCH = 20  # images per batch; small, so that the many temporaries of a quantized forward stay in the cache
+_ROWS = 1000  # rows to process at a time, which limits the memory
 T = TypeVar("T")
 
 
-# --- what a model says -----------------------------------------------------------------------------------------------
+# --- predictions -----------------------------------------------------------------------------------------------------
 
 
 def predict(
@@ -37,19 +37,23 @@ def predict(
     device: torch.device | str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The model's logits, or a feature model's features: float32 on the CPU, (N, C).
+    """Return the model's logits, or the features of a model without a classifier: float32 on the CPU, (N, C).
 
-    images: (N, 3, H, W), run `batch` at a time, or batches (B, 3, H, W), of which at most jobs + 1 are in memory.
-    jobs: batches that run at the same time, in threads. device: where batches are moved first. progress(done): called
-    with the number of images done. The output may be a tensor, a structure with `logits`, or a tuple that begins with
-    them; other outputs raise DataError.
+    images: (N, 3, H, W), which run `batch` at a time; or batches (B, 3, H, W), with at most jobs + 1 in memory.
+    jobs: number of batches that run at the same time, in threads.
+    device: the device that batches are moved to first.
+    progress(done): called with the number of images done.
+    The output may be a tensor, a structure with `logits`, or a tuple whose first element is the logits. Raises
+    DataError for other outputs, for NaN, and if there are no images.
     """
 
-    @torch.no_grad()  # a setting of each thread
+    @torch.no_grad()  # the setting holds for one thread
     def run(given: Tensor) -> Tensor:
         logits = _logits(model(given.to(device, non_blocking=True)), len(given))
         if bool(logits.isnan().any()):
-            raise DataError(f"{type(model).__name__} gives NaN: check its weights, and that the images are normalised")
+            raise DataError(
+                f"{type(model).__name__} returned NaN: check its weights, and that the images are normalised"
+            )
         return logits.to("cpu", torch.float32)
 
     results: list[Tensor] = []
@@ -71,13 +75,13 @@ def predict(
         while pending:
             collect()
     if not done:
-        raise DataError("there are no images to judge the model by: give at least one")
+        raise DataError("there are no images to evaluate the model on: give at least one")
     return torch.cat(results)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Images that are read and prepared for a model when they are asked for; tensors are prepared already."""
+    """Images that are read and prepared for a model on request; tensors are already prepared."""
 
     images: Tensor | ImageSet
     preprocessing: Preprocessing | None = None
@@ -86,7 +90,10 @@ class Prepared:
         return len(self.images)
 
     def __call__(self, numbers: range) -> Tensor:
-        """The images of these consecutive numbers, (B, 3, H, W). Raises DataError for files that are no images."""
+        """Return the images with these consecutive numbers, (B, 3, H, W).
+
+        Raises DataError for a file that is not an image.
+        """
         if isinstance(self.images, Tensor):
             return self.images[numbers.start : numbers.stop]
         assert self.preprocessing is not None
@@ -103,14 +110,16 @@ def in_batches(
     coded: Coded[T] = JSON,
     progress: Callable[[int], None] | None = None,
 ) -> list[T]:
-    """What `make` gives for the images of each batch, in their order.
+    """Return the results of `make` for each batch of images, in order.
 
-    make: takes the numbers of its images, of `count`, and reads them itself, so that memory holds no more than `jobs`
-    batches. It runs in `jobs` threads of each rank, and what it gives goes to all ranks as `coded` says.
-    progress(done): called with the number of images done. Raises DataError without images.
+    make: takes the numbers of its images, in the range of `count`, and reads them itself, so that at most `jobs`
+    batches are in memory. It runs in `jobs` threads of each rank.
+    coded: how results are sent to all ranks.
+    progress(done): called with the number of images done.
+    Raises DataError if there are no images.
     """
     if not count:
-        raise DataError("there are no images to judge the model by: give at least one")
+        raise DataError("there are no images to evaluate the model on: give at least one")
     spans = {str(start): range(start, min(start + batch, count)) for start in range(0, count, batch)}
     done = 0
 
@@ -125,7 +134,7 @@ def in_batches(
 
 
 def _logits(output: Any, images: int) -> Tensor:
-    """The logits in a model's output."""
+    """Return the logits in a model's output. Raises DataError if there are none."""
     found: Any
     if isinstance(output, Tensor):
         found = output
@@ -139,36 +148,39 @@ def _logits(output: Any, images: int) -> Tensor:
         return found
     what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(output).__name__
     raise DataError(
-        f"for {images} images the model gives {what}, not logits ({images}, classes): give a classifier, or a module "
-        "that returns logits or one feature vector an image"
+        f"for {images} images the model returned {what}, not logits ({images}, classes): give a classifier, or a "
+        "module that returns logits or one feature vector per image"
     )
 
 
 class Nearest:
-    """Judges a model without a classifier: an image has the label of the support image that is nearest.
+    """Classifier for models that return features: each image gets the label of the nearest support image.
 
-    support: (S, C) features, whose mean is taken off all. Nearest is by cosine, the first of several.
+    support: (S, C) features. Their mean is subtracted from all features. The nearest image has the largest cosine
+    similarity; the first one wins a tie. Raises DataError if the shapes do not fit.
     """
 
     def __init__(self, support: Tensor, labels: Tensor | Sequence[int]):
         self._labels = torch.as_tensor(labels)
         if not len(support) or self._labels.shape != (len(support),):
             told = tuple(self._labels.shape)
-            raise DataError(f"{len(support)} support features have labels {told}: give one label for each")
+            raise DataError(
+                f"{len(support)} support features have labels of the shape {told}: give one label for each feature"
+            )
         if support.ndim != 2:
             told = tuple(support.shape)
-            raise DataError(f"features of the shape {told} cannot be compared: they have to be (images, channels)")
+            raise DataError(f"features of the shape {told} cannot be compared: the shape must be (images, channels)")
         self._mean = support.double().mean(dim=0)
         self._known = F.normalize(support.double() - self._mean)
 
-    @torch.no_grad()  # a setting of each thread
+    @torch.no_grad()  # the setting holds for one thread
     def __call__(self, query: Tensor) -> Tensor:
-        """The labels of the images with these features, (N, C): (N,)."""
+        """Return the labels (N,) of the images with these features (N, C)."""
         known = self._known.shape
         if query.ndim != 2 or known[1] != query.shape[1]:
             raise DataError(
-                f"features of the shapes {tuple(known)} and {tuple(query.shape)} cannot be compared: both have to "
-                "be (images, channels), of the same model"
+                f"features of the shapes {tuple(known)} and {tuple(query.shape)} cannot be compared: both must "
+                "be (images, channels), from the same model"
             )
         nearest = [
             (F.normalize(part.double() - self._mean) @ self._known.t()).argmax(dim=1) for part in query.split(_ROWS)
@@ -176,12 +188,12 @@ class Nearest:
         return self._labels[torch.cat(nearest).to(self._labels.device)]
 
 
-# --- what that is worth ----------------------------------------------------------------------------------------------
+# --- scores ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Share:
-    """A share of images and its 95 % Wilson interval."""
+    """A fraction of the images with its 95 % Wilson interval."""
 
     value: float
     low: float
@@ -190,11 +202,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Score:
-    """How good answers are by labels and compared with the full-precision model; None where that is unknown.
+    """Accuracy of predictions, and how they differ from the full-precision model's; None if a value is unknown.
 
-    top5: only for six classes or more. agreement: share of images with the same first answer. kl: mean of
-    KL(full precision || model) [nats]. lost, gained: numbers of images that only the full-precision model, or only this
-    one, gets right. p_value: McNemar's exact test of that difference.
+    top5: only for six classes or more.
+    agreement: fraction of images with the same top-1 prediction as the full-precision model.
+    kl: mean of KL(full precision || model) [nats].
+    lost, gained: number of images that only the full-precision model, or only this model, classifies correctly.
+    p_value: McNemar's exact test of that difference.
     """
 
     images: int
@@ -209,10 +223,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Tally:
-    """What is counted of answers, as sums over images; None where it cannot be told.
+    """Counts of predictions, as sums over images; None if a count is unknown.
 
-    right, right5: images whose label is the first answer, or among the first five. agreeing: images with the same first
-    answer as the full-precision model. kl: the sum of KL(full precision || model) [nats]. lost, gained: as of `Score`.
+    right, right5: number of images with their label as the top-1 prediction, or among the top 5.
+    agreeing: number of images with the same top-1 prediction as the full-precision model.
+    kl: the sum of KL(full precision || model) [nats].
+    lost, gained: as in `Score`.
     """
 
     images: int
@@ -225,13 +241,13 @@ class Tally:
 
     @staticmethod
     def total(parts: Sequence["Tally"]) -> "Tally":
-        """The tally of all images from those of parts of them, added up in this order."""
+        """Add up the tallies of disjoint sets of images, in this order."""
         columns = {each.name: [getattr(part, each.name) for part in parts] for each in fields(Tally)}
         sums: dict[str, Any] = {name: None if None in each else sum(each) for name, each in columns.items()}
         return Tally(**sums)
 
     def score(self) -> Score:
-        """What these counts say."""
+        """Return the score that these counts give."""
         count = self.images
         top1, top5 = (None if hits is None else _share(hits, count) for hits in (self.right, self.right5))
         return Score(
@@ -247,7 +263,7 @@ class Tally:
 
 
 def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Score:
-    """Judge a model's answers by labels, (N,), and compare them with `reference`, those of the full-precision model.
+    """Score a model's predictions by labels, (N,), and compare them with the full-precision ones, `reference`.
 
     The arguments are those of `tally`.
     """
@@ -256,14 +272,14 @@ def score(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
 
 @torch.no_grad()
 def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, reference: Tensor | None = None) -> Tally:
-    """Count how often answers are right by labels, (N,), and how they differ from `reference`, full-precision ones.
+    """Count the correct predictions by labels, (N,), and the differences from the full-precision ones, `reference`.
 
-    Answers are logits (N, C) or predicted classes (N,); top-5 and KL need logits. Raises DataError if the arguments do
-    not fit together.
+    Predictions are logits (N, C) or classes (N,); top-5 and KL need logits. Raises DataError if the arguments do not
+    fit together.
     """
     count = len(answers)
     if not count:
-        raise DataError("there are no answers to judge: give those to at least one image")
+        raise DataError("there are no predictions to evaluate: give predictions for at least one image")
     known = None if labels is None else torch.as_tensor(labels, device=answers.device)
     right = None if known is None else _right(answers, known)
     five = None if known is None or answers.ndim < 2 or answers.shape[1] < 6 else int(_right(answers, known, 5).sum())
@@ -273,8 +289,8 @@ def tally(answers: Tensor, labels: Tensor | Sequence[int] | None = None, referen
     both = answers.ndim == reference.ndim == 2
     if len(reference) != count or (both and answers.shape != reference.shape):
         raise DataError(
-            f"answers {tuple(answers.shape)} cannot be compared with full-precision ones {tuple(reference.shape)}: "
-            "both models have to answer for the same images and classes"
+            f"predictions {tuple(answers.shape)} cannot be compared with full-precision ones {tuple(reference.shape)}: "
+            "both must be for the same images and classes"
         )
     agreeing = int((_first(answers) == _first(reference)).sum())
     kl = count * divergence(reference, answers) if both else None
@@ -296,10 +312,11 @@ _TENSORS: Coded[list[Tensor]] = Coded(
 
 @dataclass(frozen=True)
 class Contest:
-    """Networks that answer for the same images, each of which is read once.
+    """Networks to evaluate on the same images; each image is read only once.
 
-    alone: which of the networks take one batch at a time, as those on a GPU, or with threads of their own. support:
-    labelled images, for networks without a classifier (`Nearest`).
+    alone: for each network, True if it must take one batch at a time, because it runs on a GPU or uses threads of its
+    own.
+    support: labelled images, for networks without a classifier (`Nearest`).
     """
 
     networks: Sequence[Callable[[Tensor], Any]]
@@ -317,9 +334,9 @@ class Contest:
         ranks: Ranks = ALONE,
         progress: Callable[[int], None] | None = None,
     ) -> list[Tally]:
-        """What the first network gets right, beside the second if there is one, and what this gets right by labels.
+        """Return one tally per network; the first network is also compared with the second one, if there is one.
 
-        labels: (N,). jobs: batches at a time on each rank. progress(done): counts images on all ranks.
+        labels: (N,). jobs: number of batches that each rank runs at a time. progress(done): counts images on all ranks.
         """
         nearest, before = self._nearest(jobs, ranks, progress), 0 if self.support is None else len(self.support[0])
 
@@ -335,7 +352,7 @@ class Contest:
         return [Tally.total(column) for column in zip(*found, strict=True)]
 
     def _nearest(self, jobs: int, ranks: Ranks, progress: Callable[[int], None] | None) -> list[Nearest]:
-        """What labels the features of each network, by those that it gives the support."""
+        """Return one classifier per network, made from the network's features of the support images."""
         if self.support is None:
             return []
         images, labels = self.support
@@ -346,7 +363,7 @@ class Contest:
 
     def _run(self, batch: Tensor) -> list[Tensor]:
         if self.device is not None and self.device.type == "cuda":
-            batch = batch.pin_memory()  # by this thread, while another one has its turn on the GPU
+            batch = batch.pin_memory()  # in this thread, while another thread uses the GPU
         found = []
         for network, single in zip(self.networks, self.alone, strict=True):
             with self._turn if single else nullcontext():
@@ -355,37 +372,42 @@ class Contest:
 
 
 def check_classes(folders: Sequence[str] | None, logits: Tensor, data: str, model: str) -> None:
-    """Raise DataError if images lie in subfolders, but not in one per class of the model."""
+    """Raise DataError if the images lie in subfolders, but the model has another number of classes."""
     if folders is not None and len(folders) != logits.shape[1]:
         raise DataError(
-            f"{data} has {len(folders)} subfolders, one a class, and {model} tells {logits.shape[1]} classes: a "
-            "class's number is not known; give a CSV file of file,label"
+            f"{data} has {len(folders)} subfolders, one per class, but {model} has {logits.shape[1]} classes, so the "
+            "number of a class is unknown: give a CSV file of file,label"
         )
 
 
 def _first(answers: Tensor) -> Tensor:
-    """The predicted classes, (N,)."""
+    """Return the predicted classes, (N,)."""
     return answers.argmax(dim=1) if answers.ndim == 2 else answers
 
 
 def _right(answers: Tensor, labels: Tensor, first: int = 1) -> Tensor:
-    """Whether each label is among the `first` answers, (N,); among equal logits the lower class comes first."""
+    """Return True for each label that is among the `first` highest predictions, (N,).
+
+    Among equal logits the lower class comes first.
+    """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise DataError(f"labels are {labels.dtype}: give the number of each image's class, an integer")
+        raise DataError(f"labels are {labels.dtype}: give the number of each image's class as an integer")
     labels = labels.long()
     if labels.shape != answers.shape[:1]:
-        raise DataError(f"{len(answers)} answers have labels {tuple(labels.shape)}: give one label for each image")
+        raise DataError(
+            f"{len(answers)} predictions have labels of the shape {tuple(labels.shape)}: give one label for each image"
+        )
     last = answers.shape[1] - 1 if answers.ndim == 2 else math.inf
     wrong = labels[(labels < 0) | (labels > last)]
     if len(wrong):
         raise DataError(
-            f"label {int(wrong[0])} is none of the model's classes, 0 to {last}: give the labels that it was trained on"
+            f"label {int(wrong[0])} is not a class of the model, 0 to {last}: give the labels that it was trained on"
         )
     if answers.ndim == 1:
         return answers == labels
     own = answers.gather(1, labels[:, None])
     lower = torch.arange(answers.shape[1], device=answers.device) < labels[:, None]
-    before = ~(answers <= own) | ((answers == own) & lower)  # what is no number comes before all
+    before = ~(answers <= own) | ((answers == own) & lower)  # NaN ranks above every number
     return (before.sum(dim=1) < first) & ~own[:, 0].isnan()
 
 
@@ -394,7 +416,7 @@ def _share(hits: int, count: int) -> Share:
 
 
 def divergence(reference: Tensor, answers: Tensor) -> float:
-    """The mean over images of KL(reference || answers) [nats], in float64; classes of probability zero add nothing."""
+    """Return the mean KL(reference || answers) over images [nats], in float64; classes of probability 0 add nothing."""
     total = 0.0
     for p, q in zip(reference.split(_ROWS), answers.split(_ROWS), strict=True):
         log_p, log_q = p.double().log_softmax(dim=1), q.double().log_softmax(dim=1)
@@ -403,7 +425,7 @@ def divergence(reference: Tensor, answers: Tensor) -> float:
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a proportion (Wilson 1927)."""
+    """Return the 95 % interval of a proportion (Wilson 1927)."""
     share = successes / count
     centre = share + Z95**2 / (2 * count)
     half = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
@@ -413,9 +435,12 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """The two-sided exact p-value of McNemar's test: how likely so uneven a split of lost + gained fair coins is."""
+    """Return the two-sided exact p-value of McNemar's test.
+
+    It is the probability that lost + gained tosses of a fair coin are split at least as unevenly.
+    """
     count = lost + gained
-    term = tail = 1  # binomial coefficients, and their sum, in whole numbers
+    term = tail = 1  # a binomial coefficient, and the sum of them, as exact integers
     for successes in range(min(lost, gained)):
         term = term * (count - successes) // (successes + 1)
         tail += term

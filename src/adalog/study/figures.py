@@ -1,4 +1,4 @@
-"""All figures of a model or an artifact: levels, the landscape of a search, the SQNR of each site; with captions."""
+"""Draw all figures of a model or an artifact, with captions: levels, a search landscape, and the SQNR of each site."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,31 +22,32 @@ from adalog.study.levels import Panel, histogram_panels, level_figure, observed_
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEVEL_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # methods that differ after softmax and GELU alone
+LEVEL_METHODS = ("uniform", "log2", "log-sqrt2", "adalog")  # methods that differ only after softmax and GELU
 FORMS = ("png", "svg")
 _MARKERS = "os^DvPX<>ph*d"
 _DASHES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
-_NO_LEVELS = "nothing that follows a softmax, a GELU or the like is quantized with one scale"
+_NO_LEVELS = "no operand after a softmax, a GELU or a similar activation is quantized with one scale"
 _ROLES = {"qk": "Q Kᵀ", "av": "A V", "conv": "convolution"}
-_USUAL = (("qk", "other"), ("av", "softmax"), ("conv", "input"))  # roles whose title need not name the source
+_USUAL = (("qk", "other"), ("av", "softmax"), ("conv", "input"))  # the titles of these (role, source) omit the source
 
 CAPTIONS = {
     "histograms": (
-        "Grey: histograms of the values that products after a softmax and a GELU take; the axes of the right column, "
-        "and all counts, are logarithmic. Above: the levels of each quantizer, one tick per level. An arrowhead stands "
-        "for levels, and the first bar for values, that lie further to the left, down to zero on that axis. The "
-        "percentages are the shares of values that go to the lowest level."
+        "Grey: histograms of the values that enter products after a softmax and a GELU. The axes of the right column, "
+        "and all counts, are logarithmic. Above: the levels of each quantizer, one tick per level. On the logarithmic "
+        "axis, an arrowhead marks levels further to the left, down to zero, and the first bar counts the values there. "
+        "The percentages are the shares of values that go to the lowest level."
     ),
     "levels": (
-        "The levels and thresholds of each site after a softmax, a GELU or the like, in order of execution, on a "
-        "linear and on a logarithmic axis, where an arrowhead stands for levels further to the left, down to zero."
+        "The levels and thresholds of each site after a softmax, a GELU or a similar activation, in order of "
+        "execution, on a linear and on a logarithmic axis. An arrowhead marks levels further to the left, down to zero."
     ),
     "landscape": (
         "Shades: the squared error of the product's output over the hyperparameters of one operand, in dB above the "
-        "least, on the rows that the steps of the search look at; the other operand is quantized as it was found. FPCS "
-        "scores the first grid (rings), keeps its best points (dots), and places children around the best of each step "
-        "(small dots). Survivors (squares) are scored on more rows; from the best of them the walk "
-        "(line) and a line of scales lead to the point found (star). Below: the same near the star, in finer shades."
+        "least error, on the rows that the search steps use. The other operand is quantized as in the result. FPCS "
+        "scores the first grid (rings), keeps its best points as parents (dots), and places children around the best "
+        "points of each step (small dots). It scores the survivors (squares) on more rows. The walk (line) starts from "
+        "the best survivor; then a line of scales leads to the result (star). Below: the surroundings of the star, in "
+        "finer shades."
     ),
     "sqnr": (
         "The signal-to-quantization-noise ratio of each site's output on the calibration images, in order of "
@@ -56,7 +57,7 @@ CAPTIONS = {
 
 
 def kinds_of(ledger: Sequence[LedgerRow]) -> dict[str, list[LedgerRow]]:
-    """The rows of a ledger by kind of site, named in words, in order of execution."""
+    """Group the rows of a ledger by kind of site, named in words, in order of execution."""
     found: dict[str, list[LedgerRow]] = {}
     for row in ledger:
         role = _ROLES.get(row.role, row.role)
@@ -66,7 +67,7 @@ def kinds_of(ledger: Sequence[LedgerRow]) -> dict[str, list[LedgerRow]]:
 
 
 def sqnr_figure(ledgers: Mapping[str, Sequence[LedgerRow]], title: str = "") -> "Figure":
-    """The SQNR of every site under each method, one panel per kind of site; sites in float have none."""
+    """Draw the SQNR of every site under each method, one panel per kind of site; float sites have no SQNR."""
     kinds = kinds_of(next(iter(ledgers.values())))
     columns = min(3, len(kinds))
     rows = math.ceil(len(kinds) / columns)
@@ -125,17 +126,18 @@ def of_model(
     jobs: int = 1,
     progress: Callable[[str], Progress] | None = None,
 ) -> tuple[list[Drawn], dict[str, str]]:
-    """All figures of a calibrated model, and the reason why others are left out, by name.
+    """Draw all figures of a calibrated model; return them with the reason, by name, why any other is left out.
 
-    methods: those whose SQNR is compared; the last one that searches by FPCS gives the levels and the landscape. site:
-    whose landscape to draw. progress(method): the callback for that method's sites. Raises ValueError for an unknown
-    site or method.
+    methods: methods whose SQNR is compared; the last one that searches by FPCS gives the levels and the landscape.
+    site: the site whose landscape to draw; None for `example_site`.
+    progress(method): returns the callback for the sites of that method.
+    Raises ValueError for an unknown site or method.
     """
     images = len(calibration.images[0])
     configs = {method: replace(Config.preset(bits, method), images=images) for method in methods}
     names = [each.name for each in calibration.sites]
     if site is not None and site not in names:
-        raise ValueError(f"site = {site!r} is none of the {len(names)} sites, which `adalog inspect MODEL` lists")
+        raise ValueError(f"site = {site!r} is not one of the {len(names)} sites, which `adalog inspect MODEL` lists")
     ledgers, by_fpcs = {}, None
     for method, config in configs.items():
         quantized = calibration.quantize(config, None if progress is None else progress(method), jobs=jobs)
@@ -150,7 +152,7 @@ def of_model(
         heading = f"{whose}, {images} images: values after softmax and GELU, and levels"
         drawn.append(Drawn("histograms", heading, level_figure(panels, heading)))
     else:
-        left_out["histograms"] = "nothing follows a softmax or a GELU"
+        left_out["histograms"] = "no product follows a softmax or a GELU"
     if by_fpcs is None:
         left_out |= dict.fromkeys(("levels", "landscape"), "none of the methods searches by FPCS, as adalog does")
     else:
@@ -170,12 +172,12 @@ def of_model(
 
 
 def of_artifact(model: QuantizedModel, name: str, images: Tensor | None) -> tuple[list[Drawn], dict[str, str]]:
-    """The figures of a quantized model, and the reason why others are left out, by name.
+    """Draw the figures of a quantized model; return them with the reason, by name, why any other is left out.
 
-    images: what to draw histograms from, or None.
+    images: the images for the histograms, or None.
     """
     drawn: list[Drawn] = []
-    left_out = {"landscape": "an artifact does not hold what was searched: give the model"}
+    left_out = {"landscape": "an artifact does not store the search: give the model instead"}
     panels = [] if images is None else observed_panels(model, images)
     if panels and images is not None:
         heading = f"{name}, {len(images)} images: values after softmax and GELU, and levels"
@@ -197,9 +199,9 @@ def _add_levels(drawn: list[Drawn], left_out: dict[str, str], whose: str, panels
 
 
 def pictures(drawn: Sequence[Drawn], title: str, left_out: Mapping[str, str]) -> dict[str, tuple[bytes, str]]:
-    """All files by name, each with its caption: every figure in every form, and an index in Markdown.
+    """Return all files by name, each with its caption: every figure in every format, and an index in Markdown.
 
-    left_out: why some figures were not drawn, by name.
+    left_out: the reason why a figure was not drawn, by name.
     """
     files = {}
     lines = [f"# {title}"]

@@ -1,4 +1,4 @@
-"""What a search looks like: the loss over an operand's hyperparameters, and the path that FPCS takes."""
+"""Draw the loss over an operand's hyperparameters, and the path that FPCS takes through it."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Where shades begin, in dB above the least loss: over the whole box, and near what was found.
+# The lower limits of the shades, in dB above the least loss: over the whole box, and near the result.
 _STEPS = (0, 0.5, 1, 2, 4, 8), (0, 0.05, 0.1, 0.2, 0.4, 0.8)
 
 
@@ -32,9 +32,11 @@ _STEPS = (0, 0.5, 1, 2, 4, 8), (0, 0.05, 0.1, 0.2, 0.4, 0.8)
 class SearchPath:
     """The points that FPCS tried, in order, each set as (K, P) on the CPU.
 
-    steps: the first grid, then the children of each step. parents: the points of the grid that had children. judged:
-    the survivors, scored on a larger sample. walk: the best point after each move, from the best survivor to
-    the end of the search. final: the point found, (P,). least: its loss.
+    steps: the first grid, then the children of each step.
+    parents: the points of the grid that had children.
+    judged: the survivors, scored on a larger sample.
+    walk: the best point after each move, from the best survivor to the end of the search.
+    final: the resulting point, (P,). least: its loss.
     """
 
     steps: tuple[Tensor, ...]
@@ -47,7 +49,10 @@ class SearchPath:
 
 @dataclass(frozen=True)
 class View:
-    """Losses over a box [low, high] of hyperparameters, (P,). lines: the values of each, (n,). losses: (n, ...)."""
+    """Losses over a box [low, high] of hyperparameters, (P,).
+
+    lines: the values of each hyperparameter, (n,). losses: (n, ...).
+    """
 
     low: Tensor
     high: Tensor
@@ -57,10 +62,11 @@ class View:
 
 @dataclass(frozen=True)
 class Landscape:
-    """The loss over an operand's P hyperparameters, one or two, and the path that FPCS takes.
+    """The loss over one or two hyperparameters of an operand, and the path that FPCS takes.
 
-    names: the hyperparameters. whole: the view of the whole box; near: the view around the point found. Losses are on
-    the rows of the operand that the steps of the search look at, a sample or all.
+    names: the names of the hyperparameters.
+    whole: the view of the whole box. near: the view around the result.
+    Losses are computed on the rows of the operand that the search steps use, a sample or all.
     """
 
     title: str
@@ -72,10 +78,11 @@ class Landscape:
 
 @torch.no_grad()
 def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int = 1) -> list[Landscape]:
-    """A landscape for each quantized operand of a product; the other operand is quantized as it was found.
+    """Return a landscape for each quantized operand of a product; the other operand is quantized as in the result.
 
-    Where an operand has several sets of parameters (rows of a weight, or heads), the one with median power is shown.
-    The search is run again, with losses that record the points they are asked about. size: points in each direction.
+    If an operand has several sets of parameters (one per row of a weight, or per head), the set with the median power
+    is shown. The search runs again, with losses that record the points they are called with.
+    size: points in each direction.
     """
     sides = ("left", searched.product.left, searched.product.right, searched.assignment.right)
     others = ("right", searched.product.right, searched.product.left, searched.assignment.left)
@@ -95,7 +102,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
         transposed = other_values.transpose(-1, -2), hat.transpose(-1, -2)
         given = (values, *transposed, one.format.own_dims, mask, one.alike)
         error = ProductError.of(*given)
-        # With a Gram matrix, losses on a sample are off by a constant, which a search may ignore but a picture may not.
+        # With a Gram matrix, losses on a sample are off by a constant. A search may ignore it, but a picture may not.
         true = ProductError.of(*given, gram=False) if error.gram else error
         title = f"{side} operand, {_format_words(one)}{which}"
         result.append(_landscape(title, one, error, true, search, size, jobs))
@@ -103,7 +110,7 @@ def landscapes(searched: Searched, search: Search, *, size: int = 48, jobs: int 
 
 
 def example_site(calibration: Calibration) -> str:
-    """The middle one of the sites after a GELU, else of those after a softmax or the like, else of all."""
+    """Return the middle site after a GELU, else after a softmax or a similar activation, else of all sites."""
     for kinds in (GELUS, ("softmax", *POWER_LAW_ACTIVATIONS), None):
         names = [site.name for site in calibration.sites if kinds is None or site.left_source.kind in kinds]
         if names:
@@ -112,7 +119,7 @@ def example_site(calibration: Calibration) -> str:
 
 
 def _one_group(operand: Operand) -> tuple[list[int], str]:
-    """The index of the group with median power along the operand's own dimensions, and its name in words."""
+    """Return the index of the group with the median power along the operand's own dimensions, and its name."""
     groups = operand.groups()
     if len(groups) == 1:
         return [0] * len(operand.format.own_dims), ""
@@ -155,7 +162,7 @@ def _landscape(
 
 
 def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> View:
-    """The losses of one group on a grid of `size` points in each direction."""
+    """Return the losses of one group on a grid of `size` points in each direction."""
     points = grid(low, high, (size,) * len(low))
     with ThreadPoolExecutor(jobs) as pool:
         losses = torch.cat(list(pool.map(torch.no_grad()(loss), points.split(size))))
@@ -165,12 +172,13 @@ def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> Vie
 
 
 def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) -> SearchPath:
-    """The path of the configured search of an operand with one group; losses record the points they are asked about.
+    """Return the path of the configured search of an operand with one group, by recording the points it asks about.
 
-    rough: the cheaper loss that the steps use, if any. Raises ValueError if the strategy is not FPCS.
+    loss: the loss that survivors and the walk use. rough: the cheaper loss that the steps use, if any. Raises
+    ValueError if the strategy is not FPCS.
     """
     if search.strategy != "fpcs":
-        raise ValueError(f"strategy = {search.strategy!r} has no path: it is FPCS's that is drawn")
+        raise ValueError(f"strategy = {search.strategy!r} has no path to draw: choose 'fpcs'")
     asked: list[tuple[bool, Tensor, Tensor]] = []
 
     def noting(function: Loss, exact: bool) -> Loss:
@@ -183,8 +191,8 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
 
     point = minimise(noting(loss, True), operand, search, None, rough and noting(rough, False))
     least = float(loss(point[None]))
-    # Steps ask one loss about many points each. The survivors, and then the walk, which starts with a single point, ask
-    # the fairer loss. What follows is a line of scales through the end of the walk.
+    # Each step calls one loss with many points. The survivors are scored by the loss on more rows, and then so is the
+    # walk, which starts with a single point. Last comes a line of scales through the end of the walk.
     steps = list(takewhile(lambda call: call[0] == asked[0][0] and len(call[1]) > 1, asked))
     rest = asked[len(steps) :]
     every = torch.cat([points for _, points, _ in steps]), torch.cat([losses for *_, losses in steps])
@@ -202,11 +210,11 @@ def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) 
     )
 
 
-# --- drawn -----------------------------------------------------------------------------------------------------------
+# --- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def landscape_figure(found: Sequence[Landscape], title: str = "") -> "Figure":
-    """One column per operand: the loss [dB above the least] over the box and near the point found, with the path."""
+    """Draw one column per operand: the loss [dB above the least] with the path, over the box and near the result."""
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
     figure = new_figure(10 if len(found) > 1 else 6.5, 10, title)
@@ -235,7 +243,7 @@ def landscape_figure(found: Sequence[Landscape], title: str = "") -> "Figure":
                 axis.set_ylabel(each.names[1], fontsize=TEXT)
             _draw_path(axis, each.path, None if len(each.names) > 1 else (shown.lines[0], decibels))
             _frame(axis, each.names[0].startswith("q"), shown, 0.04 if shown is each.whole else 0)
-            axis.set_title("near what was found" if row else each.title, fontsize=TEXT)
+            axis.set_title("near the result" if row else each.title, fontsize=TEXT)
             axis.set_xlabel(each.names[0], fontsize=TEXT)
     for row, image in shades.items():
         bar = figure.colorbar(image, ax=axes[row].tolist(), pad=0.02)
@@ -246,7 +254,10 @@ def landscape_figure(found: Sequence[Landscape], title: str = "") -> "Figure":
 
 
 def _draw_path(axis: "Axes", path: SearchPath, curve: tuple[Tensor, Tensor] | None) -> None:
-    """Draw the points of a path. curve: the loss to place points on if there is one hyperparameter, else None."""
+    """Draw the points of a path.
+
+    curve: the loss curve to place points on, if there is one hyperparameter; else None.
+    """
 
     def place(points: Tensor) -> Any:
         if curve is None:
@@ -255,15 +266,15 @@ def _draw_path(axis: "Axes", path: SearchPath, curve: tuple[Tensor, Tensor] | No
 
     later = torch.cat([*path.steps[1:], path.steps[0][:0]])
     axis.plot(*place(path.steps[0]), "o", ms=5, mfc="none", mec=COLOURS[6], label="first grid", zorder=3)
-    axis.plot(*place(path.parents), "o", ms=5, color=COLOURS[0], label="kept of it", zorder=3)
+    axis.plot(*place(path.parents), "o", ms=5, color=COLOURS[0], label="parents", zorder=3)
     axis.plot(*place(later), ".", ms=5, color=COLOURS[5], label="children", zorder=3)
     axis.plot(*place(path.judged), "s", ms=8, mfc="none", mec=COLOURS[2], mew=2, label="survivors", zorder=4)
     axis.plot(*place(path.walk), "-", lw=2, color=COLOURS[4], marker="D", ms=5, label="walk", zorder=5)
-    axis.plot(*place(path.final[None]), "*", ms=15, color=COLOURS[1], mec="black", label="found", zorder=6)
+    axis.plot(*place(path.final[None]), "*", ms=15, color=COLOURS[1], mec="black", label="result", zorder=6)
 
 
 def _frame(axis: "Axes", whole_q: bool, shown: View, margin: float) -> None:
-    """Show the box with a margin, and label q where log2(q) is the hyperparameter."""
+    """Show the box with a margin, and label q if log2(q) is the hyperparameter."""
     border = margin * (shown.high - shown.low).clamp(min=1e-12)
     low, high = shown.low - border, shown.high + border
     axis.set_xlim(float(low[0]), float(high[0]))

@@ -1,4 +1,4 @@
-"""The levels of quantizers, drawn over the values they quantize (the paper's Figures 1 and 4)."""
+"""Draw the levels of quantizers over the values they quantize (the paper's Figures 1 and 4)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BARS = 160
-_OCTAVES = 16  # that a logarithmic axis spans
+_OCTAVES = 16  # span of a logarithmic axis
 
 
 def thresholds_of(quantizer: Quantizer) -> Tensor:
-    """The least value that goes to each level but the lowest, ascending, by bisection. quantizer: of one scale."""
+    """Return the least value that goes to each level except the lowest, in ascending order, by bisection.
+
+    quantizer: a quantizer with one scale.
+    """
     read = quantizer.unabsorbed().map(lambda value: value.reshape(()).cpu())
     levels = quantizer.levels()
     low, high, above = levels[:-1].clone(), levels[1:].clone(), levels[1:]
-    for _ in range(64):  # enough for a float's exponent and mantissa
+    for _ in range(64):  # enough for the exponent and the mantissa of a float
         middle = (low + high) / 2
         reached = read.fake_quantize(middle) >= above
         low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
@@ -39,9 +42,9 @@ def thresholds_of(quantizer: Quantizer) -> Tensor:
 
 @dataclass(frozen=True)
 class Panel:
-    """Levels to draw: quantizers by the name of a method or a site, over the values of a site, if there are any.
+    """Levels to draw: quantizers by the name of a method or a site, over the values of a site, if known.
 
-    lift: what to add to the values, which makes them positive for a logarithmic axis.
+    lift: a constant to add to the values, which makes them positive for a logarithmic axis.
     """
 
     title: str
@@ -51,9 +54,9 @@ class Panel:
 
 
 def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) -> list[Panel]:
-    """The values after a softmax and after a GELU on the calibration images, with the levels that each config gives.
+    """Return the values after a softmax and after a GELU on the calibration images, with each config's levels.
 
-    Sites are the middle one after a softmax, and the middle one and one five sixths in after a GELU, as in Figure 4.
+    The sites are the middle one after a softmax, and the ones one half and five sixths in after a GELU, as in Figure 4.
     """
     panels = []
     for kinds, places in ((("softmax",), (1 / 2,)), (GELUS, (1 / 2, 5 / 6))):
@@ -71,18 +74,20 @@ def histogram_panels(calibration: Calibration, configs: Mapping[str, Config]) ->
 
 
 def _power_laws(model: QuantizedModel) -> dict[str, dict[str, str]]:
-    """Names of the fake-quantize nodes after a softmax, a GELU or the like, by what they follow and by site."""
+    """Return the names of the fake-quantize nodes after a softmax, a GELU or the like, by activation and site."""
     found: dict[str, dict[str, str]] = {}
     for row in model.ledger:
         name = f"{row.site}.{'left' if row.role in ('qk', 'av') else 'input'}"
-        quantizer = model.program.quantizers.get(name)  # linears with one activation share that of the first
+        quantizer = model.program.quantizers.get(
+            name
+        )  # linears that share an activation share the first one's quantizer
         if row.source in ("softmax", *POWER_LAW_ACTIVATIONS) and quantizer is not None and quantizer.scale.numel() == 1:
             found.setdefault(row.source, {})[row.site] = name
     return found
 
 
 def site_panels(model: QuantizedModel) -> list[Panel]:
-    """The levels of every site after a softmax, a GELU or the like, for which no image is needed."""
+    """Return the levels of every site after a softmax, a GELU or a similar activation; no image is needed."""
     panels = []
     for source, sites in _power_laws(model).items():
         quantizers = {site: model.program.quantizers[name] for site, name in sites.items()}
@@ -92,9 +97,9 @@ def site_panels(model: QuantizedModel) -> list[Panel]:
 
 @torch.no_grad()
 def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
-    """The values that a quantized model's quantizers after softmax and GELU see, with their levels.
+    """Return the values that a quantized model's quantizers after softmax and GELU see, with their levels.
 
-    Sites are chosen as in `histogram_panels`.
+    The sites are chosen as in `histogram_panels`.
     """
     wanted = {}
     for source, sites in _power_laws(model).items():
@@ -119,15 +124,15 @@ def observed_panels(model: QuantizedModel, images: Tensor) -> list[Panel]:
 
 
 def histogram(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The number of values in each bar; values beyond the edges count in the first and last."""
+    """Count the values in each bar; values beyond the edges count in the first and the last bar."""
     return np.histogram(values.astype(np.float64).clip(edges[0], edges[-1]), edges)[0]
 
 
 def level_figure(panels: Sequence[Panel], title: str = "") -> "Figure":
-    """Levels as rows of ticks over a histogram of the values, on a linear axis and on a logarithmic one.
+    """Draw levels as rows of ticks over a histogram of the values, on a linear and on a logarithmic axis.
 
-    Without values, thresholds are drawn too, as dots. The number at the right of a row is the share of values that go
-    to its lowest level, which is zero or stands for it.
+    Without values, thresholds are drawn too, as dots. The number to the right of a row is the share of values that go
+    to its lowest level, which is zero or close to it.
     """
     heights = [
         height
@@ -187,7 +192,10 @@ def _draw_panel(
 
 
 def _draw_levels(axis: "Axes", panel: Panel, values: np.ndarray | None, logarithmic: bool, least: float) -> None:
-    """Draw one row of ticks per quantizer. On a logarithmic axis an arrowhead stands for levels below its end."""
+    """Draw one row of ticks per quantizer.
+
+    On a logarithmic axis, an arrowhead marks levels below its end.
+    """
     names, shares = list(panel.quantizers), []
     for number, quantizer in enumerate(panel.quantizers.values()):
         colour = COLOURS[0] if values is None else COLOURS[number % len(COLOURS)]

@@ -1,4 +1,4 @@
-"""What `tables.run` returns, as Markdown."""
+"""Format the result of `tables.run` as Markdown."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -10,7 +10,10 @@ from adalog.study.paper import bits_name, find_published
 
 
 def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
-    """A Markdown table for each table and model. result: what `tables.run` returns."""
+    """Return a Markdown table for each table and model.
+
+    result: the return value of `tables.run`.
+    """
     paragraphs = []
     for name, table in result["tables"].items():
         paragraphs.append(f"{heading}Table {name}: {table['title']}")
@@ -23,27 +26,31 @@ def markdown(result: Mapping[str, Any], heading: str = "## ") -> str:
         compared = any(row["published"] for row in rows)
         paragraphs += [text for text in (table["note"], compared and table["published_note"]) if text]
     seeds = 1 + max((seed for row in result["rows"] for seed in row["seeds"]), default=0)
-    draws = f"Mean ± standard deviation over {seeds} draws" if seeds > 1 else "One draw"
+    draws = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
     judged = ", ".join(f"{model} on {whole['images']:,} images" for model, whole in result["models"].items())
     machine = result["machine"]
     paragraphs.append(
-        f"{draws} of {result['calibration_images']} calibration images; {judged}. p: McNemar's exact test beside the "
-        "full-precision model, and beside adalog at the same bits; of several draws the median. CPU s: of the search, "
-        f"also where it was shared with another row. Run by {' and '.join(result['executors'])}. adalog "
+        f"{draws}, with {result['calibration_images']} calibration images; evaluated: {judged}. p is the p-value of "
+        "McNemar's exact test against the full-precision model, and against adalog at the same bits; with several "
+        "seeds, the median. CPU s is the CPU time of the search and the stages; a shared search counts in every row. "
+        f"Run by {' and '.join(result['executors'])}. adalog "
         f"{machine['adalog']}, torch {machine['torch']}, {machine['processor']}."
     )
     return "\n\n".join([*paragraphs, *unfinished(result)]) + "\n"
 
 
 def unfinished(result: Mapping[str, Any]) -> list[str]:
-    """What a result says of measurements that are still to be made; nothing of a whole one."""
+    """Return a note on measurements that are still missing; an empty list if the result is complete."""
     if result["finished"] == result["of"]:
         return []
     return [f"Unfinished: {result['finished']} of {result['of']} measurements."]
 
 
 def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The full-precision model, then the rows. Empty columns, such as those without published figures, are left out."""
+    """Format the full-precision model and the rows as a table.
+
+    Empty columns, such as columns without published figures, are left out.
+    """
     names, draws = table["columns"], max(len(row["seeds"]) for row in rows)
     lines = [{"bits": "W32/A32", names[0]: "full precision", **_figures(whole, table["cost"])}]
     for row in rows:
@@ -53,7 +60,7 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
             line["method"] = labelled(line["method"])
         line |= _figures(row, table["cost"])
         if len(row["seeds"]) < draws:
-            line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} draws)"
+            line["top-1 [%]"] += f" ({len(row['seeds'])} of {draws} seeds)"
         line["agreement [%]"] = _percent(row["agreement"])
         line["p, float"] = f"{median(row['p_float']):.2g}"
         line["p, adalog"] = f"{median(beside):.2g}" if beside else ""
@@ -68,7 +75,7 @@ def _markdown_table(table: Mapping[str, Any], whole: Mapping[str, Any], rows: Se
 
 
 def _figures(told: Mapping[str, Any], with_cost: bool) -> dict[str, str]:
-    """The cells of a row, or of the full-precision model: what was measured, and what is published."""
+    """Return the measured and the published cells of a row, or of the full-precision model."""
     others = told["published"]
     cells = {"top-1 [%]": _percent(told["top1"]), "published [%]": f"{others['top1']:.2f}" if "top1" in others else ""}
     if with_cost:

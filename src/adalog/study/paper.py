@@ -1,8 +1,8 @@
-"""The paper's Tables 1 to 5 and A to C, and our Table D: what their rows are, and what is published beside them.
+"""Rows of the paper's Tables 1 to 5 and A to C, and of our Table D, with the published figures to compare with.
 
-A table is a tuple of rows; a row is a configuration with the words that name it. Every published figure is in
-published.json, with its source and the number of images it was calibrated on. It stands beside the row that computes
-what the code behind the figure computes, which is the authors' released code and not our reading of the paper.
+A table is a tuple of rows; a row is a configuration with its name. Every published figure is in published.json, with
+its source and its number of calibration images. A figure is listed with the row that computes the same as the code
+behind the figure: the authors' released code, not our reading of the paper.
 """
 
 import json
@@ -17,19 +17,19 @@ from adalog.config import Config
 from adalog.methods import METHODS
 
 IMAGES = 32  # calibration images (Sec. 4.1)
-FITTED_IMAGES = 1024  # those that stages fit, as is usual where blocks are reconstructed
-_STEPS = f"{Reconstruction().iterations} steps of {Reconstruction().batch} images"  # those of a block
+FITTED_IMAGES = 1024  # images that stages fit, the usual number for block reconstruction
+_STEPS = f"{Reconstruction().iterations} steps of {Reconstruction().batch} images"  # per block
 _BITS = ("w4a4", "w3a3", "w6a6")
 # The methods of the published comparison come first, then all others.
 _COMPARED = ("adalog", "adalog-released", "repq-vit", "repq-vit-released", "ptq4vit", "ptq4vit-released", "apq-vit")
-# The names in published.json of the methods beside which figures stand.
+# The names in published.json of the methods that have published figures to compare with.
 _PUBLISHED = {
     "adalog-released": "adalog",
     "repq-vit-released": "repq-vit",
     "ptq4vit-released": "ptq4vit",
     "apq-vit": "apq-vit",
 }
-# 64 values of each of two hyperparameters, the same grid that the alternating search looks at.
+# 64 values of each of two hyperparameters, the same values that the alternating search uses.
 _BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), parents=8)
 
 
@@ -37,8 +37,9 @@ _BRUTE_FORCE = Search(strategy="brute-force", init=(8, 8), parents=8)
 class Row:
     """A row of a table.
 
-    names: its cells; method: its name in published.json, or "" if no published figure stands beside it; once: whether
-    it is measured with the first seed only.
+    names: the text of its cells.
+    method: its name in published.json, or "" without a published figure to compare with.
+    once: True if it is measured with the first seed only.
     """
 
     names: tuple[str, ...]
@@ -49,7 +50,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. columns: titles of the rows' names; cost: whether to show FixOPs and size; note: a remark below it."""
+    """A table of the paper.
+
+    columns: titles of the columns of `Row.names`. cost: whether to show FixOPs and size. note: a remark below the
+    table.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -63,8 +68,8 @@ def _config(bits: str, method: str = "adalog", **changes: Any) -> Config:
 
 
 def _methods() -> Iterator[Row]:
-    """Every method that takes no more images than the others."""
-    fair = [name for name in METHODS if Config.preset("w4a4", name).images_wanted <= IMAGES]
+    """Yield a row for every method that needs no more calibration images than the others."""
+    fair = [name for name in METHODS if Config.preset("w4a4", name).images_needed <= IMAGES]
     names = [*_COMPARED, *(name for name in fair if name not in _COMPARED)]
     return (_method(bits, name, name == "evol-q") for bits in _BITS for name in names)
 
@@ -73,15 +78,15 @@ def _method(bits: str, name: str, once: bool = False) -> Row:
     return Row((name,), _config(bits, name), _PUBLISHED.get(name, ""), once)
 
 
-# The released code differs from our search in more than FPCS. There, logarithms after softmax have the scale 1, codes
-# beyond the last one are zero, and log2 and log-sqrt2 after GELU take the scales found for AdaLog.
+# The released code differs from our search in more than FPCS: logarithmic quantizers after softmax have the scale 1,
+# codes beyond the last one mean zero, and log2 and log-sqrt2 after GELU use the scales found for AdaLog.
 _FRAMES = {"ours": "adalog", "released": "adalog-released"}
 _SEARCHES: dict[str, dict[str, AnySearch]] = {
     "ours": {"alternating": Search(strategy="alternating"), "FPCS": Search()},
     "released": {"alternating": ReleasedSearch(progressive=False), "FPCS": ReleasedSearch()},
 }
-# A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU alone. The paper says the
-# first, but at W4/A4 it prints the figures of the second, which are those of its Table B. The released code has no
+# A row without AdaLog can mean uniform quantizers after softmax and after GELU, or after GELU only. The paper says the
+# former, but its figures at W4/A4 equal those of its Table B, which are for the latter. The released code has no
 # uniform quantizer after softmax.
 _QUANTIZERS = {
     "ours": (("uniform", "uniform"), ("adalog", "uniform"), ("adalog", "adalog")),
@@ -105,7 +110,7 @@ def _searched(bits: str) -> Iterator[Row]:
 
 
 def _reconstructed(bits: str) -> Iterator[Row]:
-    """BRECQ without and with AdaLog, its weights alone, and the scales of activations as well (LSQ)."""
+    """Yield BRECQ with and without AdaLog: training the weights alone, and activation scales too (LSQ)."""
     for method, kind in (("brecq", "uniform"), ("brecq-adalog", "adalog")):
         whole = _config(bits, method)
         (stage,) = whole.stages
@@ -116,12 +121,15 @@ def _reconstructed(bits: str) -> Iterator[Row]:
 
 
 def _fitted(bits: str) -> Iterator[Row]:
-    """The search alone, every method with a stage that fits images, and `adalog+` reconstructed, on as many images."""
+    """Yield the search alone, each method whose stages fit images, and `adalog+` with reconstruction as well.
+
+    All stages fit the same number of images.
+    """
     yield Row(("adalog", "no"), _config(bits))
     for name in METHODS:
         config = _config(bits, name)
         if config.images_fitted:
-            stages = config.fitting(FITTED_IMAGES).stages
+            stages = config.with_fitted_images(FITTED_IMAGES).stages
             yield Row((name, _stages_name(stages)), replace(config, stages=stages))
             if name == "adalog+":
                 stages = (*stages, Reconstruction(images=FITTED_IMAGES))
@@ -129,7 +137,7 @@ def _fitted(bits: str) -> Iterator[Row]:
 
 
 def _stages_name(stages: Sequence[Stage]) -> str:
-    """The stages of a row, which fit images, in words, such as "correction and reconstruction"."""
+    """Return the stages of a row in words, such as "correction and reconstruction"."""
     kinds = {"block": "reconstruction", "model": "reconstruction end to end"}
     *first, last = (kinds[stage.scope] if isinstance(stage, Reconstruction) else "correction" for stage in stages)
     return f"{', '.join(first)} and {last}" if first else last
@@ -140,7 +148,7 @@ def _after_softmax() -> Iterator[Row]:
         for frame, method in _FRAMES.items():
             for kind in ("float",) if bits == "w4a4s32" else ("uniform", "log2", "log-sqrt2", "adalog"):
                 softmax = "adalog" if kind == "float" else kind
-                # The released code has no uniform quantizer here, so the published figures stand beside ours.
+                # The released code has no uniform quantizer here, so the published figures are listed with ours.
                 if (frame, kind) != ("released", "uniform"):
                     beside = kind if frame == "released" or kind == "uniform" else ""
                     yield Row((kind, frame), _config(bits, method, post_softmax=softmax), beside)
@@ -155,7 +163,7 @@ def _after_gelu() -> Iterator[Row]:
 
 
 def _detected() -> Iterator[Row]:
-    """Every method, first those of the published comparison."""
+    """Return a row for every method, the methods of the published comparison first."""
     names = [*_COMPARED, *(name for name in METHODS if name not in _COMPARED)]
     return (_method(bits, name) for bits in ("w4a4", "w6a6") for name in names)
 
@@ -163,7 +171,7 @@ def _detected() -> Iterator[Row]:
 TABLES = {
     "1": Table("Top-1 by method and bits", ("method",), tuple(_methods())),
     "2": Table(
-        "AdaLog and FPCS, off and on",
+        "Without and with AdaLog and FPCS",
         ("after softmax", "after GELU", "search"),
         tuple(row for bits in _BITS[:2] for row in _switches(bits, ("alternating", "FPCS"))),
     ),
@@ -172,19 +180,19 @@ TABLES = {
         ("method",),
         tuple(_method(bits, name) for bits in _BITS[:2] for name in _COMPARED[:4]),
         cost=True,
-        note="FixOPs of the products, of quantizing and of dequantizing. Logarithmic codes count as the paper's Eq. 10 "
-        "is printed, mantissas that are shifted, and not as the table of integers that runs.",
+        note="FixOPs count the products, quantizing and dequantizing. Logarithmic codes count by mantissas and shifts, "
+        "as the paper's Eq. 10 is printed, although adalog runs them through a table of integers.",
     ),
     "4": Table(
-        "AdaLog off and on, by search alone and with reconstruction",
+        "Without and with AdaLog, by search alone and with reconstruction",
         ("after softmax", "after GELU", "search", "reconstruction"),
         tuple(row for bits in _BITS[:2] for row in (*_searched(bits), *_reconstructed(bits))),
-        note=f"Reconstruction fits 1,024 images, and trains a block in {_STEPS}, where the published rows take 20,000 "
-        "of 32. BRECQ weights errors by squared gradients of the labels' loss, and here by those of the "
-        "distance to the float network's outputs, since no label is seen.",
+        note=f"Reconstruction fits 1,024 images and trains each block for {_STEPS}; the published rows use 20,000 "
+        "steps of 32 images. BRECQ weights errors by squared gradients of the labels' loss. Here the gradients are "
+        "those of the distance to the float network's outputs, since no labels are used.",
     ),
     "5": Table(
-        "Searches: what they find and what they take",
+        "Searches: accuracy and cost",
         ("search", "candidates of a pair", "complexity"),
         (
             Row(("alternating, ours", "64 + 64", "O(n)"), _config("w3a3", search=_SEARCHES["ours"]["alternating"])),
@@ -197,8 +205,8 @@ TABLES = {
             ),
             Row(("FPCS, released", "6 x 128", "O(pn)"), _config("w3a3", "adalog-released"), "FPCS"),
         ),
-        note="Our FPCS is that of `adalog`, whose steps score a sample of the rows; our other searches score all of "
-        "them. Our alternating search and brute force look at the same 64 values of either hyperparameter.",
+        note="Our FPCS is the search of `adalog`, whose steps score a sample of the rows; our other searches score all "
+        "rows. Our alternating search and brute force try the same 64 values of each hyperparameter.",
     ),
     "A": Table("Quantizers after softmax", ("after softmax", "search"), tuple(_after_softmax())),
     "B": Table("Quantizers after GELU", ("after GELU", "offset", "search"), tuple(_after_gelu())),
@@ -207,14 +215,14 @@ TABLES = {
         "Stages after the search, all on 1,024 images",
         ("method", "stages"),
         tuple(row for bits in ("w4a4", "w3a3", "w2a2") for row in _fitted(bits)),
-        note="This is no table of the paper. As published, `erq` fits 32 images and `qwt` 512, and what trains takes "
-        f"20,000 steps of 32 images a block, where a block takes {_STEPS} here.",
+        note="The paper does not have this table. As published, `erq` fits 32 images, `qwt` fits 512, and methods that "
+        f"train take 20,000 steps of 32 images per block; here a block takes {_STEPS}.",
     ),
 }
 
 
 def bits_name(config: Config) -> str:
-    """The bits as the paper writes them, such as W4/A4 or W4/A4/S3."""
+    """Return the bits as the paper writes them, such as W4/A4 or W4/A4/S3."""
     softmax = "" if config.softmax_bits == config.activation_bits else f"/S{config.softmax_bits}"
     return f"W{config.weight_bits}/A{config.activation_bits}{softmax}"
 
@@ -222,16 +230,16 @@ def bits_name(config: Config) -> str:
 def plan(
     names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
 ) -> dict[Config, Row]:
-    """The configurations of these tables in the order in which they are measured, each with a row that it belongs to.
+    """Return the configurations of these tables in the order of measurement, each with a row that it belongs to.
 
-    Each configuration appears once. Slow ones come last: the released search, stages, and rows with one seed. bits,
-    firsts: only rows of these bits, and with these first names; empty for all. Raises ValueError for a name that no
-    table has, and where no row is left.
+    Each configuration appears once. Slow ones come last: the released search, stages, and rows with one seed.
+    bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    Raises ValueError for an unknown table, and if no row is left.
     """
     found: dict[Config, Row] = {}
     for name in names:
         if name not in TABLES:
-            raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
+            raise ValueError(f"table {name!r} is not one of {', '.join(TABLES)}")
     rows = [row for name in names for row in TABLES[name].rows]
     for what, given, there in (
         ("bits", bits, dict.fromkeys(row.config.bits for row in rows)),
@@ -239,15 +247,15 @@ def plan(
     ):
         if rows and (odd := [name for name in given if name not in there]):
             raise ValueError(
-                f"no row of table {', '.join(names)} has the {what} {odd[0]!r}: there are {', '.join(there)}"
+                f"no row of table {', '.join(names)} has the {what} {odd[0]!r}: choose from {', '.join(there)}"
             )
     for row in rows:
         if (not bits or row.config.bits in bits) and (not firsts or row.names[0] in firsts):
             found.setdefault(replace(row.config, images=images), row)
     if not found and (bits or firsts):
         raise ValueError(
-            f"no row of table {', '.join(names)} has bits of {', '.join(bits) or 'any'} "
-            f"and a first name of {', '.join(firsts) or 'any'}"
+            f"no row of table {', '.join(names)} has both the bits {', '.join(bits) or 'any'} "
+            f"and the first name {', '.join(firsts) or 'any'}"
         )
 
     def slowness(each: tuple[Config, Row]) -> int:
@@ -259,16 +267,19 @@ def plan(
 def images_fitted(
     names: Sequence[str], images: int = IMAGES, bits: Sequence[str] = (), firsts: Sequence[str] = ()
 ) -> int:
-    """How many images the stages of these rows fit; 0 if none fits any. The arguments are those of `plan`."""
+    """Return the number of images that the stages of these rows fit; 0 if none fits any.
+
+    The arguments are those of `plan`.
+    """
     return max((config.images_fitted for config in plan(names, images, bits, firsts)), default=0)
 
 
-# --- what others have published --------------------------------------------------------------------------------------
+# --- published figures -----------------------------------------------------------------------------------------------
 
 
 @cache
 def published() -> dict[str, Any]:
-    """published.json: the timm name of each of the "models", the "figures", and "notes" on what a table leaves open.
+    """Return the content of published.json: the timm names of "models", the "figures", and "notes" on tables.
 
     A figure has a table, model, bits, method, measure ("top1" [%], "fixops", "megabytes", "gpu_minutes"), value, number
     of calibration images (0 if nothing was calibrated) and source.
@@ -278,9 +289,9 @@ def published() -> dict[str, Any]:
 
 
 def find_published(table: str, model: str, bits: str, method: str, images: int | None = None) -> dict[str, float]:
-    """Published figures of a row, by measure; with a number of images, only those that were calibrated on as many.
+    """Return the published figures of a row by measure, optionally only those with this number of calibration images.
 
-    model: as `zoo.load_model` takes it. What follows a dot in a timm name, the tag of the weights, is ignored.
+    model: a name for `zoo.load_model`; the tag of the weights, after a dot in a timm name, is ignored.
     """
     names = {name: short for short, name in published()["models"].items()}
     short = names.get(model.partition(".")[0])

@@ -1,4 +1,4 @@
-"""The curve of accuracy against size and operations: budgets between the narrowest and the widest operands."""
+"""Measure accuracy against size and operations, for budgets between the narrowest and the widest operands."""
 
 import json
 from collections.abc import Callable
@@ -34,11 +34,13 @@ BUDGETS = 10
 class Point:
     """One model of the curve.
 
-    chosen: whether its widths were chosen within a budget; else all operands have `width` bits, but for images, which
-    have those of the choices. width: for a chosen one, that of all operands which would take what its budget allows.
-    bops: of one image. loss: of the output on the images that judge without labels, by the sensitivity's measure.
-    agreement: share of these images with the same first answer, for a classifier. top1: share of labelled images,
-    where there are any.
+    chosen: True if its widths were chosen within a budget. Otherwise all operands have `width` bits, except images,
+    whose bits are those of the config.
+    width: for a chosen model, the width of all operands that would take the bytes of its budget.
+    bops: of one image.
+    loss: of the output on the evaluation images without labels, by the sensitivity's measure.
+    agreement: fraction of these images with the same top-1 prediction as the full-precision model, for a classifier.
+    top1: fraction of the labelled images that are classified correctly, if there are any.
     """
 
     chosen: bool
@@ -51,14 +53,17 @@ class Point:
 
 
 def _point_of(name: str, told: Any) -> Point | None:
-    """The point that `asdict` turned into `told`, through JSON; None for none. Raises TypeError for anything else."""
+    """Return the point that `told`, the JSON of `asdict`, describes; None for None.
+
+    Raises TypeError for anything else.
+    """
     if told is None:
         return None
     point = Point(**told)
     plain = (point.width, point.loss, *(each for each in (point.agreement, point.top1) if each is not None))
     good = type(point.chosen) is bool and all(type(each) is int for each in (point.bytes, point.bops))
     if not good or not all(type(each) in (int, float) for each in plain):
-        raise TypeError(f"the point {name!r} is odd")
+        raise TypeError(f"the point {name!r} has invalid values")
     return point
 
 
@@ -84,21 +89,24 @@ def curve(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> list[Point]:
-    """Models of one width for all, and models within `count` budgets between the narrowest and the widest of these.
+    """Return models with one width for all operands, and models within `count` budgets between those models.
 
-    model: the full-precision one. judged: images that judge without labels. labelled: images with their labels.
-    A budget that no widths meet has no point. partial: a file from which finished points are read, and to which new
-    ones are added. progress(done, total, name): counts models. ranks: those that share out the searches and the images
-    of each model, which has more to share than the models have, since models have most searches in common. Raises
-    DataError for the sensitivity of one width alone, for that of another model or method, and for several outputs.
+    A budget that no widths meet has no point.
+    model: the full-precision model.
+    judged: evaluation images without labels. labelled: evaluation images with their labels.
+    partial: a file from which finished points are read, and to which new ones are added.
+    progress(done, total, name): counts models.
+    ranks: the ranks that share the searches and the images of each model. They do not share whole models, since the
+    models have most searches in common.
+    Raises DataError if the sensitivity has only one width or is of another model or method, and for several outputs.
     """
     check_output(calibration.program)
     found.check(calibration, config)
     widths = sorted({row.bits for row in found.rows})
     if len(widths) < 2:
-        raise DataError(f"the sensitivity has rows of {widths[0]} bits alone: a curve takes two widths or more")
+        raise DataError(f"the sensitivity has only rows at {widths[0]} bits: measure two widths or more")
     judge = _Judge(found.measure, judged, predict(model, judged, jobs=jobs), labelled, jobs, ranks)
-    shares = np.linspace(0, 1, count + 1)[1:].tolist()  # at the narrowest width there is nothing to choose
+    shares = np.linspace(0, 1, count + 1)[1:].tolist()  # the narrowest width leaves no choice
     names = [*(f"{width} bits for all" for width in widths), *(f"budget {share}" for share in shares)]
     lines = None
     if partial is not None:
@@ -122,12 +130,12 @@ def curve(
         assert low is not None
         assert high is not None
         width = low.width + share * (high.width - low.width)
-        part = (width**2 - low.width**2) / (high.width**2 - low.width**2)  # BOPs grow with both operands' widths
+        part = (width**2 - low.width**2) / (high.width**2 - low.width**2)  # BOPs grow with the square of the width
         limits = low.bytes + share * (high.bytes - low.bytes), low.bops + part * (high.bops - low.bops)
         budget = Budget(int(limits[0]) + 1024, limits[1] + 1)
         try:
             chosen = quantize_within(calibration, config, found, budget, notes=notes, jobs=jobs, ranks=ranks)
-        except DataError:  # close to the narrowest width the file's own header may not leave room for a choice
+        except DataError:  # close to the narrowest width, the file's own header may leave no choice
             return None
         return judge.point(chosen.model, True, width, chosen.bytes, chosen.bops)
 
@@ -144,14 +152,16 @@ def curve(
 
 
 def check_output(program: Program) -> None:
-    """Raise DataError for a model of several outputs, since a point has one loss."""
+    """Raise DataError for a model with several outputs, since a point has one loss."""
     count = len({*refs_of(program.output)})
     if count > 1:
-        raise DataError(f"the model has {count} outputs, and a curve judges one: give a model that puts out that alone")
+        raise DataError(
+            f"the model has {count} outputs, but a curve needs a single one: give a model that returns only that output"
+        )
 
 
 def _told(prepared: Prepared, labels: Tensor) -> str:
-    """A fingerprint of labelled images; files count by their paths."""
+    """Return a fingerprint of labelled images; files count by their paths."""
     images, tensors = prepared.images, [("labels", labels)]
     if isinstance(images, Tensor):
         return fingerprint(len(images), [*tensors, ("images", images)])
@@ -160,7 +170,10 @@ def _told(prepared: Prepared, labels: Tensor) -> str:
 
 @dataclass(frozen=True)
 class _Judge:
-    """What judges the models of a curve. expected: what the full-precision one says about the images `judged`."""
+    """Evaluates the models of a curve.
+
+    expected: the outputs of the full-precision model on the images `judged`.
+    """
 
     measure: Measure
     judged: Tensor
@@ -170,7 +183,7 @@ class _Judge:
     ranks: Ranks
 
     def point(self, quantized: QuantizedModel, chosen: bool, width: float, size: int, bops: int) -> Point:
-        """The point of a model; ranks share out its images."""
+        """Evaluate a model and return its point; ranks share its images."""
         runs, _, at_once = quickest(quantized, self.jobs)
 
         def alike(numbers: range) -> tuple[float, float, int]:
@@ -195,7 +208,7 @@ class _Judge:
 
 
 def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
-    """Loss, and top-1 where it is known, against the bytes and the BOPs of the models."""
+    """Draw the loss, and top-1 if known, against the bytes and the BOPs of the models."""
     rows = [("loss", "KL divergence [nats]" if measure == "kl" else measure)]
     if all(each.top1 is not None for each in points):
         rows.append(("top1", "top-1 [%]"))
@@ -204,7 +217,7 @@ def pareto_figure(points: list[Point], measure: str, name: str) -> "Figure":
     kinds = [(False, "one width for all", "s--", COLOURS[1]), (True, "widths chosen within a budget", "o-", COLOURS[0])]
     for line, (what, label) in zip(axes, rows, strict=True):
         for axis, (field, unit, scale) in zip(
-            line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs of an image [G]", 1e9)), strict=True
+            line, (("bytes", "file [MB]", 1e6), ("bops", "BOPs per image [G]", 1e9)), strict=True
         ):
             for chosen, kind, style, colour in kinds:
                 mine = sorted((each for each in points if each.chosen == chosen), key=lambda each: each.bytes)

@@ -1,7 +1,7 @@
-"""What each operand costs in accuracy at each width, alone, and in bytes and operations: what a budget is spent by.
+"""Measure the loss of the model's output with one operand alone quantized, at each width.
 
-One operand of sites that move together is quantized, all else stays float, and the model's output is compared with the
-float one on images that did not calibrate. On the bundled model the sum of these losses foretells that of a mix (docs).
+One kind of operand of a unit is quantized, everything else stays float, and the output is compared with the float one
+on held-out images. The sum of these losses predicts the loss of a mix of widths, which a budget uses.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ from adalog.stored import is_whole
 from adalog.study.cost import cost
 from adalog.study.evaluate import divergence
 
-WIDTHS = (2, 3, 4, 6, 8)  # bits at which operands are tried unless others are named
-JUDGED = 128  # images that judge unless another number is named
-_BATCH = 32  # images that run together
-_MOST = 2**53  # no count is as large
-_WAY_OUT = "measure this one with `adalog sensitivity`"
+WIDTHS = (2, 3, 4, 6, 8)  # default widths [bits]
+JUDGED = 128  # default number of evaluation images
+_BATCH = 32  # images per batch
+_MOST = 2**53  # upper limit of any count
+_WAY_OUT = "measure this model with `adalog sensitivity`"
 Measure = Literal["kl", "relative squared error"]
 
 
@@ -58,7 +58,7 @@ class UnitSite:
 
 @dataclass(frozen=True)
 class Unit:
-    """Sites whose bits move together, since they share an activation or a folded norm."""
+    """Sites whose bits change together, since they share an activation or a folded norm."""
 
     sites: tuple[UnitSite, ...]
 
@@ -74,10 +74,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of operand of a unit, alone at so many bits.
+    """One kind of operand of a unit, quantized alone at some width.
 
-    loss: of the model's output, by the measure. widths: for each site of the unit, the bits of the integers by which
-    this operand is multiplied (a logarithmic one has a table); 0 where the site has no such operand.
+    loss: loss of the model's output, by the measure. widths: per site of the unit, the bits of this operand's integers
+    in the product (a logarithmic operand has a table of integers); 0 if the site does not have the operand.
     """
 
     unit: str
@@ -89,11 +89,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The rows of a model with what its units cost.
+    """The rows of a model, with the cost of its units.
 
-    measure: "kl" is the mean over images of KL(float || quantized) [nats], of a classifier; "relative squared error" is
-    that of features, or of several outputs, as the mean over these. images: how many judged. tensors: a digest of the
-    full-precision model's. choices: those that the rows depend on, as JSON, by name (see `_choices`).
+    measure: "kl" is the mean over images of KL(float || quantized) [nats], for a classifier; "relative squared error"
+    is for features or for several outputs, as the mean over the outputs.
+    images: number of evaluation images. tensors: a digest of the full-precision model's tensors. choices: the settings
+    that the rows depend on, as JSON (see `_choices`).
     """
 
     measure: Measure
@@ -104,7 +105,7 @@ class Sensitivity:
     choices: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON; each row also names the sites of its unit."""
+        """Return everything as JSON; each row also names the sites of its unit."""
         names = {unit.name: [site.site for site in unit.sites] for unit in self.units}
         return {
             "measure": self.measure,
@@ -117,13 +118,10 @@ class Sensitivity:
 
     @staticmethod
     def from_json(told: Any) -> "Sensitivity":
-        """What `to_json` wrote. Raises DataError for anything else."""
+        """Inverse of `to_json`. Raises DataError for anything else."""
         with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
             rows = tuple(map(_row, told["rows"]))
-            if not {"tensors", "choices"} & told.keys():
-                why = "it does not say of which weights and choices it is, since an earlier version made it"
-                raise DataError(f"{why}: measure again with `adalog sensitivity`")
             found = Sensitivity(told["measure"], told["images"], units, rows, told["tensors"], told["choices"])
             for holds, what in _conditions(found):
                 if not holds:
@@ -131,28 +129,28 @@ class Sensitivity:
             return found
 
     def check(self, calibration: Calibration, config: Config) -> None:
-        """Raise DataError unless these are the rows of this model under these choices.
+        """Raise DataError unless these are the rows of this model under this config.
 
-        Bits, pins, stages and the number of images that calibrate may be others.
+        Bits, pins, stages and the number of calibration images may differ.
         """
         own = _digest(calibration.program)
         if self.tensors != own:
-            told = f"whose tensors have the digest {self.tensors[:16]}, this one's have {own[:16]}"
+            told = f"whose tensors have the digest {self.tensors[:16]} instead of {own[:16]}"
             raise DataError(f"the sensitivity is of another model, {told}: {_WAY_OUT}")
         self.check_choices(config)
 
     def check_choices(self, config: Config) -> None:
-        """Raise DataError unless the rows are of these choices, as `check` says."""
+        """Raise DataError unless the rows are valid under this config, as `check` says."""
         mine = _choices(config)
         odd = next((name for name in (*mine, *self.choices) if self.choices.get(name) != mine.get(name)), None)
         if odd is not None:
             name, given, wanted = (json.dumps(each)[:80] for each in (odd, self.choices.get(odd), mine.get(odd)))
-            told = f"in which {name} is {given}, here it is {wanted}"
+            told = f"in which {name} is {given} instead of {wanted}"
             raise DataError(f"the sensitivity is of another method, {told}: {_WAY_OUT}")
 
 
 def _digest(program: Program) -> str:
-    """A digest of the tensors of a program, by name, on whichever device they are."""
+    """Return a digest of the tensors of a program, by name; it does not depend on their device."""
     content = hashlib.sha256()
     for name, value in sorted(program.tensors.items()):
         content.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -161,39 +159,39 @@ def _digest(program: Program) -> str:
 
 
 def _choices(config: Config) -> dict[str, Any]:
-    """The choices on which rows depend, as JSON; those of the search have "search." before their names."""
+    """Return the settings that rows depend on, as JSON; settings of the search have the prefix "search."."""
     told = json.loads(replace(config, pinned=(), stages=()).to_json())
-    free = {"images", "keep", "refine", *(f"{kind}_bits" for kind in get_args(OperandKind))}
+    free = {"images", "pinned", "stages", *(f"{kind}_bits" for kind in get_args(OperandKind))}
     search = {f"search.{name}": value for name, value in told.pop("search").items()}
     return {name: value for name, value in told.items() if name not in free} | search
 
 
 def _conditions(found: Sensitivity) -> Iterator[tuple[bool, str]]:
-    """What holds of the figures of a model, and what is wrong where it does not."""
+    """Yield each condition on the values of a model, with the message for the case that it does not hold."""
     units = {unit.name: unit for unit in found.units if unit.sites}
     sites = [site for unit in found.units for site in unit.sites]
-    yield found.measure in get_args(Measure), f"the measure is none of {', '.join(get_args(Measure))}"
-    yield is_whole(found.images, 1, _MOST), "the number of images is none"
+    yield found.measure in get_args(Measure), f"the measure is not one of {', '.join(get_args(Measure))}"
+    yield is_whole(found.images, 1, _MOST), "the number of images is not a positive whole number"
     named = isinstance(found.tensors, str) and re.fullmatch("[0-9a-f]{64}", found.tensors)
-    yield bool(named), "the digest of the tensors is none"
-    yield isinstance(found.choices, dict), "the choices are none"
+    yield bool(named), "the digest of the tensors is not 64 hexadecimal digits"
+    yield isinstance(found.choices, dict), "the choices are not an object"
     yield bool(found.rows), "it has no rows"
-    yield len(units) == len(found.units), "a unit has no sites, or another one's name"
-    yield all(isinstance(site.site, str) for site in sites), "the name of a site is no text"
+    yield len(units) == len(found.units), "a unit has no sites, or two units have the same name"
+    yield all(isinstance(site.site, str) for site in sites), "the name of a site is not text"
     yield (
         all(is_whole(site.macs, 0, _MOST) and is_whole(site.weights, 0, _MOST) for site in sites),
-        "a count of a site is none",
+        "a count of a site is not a whole number",
     )
     kinds = {kind for site in sites for kind in (site.left, site.right)}
-    yield kinds <= set(get_args(OperandKind)), f"an operand is none of {', '.join(get_args(OperandKind))}"
+    yield kinds <= set(get_args(OperandKind)), f"an operand is not one of {', '.join(get_args(OperandKind))}"
     for row in found.rows:
-        yield row.unit in units and _is_row_of(row, units[row.unit]), f"a row of {row.unit} is odd"
+        yield row.unit in units and _is_row_of(row, units[row.unit]), f"a row of {row.unit} has invalid values"
     keys = {(row.unit, row.operand, row.bits) for row in found.rows}
     yield len(keys) == len(found.rows), "an operand has two losses at one width"
 
 
 def _is_row_of(row: Row, unit: Unit) -> bool:
-    """Whether the figures of a row are such as a unit may have; noise may make a loss a little negative."""
+    """Return True if a unit can have this row; rounding noise may make a loss slightly negative."""
     good = row.operand in unit.operands and is_whole(row.bits, 2, 8) and -1e-3 <= row.loss <= _MOST
     return good and len(row.widths) == len(unit.sites) and all(is_whole(each, 0, FLOAT_BITS) for each in row.widths)
 
@@ -212,14 +210,15 @@ def sensitivity(
     progress: Progress | None = None,
     ranks: Ranks = ALONE,
 ) -> Sensitivity:
-    """The loss of every operand alone at every width, by the search of these choices, without its stages.
+    """Return the loss of every operand alone at every width, by the search of this config without its stages.
 
-    judged: the model's inputs, (N, ...) each, of images that did not calibrate: on those that did losses look smaller.
-    Sites that are pinned are left out. measure: by default "kl" where a linear makes the only output. memory: bytes for
-    the values from which forwards start. partial: a file from which finished rows are read, and to which new ones are
-    added; files beside it, with .2 to .8 behind its name, hold the searches of that width. progress(done, total, name):
-    counts searches and rows. ranks: those that share out both. Raises ValueError for widths that no operand can have,
-    and for "kl" of other outputs.
+    Pinned sites are left out.
+    judged: the model's inputs, (N, ...) each, of held-out images; on calibration images losses would look smaller.
+    measure: by default the result of `measure_of`. memory: bytes for the values that forwards start from.
+    partial: a file from which finished rows are read, and to which new ones are added. Files next to it, with .2 to .8
+    after its name, hold the searches of that width.
+    progress(done, total, name): counts searches and rows. ranks: the ranks that share both.
+    Raises ValueError for widths other than 2 to 8 bits, and for "kl" if the outputs are not logits.
     """
     widths = sorted(set(widths))
     if not widths or not all(is_whole(width, 2, 8) for width in widths):
@@ -271,7 +270,7 @@ def sensitivity(
 
 
 def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[float, float]:
-    """The numerator and the denominator of the loss of an output on some images; both add up over images."""
+    """Return the numerator and the denominator of an output's loss on some images; both add up over images."""
     if measure == "kl":
         return divergence(expected, output) * len(output), float(len(output))
     error = expected.double() - output
@@ -279,14 +278,14 @@ def loss_terms(measure: Measure, expected: Tensor, output: Tensor) -> tuple[floa
 
 
 def loss_of(error: float, power: float) -> float:
-    """The loss that the sums of both terms over all images give."""
+    """Return the loss from the sums of both terms over all images."""
     return error / power if power else float(error > 0)
 
 
 def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
-    """What the output of a model is judged by: "kl" where a linear makes the only one, of several classes an image.
+    """Return the measure for a model: "kl" if a linear makes its only output, with several classes per image.
 
-    shapes: every value of the program without data.
+    shapes: every value of the program, without data.
     """
     makers = {node.name: node for node in program.nodes}
     outputs = set(refs_of(program.output))
@@ -297,17 +296,17 @@ def measure_of(program: Program, shapes: Mapping[str, Any]) -> Measure:
 
 
 def units_of(calibration: Calibration, config: Config, images: Sequence[Tensor]) -> dict[str, Unit]:
-    """The units of a model by name, without those whose bits are pinned. images: of each input, for their sizes."""
+    """Return the units of a model by name, without pinned ones; MACs are counted for images of the size of `images`."""
     macs = {row.name: row.count for row in cost(calibration.program, images).products}
     groups = _groups(calibration.groups, config)
     return {name: _unit(calibration.program, members, macs) for name, members in groups.items()}
 
 
 def _groups(groups: Sequence[SiteGroup], config: Config) -> dict[str, list[SiteGroup]]:
-    """The groups of each unit, by its name, without those whose bits are pinned."""
+    """Return the groups of each unit by its name, without units whose bits are pinned."""
     units: dict[tuple[str, ...], list[SiteGroup]] = {}
     for group in groups:
-        if config.at(together(group)) is config:
+        if config.for_sites(together(group)) is config:
             units.setdefault(together(group), []).append(group)
     return {members[0].name: members for members in units.values()}
 
@@ -322,7 +321,7 @@ def _unit(program: Program, groups: Sequence[SiteGroup], macs: Mapping[str, int]
 
 
 def at_width(config: Config, width: int) -> Config:
-    """The choices with all operands at one width, but for those that the method leaves float, and without stages."""
+    """Return the config with all operands at one width, except those that the method leaves float, without stages."""
     fields = [f"{kind}_bits" for kind in get_args(OperandKind)]
     widths: dict[str, Any] = {name: width for name in fields if getattr(config, name) != FLOAT_BITS}
     return replace(config, **widths, stages=())
@@ -335,7 +334,7 @@ def _alone(
     kind: OperandKind,
     choices: Config,
 ) -> Assigned:
-    """The assignments of a unit with one kind of operand quantized; empty where the choices leave it float."""
+    """Return the assignments of a unit with one kind of operand quantized; empty if the config leaves it float."""
     assigned = []
     for group in groups:
         assignment, (left, right) = found[group.name], _kinds(group)
@@ -352,10 +351,10 @@ def _alone(
 
 
 def _rescaled(product: Product, alone: Assignment) -> Assignment:
-    """The assignment of one operand alone, with the scales of the weight that it would have then.
+    """Return the assignment of one operand alone, with the weight's scales refitted to that case.
 
-    A search refits them to the quantized activation, whose errors they partly take back. So a weight alone has the
-    scales that fit the exact activation, and an activation alone is judged with a weight of 8 bits that fits it.
+    A search fits the scales to the quantized activation, which hides some of its error. A weight alone gets scales that
+    fit the exact activation; an activation alone is evaluated with an 8-bit weight that fits it.
     """
     if isinstance(alone.right, QuantizedTensor):
         return replace(alone, right=product.rescaled(None, alone.right))
@@ -367,7 +366,7 @@ def _rescaled(product: Product, alone: Assignment) -> Assignment:
 
 
 def _widths(groups: Sequence[SiteGroup], found: Mapping[str, Assignment], kind: OperandKind) -> tuple[int, ...]:
-    """For each site of a unit, the bits by which this kind of operand is multiplied; 0 where it has none."""
+    """Return the bits of this operand's integers in the product of each site; 0 for a site without the operand."""
     widths = []
     for group in groups:
         left, right = _kinds(group)
@@ -394,7 +393,7 @@ def _row_of(lines: Lines, name: str, units: Mapping[str, Unit]) -> Row:
         told = lines.found[name]
         row = _row(told)
         if _key(row.unit, row.operand, row.bits) != name or not _is_row_of(row, units[row.unit]):
-            raise ValueError(f"the row {name!r} is odd")
+            raise ValueError(f"the row {name!r} has invalid values")
         return row
 
 
@@ -406,7 +405,7 @@ _ROWS: Coded[Row] = Coded(lambda row: json.dumps(asdict(row)).encode(), lambda _
 
 
 class _Judge:
-    """The float model's values on the images that judge, from which forwards of changed models start."""
+    """Evaluates changed models, starting from the float model's values on the evaluation images."""
 
     def __init__(self, program: Program, judged: Sequence[Tensor], measure: Measure | None, memory: int):
         self.program, self._memory = program, memory
@@ -416,19 +415,18 @@ class _Judge:
         self.measure = measure or measure_of(program, self._shapes)
         self._outputs = [name for name in dict.fromkeys(refs_of(program.output)) if _is_float(self._shapes.get(name))]
         if not self._outputs:
-            raise DataError("no output of the model is of floats, so no loss can be measured: give a model of logits")
+            raise DataError("the model has no float output to measure a loss of: give a model that returns logits")
         shapes = [tuple(self._shapes[name].shape) for name in self._outputs]
         if self.measure == "kl" and (len(shapes) != 1 or len(shapes[0]) != 2):
-            raise ValueError(f"the KL divergence is of logits (images, classes), the outputs are {shapes}")
+            raise ValueError(f"the KL divergence needs logits (images, classes), but the outputs are {shapes}")
         self._original = {id(node) for node in program.nodes}
 
     def losses(
         self, changed: Mapping[str, Assigned], jobs: int, finished: Callable[[str, float, bool], None], ranks: Ranks
     ) -> None:
-        """Find the loss of the model with each of these assignments alone.
+        """Compute the loss of the model with each of these assignments alone; call `finished` as `Ranks.shared` does.
 
-        Values from which several of them start are computed once, for as many of them as the memory holds. finished:
-        called as by `Ranks.shared`.
+        Values that several of them start from are computed once, for as many of them as fit in memory.
         """
         waiting: dict[str, tuple[Program, list[str]]] = {}
         held: dict[str, int] = {}
@@ -444,7 +442,7 @@ class _Judge:
         self._judge(waiting, held, jobs, finished, ranks)
 
     def _starts(self, program: Program) -> list[str]:
-        """The values that the operations from the first changed one on read, without sizes, inputs and tensors."""
+        """Return the values that operations from the first changed one on read, except sizes, inputs and tensors."""
         first = next(index for index, node in enumerate(program.nodes) if id(node) not in self._original)
         made = {*program.tensors, *program.inputs, *(node.name for node in program.nodes[first:])}
         read = (name for node in program.nodes[first:] for name in node.refs())
@@ -465,7 +463,7 @@ class _Judge:
         batches = self._batches.split(self._batches.images, _BATCH)
         known = [each | self._batches.run(each, names) for each in batches]
 
-        @torch.no_grad()  # a setting of each thread
+        @torch.no_grad()  # the setting holds for one thread
         def loss(key: str) -> float:
             program, starts = waiting[key]
             wanted = (*self._batches.images, *starts)
@@ -478,7 +476,7 @@ class _Judge:
                     power[index] += more[1]
             found = sum(map(loss_of, error, power)) / len(error)
             if not math.isfinite(found):
-                raise DataError(f"{key} bits: the loss is {found}; look for images that give infinite outputs")
+                raise DataError(f"{key} bits: the loss is {found}; check for images with infinite outputs")
             return found
 
         ranks.shared(list(waiting), loss, threads=jobs, finished=finished)
@@ -489,7 +487,7 @@ def _is_float(value: Any) -> bool:
 
 
 def read(path: Path) -> Sensitivity:
-    """What a file of `adalog sensitivity` holds. Raises DataError where it cannot be read or holds something else."""
+    """Read a file of `adalog sensitivity`. Raises DataError if it cannot be read or holds something else."""
     with refusal(f"{path} cannot be read", "make it with `adalog sensitivity`"):
         content = path.read_bytes()
     with refusal(f"{path} is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):

@@ -1,7 +1,7 @@
-"""The paper's tables, measured on models and images of one's own.
+"""Measure the paper's tables on your own models and images.
 
-`run` measures each configuration of `paper.TABLES` once for each model and seed, whichever tables have it, and keeps
-finished rows in files; `markdown.markdown` turns what it returns into text.
+`run` measures each configuration of `paper.TABLES` once per model and seed, even if several tables have it, and keeps
+finished rows in files. `markdown.markdown` turns its result into text.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from adalog._quantize import sample_images
 from adalog.calibration.calibration import Calibration
 from adalog.calibration.partial import raw_bytes
 from adalog.config import Config
@@ -27,7 +28,6 @@ from adalog.inputs import demo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.inputs.zoo import LoadedModel
 from adalog.model import quickest
-from adalog.quantize import sample_images
 from adalog.ranks import ALONE, Ranks
 from adalog.study import paper
 from adalog.study.cost import cost
@@ -40,10 +40,10 @@ Progress = Callable[[int, int, str, dict[str, Any]], None]
 
 
 def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """The result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
+    """Return the result of `make`, read from the file `path` if it holds one for this key, else computed and stored.
 
-    The result is JSON. The sources of the package and torch's version belong to every key, so that no result outlives
-    the code that made it. Raises DataError for a file that holds no such result.
+    The result is JSON. The source code of the package and the version of torch are part of every key, so that a result
+    is never used with other code. Raises DataError for a file that does not hold such a result.
     """
     value = read_kept(path, key)
     if value is None:
@@ -54,27 +54,31 @@ def kept(path: Path | None, key: dict[str, Any], make: Callable[[], Any]) -> Any
 
 
 def _whole(key: dict[str, Any]) -> dict[str, Any]:
-    """The key with what else decides a result."""
+    """Return the key together with everything else that determines a result."""
     return {**key, "source": source_hash(), "torch": torch.__version__}
 
 
 def read_kept(path: Path | None, key: dict[str, Any]) -> Any:
-    """What `kept` finds in the file; None where it has to be made."""
+    """Return the result that `kept` finds in the file; None if it has to be computed."""
     if path is None or not path.exists():
         return None
     try:
         found = json.loads(path.read_text())
         return found["value"] if found["key"] == _whole(key) else None
     except (ValueError, LookupError, TypeError) as cause:
-        raise DataError(f"{path} holds no finished row ({cause}): remove it, or name another folder") from cause
+        raise DataError(
+            f"{path} does not hold a finished row ({cause}): remove it, or choose another folder"
+        ) from cause
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model with the pool of images that calibrate it and the images that judge it.
+    """A model with its calibration images and its evaluation images.
 
-    Images are normalised tensors, or files. labels: (N,), of the images that judge. more: the pool of images that
-    stages may fit; None for the pool that calibrates.
+    Images are normalised tensors or files.
+    pool: the images to choose calibration images from.
+    judged: the evaluation images. labels: (N,), their labels.
+    more: the images to choose from for stages; None for the calibration pool.
     """
 
     model: LoadedModel
@@ -85,41 +89,40 @@ class Bench:
 
     @staticmethod
     def of(model: LoadedModel, data: Path | None, images: int, fitted: int = 0) -> "Bench":
-        """The bundled model with the bundled images, another one with the folders train and val of `data`.
+        """Return the bundled model with its images, or another model with the folders train and val of `data`.
 
-        Raises DataError if these do not exist, have fewer than `images` images to calibrate with or `fitted` ones for
-        stages, or no labels.
+        Raises DataError if the folders do not exist, have fewer than `images` images for calibration or `fitted` images
+        for stages, or have no labels.
         """
         if model.name == "demo":
             bench = Bench(model, demo.calibration_images(), *demo.test_images(), demo.unlabelled_images())
         else:
             if data is None:
-                raise DataError(f"{model.name} brings no images: give --data DIR with folders train and val")
+                raise DataError(f"{model.name} has no images of its own: give --data DIR with folders train and val")
             for name in ("train", "val"):
                 if not (data / name).is_dir():
-                    raise DataError(f"{data} has no folder {name}: give one with train to calibrate, val to judge by")
+                    raise DataError(f"{data} has no folder {name}: give a folder with train and val")
             judged = find_images(data / "val")
             if judged.labels is None:
                 raise DataError(
-                    f"{data / 'val'} has no labels to judge by: make one subfolder per class, or add a CSV file of "
-                    "file,label"
+                    f"{data / 'val'} has no labels: make one subfolder per class, or add a CSV file of file,label"
                 )
             bench = Bench(model, find_images(data / "train"), judged, torch.tensor(judged.labels))
         if images > len(bench.pool):
             raise DataError(
-                f"{model.name} has {len(bench.pool)} images to calibrate with, --images {images} are wanted: give more "
-                "images, or want fewer"
+                f"{model.name} has only {len(bench.pool)} calibration images, but --images is {images}: give more "
+                "images, or a smaller number"
             )
         pool = bench.pool if bench.more is None else bench.more
         if fitted > len(pool):
             raise DataError(
-                f"{model.name} has {len(pool)} images to fit, rows of these tables want {fitted}: give more images, or "
-                "choose rows without reconstruction by --rows"
+                f"{model.name} has only {len(pool)} images for stages, but rows of these tables need {fitted}: give "
+                "more images, or choose rows without reconstruction with --rows"
             )
         return bench
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the model, including the file of its code, and its images; image files count by name."""
+        """Return the values that identify the model, with the file of its code, and its images; files count by name."""
         weights, images = hashlib.sha256(), hashlib.sha256(raw_bytes(self.labels))
         code = Path(self.model.name.rpartition(":")[0])
         if code.suffix == ".py" and code.is_file():
@@ -140,11 +143,11 @@ class Bench:
         }
 
     def sample(self, count: int, seed: int, jobs: int) -> Tensor:
-        """`count` calibration images, normalised."""
+        """Return `count` calibration images, normalised."""
         return self._drawn(self.pool, count, seed, jobs)
 
     def unlabelled(self, count: int, seed: int, jobs: int) -> Tensor:
-        """`count` images for the stages that fit some, normalised."""
+        """Return `count` images for the stages that fit images, normalised."""
         return self._drawn(self.pool if self.more is None else self.more, count, seed, jobs)
 
     def _drawn(self, pool: Tensor | ImageSet, count: int, seed: int, jobs: int) -> Tensor:
@@ -155,7 +158,10 @@ class Bench:
         return pool.sample(count, seed).load(self.model.prepared, jobs=jobs)
 
     def classes(self, network: nn.Module, jobs: int, device: torch.device, ranks: Ranks = ALONE) -> Tensor:
-        """The class that a network gives to each image, (N,). ranks: those that share out the images."""
+        """Return the class that a network predicts for each evaluation image, (N,).
+
+        ranks: the ranks that share the images.
+        """
         images = Prepared(self.judged, self.model.preprocessing)
 
         def told(numbers: range) -> list[int]:
@@ -198,12 +204,13 @@ def run(
 ) -> dict[str, Any]:
     """Measure these tables and return them as JSON.
 
-    seeds: number of draws of `images` calibration images; all rows are measured with one seed before the next. bits,
-    firsts: only rows of these bits, and with these first names; empty for all. jobs:
-    sites searched, and batches run, at a time. work: folder of finished rows, which are not measured again.
-    progress(done, total, what, result) is called after each row, with the result of all that is finished by then.
-    ranks: those that share out the rows; each measures whole rows, and `work` is a folder that all of them see.
-    Raises ValueError for a name that no table has.
+    seeds: number of random subsets of `images` calibration images. All rows are measured with one seed before the next.
+    bits, firsts: keep only rows with these bits, and with these first names; empty for all.
+    jobs: number of sites searched, and of batches run, at a time.
+    work: a folder of finished rows, which are not measured again.
+    progress(done, total, what, result): called after each row with the result of all rows finished by then.
+    ranks: the ranks that share the rows. Each rank measures whole rows, and all of them must see the folder `work`.
+    Raises ValueError for an unknown table.
     """
     planned, place = plan(names, images, bits, firsts), device or torch.device("cpu")
     fitted = images_fitted(names, images, bits, firsts)
@@ -232,7 +239,7 @@ def _run_bench(
     progress: Progress | None,
     ranks: Ranks,
 ) -> None:
-    """Measure the runs of one model, and add them to the result of all."""
+    """Measure the runs of one model, and add them to the result."""
     name, before = rows.bench.model.name, list(result["rows"])
     records: dict[Config, dict[int, dict[str, Any]]] = {}
     whole = rows.full_precision(ranks)
@@ -255,24 +262,24 @@ def _run_bench(
 
 
 def short_name(config: Config, seed: int) -> str:
-    """A name for one row and one seed."""
+    """Return a name for one row and one seed."""
     return f"{config.bits}-{hashlib.sha256(config.to_json().encode()).hexdigest()[:8]}-{seed}"
 
 
 def file_name(model: str) -> str:
-    """The name of a model with what a file's name has."""
+    """Return the name of a model with only characters that a file name may have."""
     return "".join(letter if letter.isalnum() else "-" for letter in model)
 
 
 def _described(name: str) -> dict[str, Any]:
-    """A table's title, columns and notes."""
+    """Return a table's title, columns and notes."""
     table = paper.TABLES[name]
     notes = {"note": table.note, "published_note": published()["notes"].get(name, "")}
     return {"title": table.title, "columns": list(table.columns), "cost": table.cost, **notes}
 
 
 class _Measured:
-    """The measurements of one model; those that are finished are kept in the folder `work`, if there is one."""
+    """The measurements of one model; the folder `work`, if given, keeps the finished ones."""
 
     def __init__(self, bench: Bench, images: int, fitted: int, jobs: int, device: torch.device, work: Path | None):
         self.bench, self._images, self._fitted, self._jobs, self._device = bench, images, fitted, jobs, device
@@ -282,16 +289,22 @@ class _Measured:
         bench.model.module.to(device)
 
     def full_precision(self, ranks: Ranks) -> dict[str, Any]:
-        """How the model answers as it is. Ranks share out the images, unless the first one has kept the result."""
+        """Evaluate the full-precision model.
+
+        Ranks share the images, unless the first rank has a finished result.
+        """
         found: dict[str, Any] | None = ranks.by_first(lambda: read_kept(self._path("fp32"), self._key))
         if found is None:
-            self._calibration(0)  # each rank needs it, and makes it before it waits for others
+            self._calibration(0)  # each rank needs one, so it makes it before it waits for others
             classes = self.bench.classes(self.bench.model.module, self._jobs, self._device, ranks)
             found = ranks.by_first(lambda: self._kept("fp32", {}, lambda: self._full_precision(classes)))
         return found
 
     def quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """How it answers under these choices. whole: what `full_precision` gives."""
+        """Evaluate the model quantized by this config.
+
+        whole: the result of `full_precision`.
+        """
         key = {"config": config.to_json(), "seed": seed}
         return self._kept(short_name(config, seed), key, lambda: self._quantized(config, seed, whole))
 
@@ -301,12 +314,12 @@ class _Measured:
         return told | _costs(self._calibration(0).program, self.bench)
 
     def _quantized(self, config: Config, seed: int, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Judged in integers if native runs. seconds: CPU time of its searches and all that follows."""
+        """Quantize and evaluate, by "native" if it runs. "seconds" is the CPU time of the searches and the stages."""
         calibration, jobs = self._calibration(seed), self._jobs
         calibration.quantize(replace(config, stages=()), jobs=jobs if self._device.type == "cpu" else 1)
         start = time.process_time()
         quantized = calibration.quantize(config)
-        seconds = time.process_time() - start + sum(each.seconds for each in calibration.searched(config))
+        seconds = time.process_time() - start + sum(each.seconds for each in calibration.iter_search(config))
         runs, executor, at_once = quickest(quantized, jobs)
         classes = self.bench.classes(runs, at_once, self._device)
         right = classes == self.bench.labels
@@ -327,7 +340,7 @@ class _Measured:
         return None if self._work is None else self._work / f"{self._model}-{name}.json"
 
     def _calibration(self, seed: int) -> Calibration:
-        """The calibration on the images of a seed: one at a time, made when a row is first measured."""
+        """Return the calibration for a seed; it is made on demand, and only one is held at a time."""
         if self._known is None or self._known[0] != seed:
             self._known = None
             calibrates = self.bench.sample(self._images, seed, self._jobs).to(self._device)
@@ -339,14 +352,17 @@ class _Measured:
 
 
 def _costs(program: Program, bench: Bench) -> dict[str, Any]:
-    """FixOPs of products, counted as in the paper, of quantizing and of dequantizing; bytes of the tensors."""
+    """Return the FixOPs and the bytes of the tensors.
+
+    FixOPs count products as the paper does, quantizing and dequantizing.
+    """
     found = cost(program, [bench.shape], as_printed=True)
     conversions = [total.fixops for role, total in found.by_role().items() if role in ("quantize", "dequantize")]
     return {"fixops": found.fixops + sum(conversions), "bytes": sum(found.size_bytes.values())}
 
 
 def packed(right: Tensor) -> str:
-    """Booleans (N,) as one bit each, written as a hexadecimal number."""
+    """Pack booleans (N,) into one bit each, written as a hexadecimal number."""
     return np.packbits(right.numpy()).tobytes().hex()
 
 
@@ -357,7 +373,7 @@ def _rows(
     records: Mapping[Config, Mapping[int, Mapping[str, Any]]],
     images: int,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of these tables that are finished for at least one seed, table by table."""
+    """Yield the rows of these tables that are finished for at least one seed, table by table."""
     for name in sorted(set(names)):
         for row in paper.TABLES[name].rows:
             found = records.get(replace(row.config, images=images), {})
@@ -382,7 +398,7 @@ def _rows(
 
 
 def _taken(config: Config, images: int) -> int:
-    """How many images a published figure took for a row like this."""
+    """Return the number of images that a published figure for such a row used."""
     return config.images_fitted if config.images_fitted and images == IMAGES else images
 
 
@@ -390,12 +406,15 @@ _MEASURED = ("top1", "agreement", "seconds", "fixops", "bytes")
 
 
 def statistics(values: Iterable[float]) -> dict[str, Any]:
-    """Mean, standard deviation and the values themselves, as results hold them."""
+    """Return the mean, the standard deviation and the values themselves, as results hold them."""
     found = list(values)
     return {"mean": mean(found), "std": stdev(found) if len(found) > 1 else 0.0, "values": found}
 
 
 def p_value(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-    """McNemar's exact p-value for two records; "right" says which images each classifies rightly (see `packed`)."""
+    """Return McNemar's exact p-value for two records.
+
+    "right" says which images each record classifies correctly (see `packed`).
+    """
     one, other = int(first["right"], 16), int(second["right"], 16)
     return mcnemar((one & ~other).bit_count(), (other & ~one).bit_count())

@@ -1,4 +1,4 @@
-"""Where the time of the executor "native" goes, call by call, beside the least that the processor's roofs allow."""
+"""Measure the time of each call of the executor "native", and compare it with the least that the roofs allow."""
 
 import ctypes
 import math
@@ -19,16 +19,19 @@ from adalog.runtime.native.products import Product
 from adalog.study.bench import on_one_thread
 from adalog.study.roof import Roofs
 
-_LEAST = 5  # runs, at least
+_LEAST = 5  # the least number of runs
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call cannot do without.
+    """The least work of a call.
 
-    shape: the sizes that decide it, as `SHAPES` names them. products: of two bytes. exps: values of a softmax. erfs:
-    values of an activation function, which kernels find without erf. bytes: of its operands and results. weights: bytes
-    of a stored weight.
+    shape: the sizes that determine it, named in `SHAPES`.
+    products: products of two bytes.
+    exps: values of a softmax.
+    erfs: values of an activation function; kernels compute them without erf.
+    bytes: of the operands and results.
+    weights: bytes of a stored weight.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +42,7 @@ class Work:
     weights: int = 0
 
 
-# What the sizes of a call are, by its kernel; those of other operations are the sizes of the result.
+# The sizes of a call, by its kernel. For other operations they are the sizes of the result.
 SHAPES = {
     "linear": ("rows", "terms", "columns"),
     "product": ("batches", "heads", "rows", "terms", "columns"),
@@ -52,7 +55,10 @@ SHAPES = {
 
 
 def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
-    """The work of a call. weights: the products with stored weights, by the addresses of these."""
+    """Return the work of a call.
+
+    weights: the products with stored weights, by the address of the weight.
+    """
     of: Any = call.arguments
     if isinstance(of, abi.Linear):
         product = weights[of.weights]
@@ -60,7 +66,7 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         entries, moved = of.rows * columns, planes * of.rows * terms
         erfs = entries if of.out.kind == abi.STEPS or of.out.activation else 0
         size = moved + entries * _bytes_of(of.out)
-        if of.out.residual:  # one that all images share is read once
+        if of.out.residual:  # a residual that all images share is read once
             size -= max(0, 4 * entries - of.out.residual_bytes)
         return Work((of.rows, terms, columns), moved * columns, 0, erfs, size, product.nbytes)
     if isinstance(of, abi.Matrices):
@@ -90,7 +96,7 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
         return Work(
             (of.images, of.channels, of.height, of.width, places), entries * places, 0, erfs, size, 2 * of.factor_count
         )
-    if of is None:  # of torch, whose results are not known here
+    if of is None:  # a call of torch, whose results are unknown here
         return Work(())
     out, args = of
     tensors = [each for arg in (out, *args) for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
@@ -98,7 +104,7 @@ def work_of(call: Call, weights: Mapping[int, Product]) -> Work:
 
 
 def _matrices(of: Any) -> tuple[tuple[int, ...], int, int]:
-    """(batches, heads, rows, terms, columns) of a product, and the bytes of both operands."""
+    """Return (batches, heads, rows, terms, columns) of a product, and the bytes of each operand."""
     shape = tuple(getattr(of, name) for name in SHAPES["product"])
     batches, heads, rows, terms, columns = shape
     planes = 2 if of.left.more else 1
@@ -106,23 +112,23 @@ def _matrices(of: Any) -> tuple[tuple[int, ...], int, int]:
 
 
 def _kept(out: abi.Output, rows: int) -> int:
-    """How many of the rows go somewhere; a norm skips those that nobody reads."""
+    """Return the number of rows that are written; a norm skips rows that nobody reads."""
     if not out.place:
         return rows
     return sum(place >= 0 for place in (ctypes.c_int32 * rows).from_address(out.place))
 
 
 def _bytes_of(out: abi.Output) -> int:
-    """Bytes for each entry of a result: those that are written, and those of what it is added to."""
+    """Return the bytes written per entry of a result, plus the bytes of the value that it is added to."""
     size = 4 if out.kind in (abi.SUMS, abi.FLOATS) else 2 if out.more else 1
     return size + (4 if out.residual else 0)
 
 
 def least(work: Work, roofs: Roofs, weights: int) -> dict[str, float]:
-    """The seconds that the parts of a call's work take at the roofs, and the least that it takes itself ("limit").
+    """Return the seconds that each part of a call's work takes at the roofs, and the least for the call ("limit").
 
-    Reading goes on while the processor computes, so a call takes at least the longer of the two. weights: bytes of all
-    weights of the model, which decide where each of them comes from.
+    Reading overlaps with computing, so a call takes at least the longer of the two.
+    weights: bytes of all weights of the model, which determine the cache or memory that they are read from.
     """
     found = {
         "products": work.products / roofs.dots,
@@ -134,11 +140,10 @@ def least(work: Work, roofs: Roofs, weights: int) -> dict[str, float]:
 
 @torch.no_grad()
 def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0) -> dict[str, Any]:
-    """The calls for a batch on one thread, with the microseconds that each takes and its share of the roof, as JSON.
+    """Return the calls for a batch on one thread, with the time [us] and the share of the roof of each, as JSON.
 
-    A time is the least of all runs in so many seconds, on random images, in CPU seconds of the thread. "over_limit" is
-    the time of a whole run over the sum of the least that its calls take at the roofs. Raises as
-    `QuantizedModel.compile` does.
+    A time is the CPU time of the thread, on random images, as the least of all runs in the given seconds. "over_limit"
+    is the time of a whole run divided by the sum of its calls' limits. Raises as `QuantizedModel.compile` does.
     """
     compiled = model.compile("native", threads=1, batch=batch, level=roofs.level)
     plan, inputs = compiled.prepare(batch), noise_like(model.quantized, batch)
@@ -186,7 +191,7 @@ def trace(model: QuantizedModel, batch: int, roofs: Roofs, seconds: float = 2.0)
 
 
 def by_operation(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """What the calls of each operation of a trace take together, the longest first."""
+    """Return the total time of the calls of each operation in a trace, the longest first."""
     sums: dict[str, dict[str, float]] = {}
     for row in found["rows"]:
         each = sums.setdefault(row["operation"], {"calls": 0, "ms": 0.0, "limit_ms": 0.0})

@@ -1,4 +1,4 @@
-"""The bundled detector: a small Mask R-CNN with a Swin that tools/train_demo_detector.py trained on drawn scenes."""
+"""The bundled detector: a small Swin Mask R-CNN, trained on synthetic scenes by tools/train_demo_detector.py."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
@@ -19,14 +19,14 @@ from adalog.inputs.images import draw_indices
 ARCHITECTURE = Architecture(
     width=24, depths=(2, 2, 2, 2), heads=(1, 2, 4, 8), window=4, channels=48, hidden=128, classes=len(NAMES)
 )
-# Scenes are taken as they are, and regions are few, since a scene has at most nine objects.
+# Scenes are not resized. Few regions are enough, since a scene has at most nine objects.
 SETTINGS = Settings(NAMES, anchor_scale=6.0, proposals=200, most=50, resizing=Resizing(short=SIZE[0], long=SIZE[1]))
-# Numbers of scenes: training takes those from the last one on.
+# Numbers of the scenes to evaluate, to calibrate, and, from the last value on, to train.
 TESTED, CALIBRATING, TRAINED = range(300), range(1000, 2024), 1_000_000
 
 
 def load_detector() -> Detector:
-    """The trained detector in float32 and evaluation mode; torch's own generator stays as it is."""
+    """Load the trained detector in float32 and evaluation mode, without changing torch's global generator."""
     stored = parse_safetensors(resources.files(__name__).joinpath("detector.safetensors").read_bytes())
     with torch.random.fork_rng(devices=[]):
         parts = make_parts(ARCHITECTURE)
@@ -39,17 +39,17 @@ def load_detector() -> Detector:
 
 
 def drawn(count: int, seed: int) -> list[int]:
-    """The numbers of `count` scenes that calibrate, drawn with the seed. Raises DataError where there are fewer."""
+    """Return the numbers of `count` calibration scenes, selected by the seed. Raises DataError if there are fewer."""
     if count > len(CALIBRATING):
         there = len(CALIBRATING)
         raise DataError(
-            f"the bundled detector has {there} images that calibrate it, {count} are wanted: take {there} or fewer"
+            f"the bundled detector has {there} calibration images, but {count} are needed: ask for at most {there}"
         )
     return [CALIBRATING[index] for index in draw_indices(len(CALIBRATING), count, seed).tolist()]
 
 
 def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene], Batch]]:
-    """Scenes of these numbers, and the same as batches of so many images."""
+    """Yield scenes with these numbers, `size` at a time, with the same images as a batch."""
     waiting: list[Scene] = []
     for number in numbers:
         waiting.append(scene(number))
@@ -61,7 +61,7 @@ def batches(numbers: Iterable[int], size: int = 10) -> Iterator[tuple[list[Scene
 
 
 def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
-    """What is in scenes of these numbers, as COCO's annotations; category k + 1 is the k-th name."""
+    """Return the COCO annotations of scenes, given as (number, scene); the category of label k is k + 1."""
     images, annotations = [], list[dict[str, Any]]()
     for number, each in scenes:
         height, width = each.image.shape[:2]
@@ -74,9 +74,9 @@ def truth(scenes: Iterable[tuple[int, Scene]]) -> dict[str, Any]:
 def found_in(
     runs: Detector, scenes: Sequence[Scene], numbers: Sequence[int], progress: Callable[[int], None] | None = None
 ) -> list[dict[str, Any]]:
-    """What a detector finds in scenes of these numbers, as COCO's results.
+    """Run a detector on scenes with these numbers; return its detections as COCO results.
 
-    progress: called after each few scenes with how many these were.
+    progress: called after every few scenes with their count.
     """
 
     def detections() -> Iterator[Detections]:
@@ -90,5 +90,5 @@ def found_in(
 
 
 def prepared(scenes: list[Scene]) -> Batch:
-    """Scenes as a batch of images."""
+    """Prepare scenes as a batch of images."""
     return SETTINGS.resizing.batch([Image.fromarray(each.image) for each in scenes])

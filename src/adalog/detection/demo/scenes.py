@@ -1,7 +1,7 @@
-"""Drawn scenes with objects of known shape: what the bundled detector is trained on, calibrated with and judged by.
+"""Draw synthetic scenes with objects, to train, calibrate and evaluate the bundled detector.
 
-A scene is a few shapes, which may overlap, on a background of waves, strokes and noise. It is computed from its number
-alone, by sums and comparisons of numpy's generator's numbers, so that it is the same on every machine.
+A scene is a few shapes, which may overlap, on a background of waves, strokes and noise. It is computed only from its
+number, by sums and comparisons of random numbers from NumPy, so that it is the same on every machine.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,23 @@ import numpy as np
 
 NAMES = ("disc", "square", "triangle", "flower", "ring", "cross")
 SIZE = (192, 256)
-LEAST_SEEN = 0.35  # the share of a shape that must be seen, or it is not drawn
+LEAST_SEEN = 0.35  # the visible share that every shape must keep, or the next shape is not drawn
 _LEAST_PIXELS = 60
 
 
 @dataclass(frozen=True)
 class Scene:
-    """image: (H, W, 3) of uint8. labels: (n,). masks: (n, H, W) of bool, the pixels that are seen of each object."""
+    """A synthetic image with its objects.
+
+    image: (H, W, 3) of uint8. labels: (n,). masks: (n, H, W) of bool, the visible pixels of each object.
+    """
 
     image: np.ndarray
     labels: np.ndarray
     masks: np.ndarray
 
     def boxes(self) -> np.ndarray:
-        """The least boxes around the masks: (n, 4) as (x1, y1, x2, y2), in float32."""
+        """Return the bounding boxes of the masks: (n, 4) as (x1, y1, x2, y2), in float32."""
         found = np.zeros((len(self.masks), 4), np.float32)
         for box, mask in zip(found, self.masks, strict=True):
             rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
@@ -32,7 +35,7 @@ class Scene:
 
 
 def scene(number: int, size: tuple[int, int] = SIZE) -> Scene:
-    """The scene of this number, of (height, width) pixels, with one to nine objects."""
+    """Draw the scene with this number, with at most nine objects. size: (height, width) in pixels."""
     height, width = size
     draw = np.random.default_rng([number, height, width])
     y, x = np.mgrid[:height, :width].astype(np.float64) + 0.5
@@ -55,7 +58,7 @@ def scene(number: int, size: tuple[int, int] = SIZE) -> Scene:
 
 
 def _shape(draw: np.random.Generator, label: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The pixels of a shape of random place, size, proportions and turn."""
+    """Return the mask of a shape with random position, size, proportions and rotation."""
     height, width = x.shape
     radius = np.exp(draw.uniform(np.log(9), np.log(min(height, width) * 0.28)))
     centre = draw.uniform(0, width), draw.uniform(0, height)
@@ -80,7 +83,7 @@ def _shape(draw: np.random.Generator, label: int, x: np.ndarray, y: np.ndarray) 
 
 
 def _paint(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """A colour, plain or with stripes, checks or a shade of another one: (H, W, 3)."""
+    """Return a random paint: one colour, or stripes, checks or a gradient of two colours: (H, W, 3)."""
     one, other = draw.uniform(0, 255, (2, 3))
     turn, wave, phase = draw.uniform(0, np.pi), draw.uniform(4, 14), draw.uniform(0, 2 * np.pi)
     along = (np.cos(turn) * x + np.sin(turn) * y) * 2 * np.pi / wave + phase
@@ -98,7 +101,7 @@ def _paint(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarra
 
 
 def _background(draw: np.random.Generator, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """A colour with waves in it and strokes across it: (H, W, 3)."""
+    """Return a random background: one colour with waves and strokes: (H, W, 3)."""
     image = np.broadcast_to(draw.uniform(40, 215, 3), (*x.shape, 3)).copy()
     for _ in range(4):
         turn, wave, phase = draw.uniform(0, np.pi), np.exp(draw.uniform(np.log(20), np.log(200))), draw.uniform(0, 7)

@@ -1,4 +1,11 @@
-"""The bundled model, a ViT that tools/train_demo_vit.py trained on CIFAR-10, and the bundled CIFAR-10 images."""
+"""Load the bundled model, a ViT trained on CIFAR-10 by tools/train_demo_vit.py, and the bundled CIFAR-10 images.
+
+Examples:
+    >>> from adalog import demo
+    >>> model, images = demo.load_model(), demo.calibration_images()
+    >>> model(images).shape
+    torch.Size([64, 10])
+"""
 
 import io
 from importlib import resources
@@ -13,43 +20,73 @@ from adalog.inputs.demo.model import DemoViT
 
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
-TILES_PER_ROW = 48  # in the packed sheet of images
+TILES_PER_ROW = 48  # of a packed sheet of images
 
 
 def load_model() -> DemoViT:
-    """The trained model in float32 and evaluation mode: normalised images (B, 3, 32, 32) -> logits (B, 10)."""
+    """Load the trained model.
+
+    Returns:
+        The model in float32 and evaluation mode. It maps normalised images (B, 3, 32, 32) to logits (B, 10).
+    """
     model = DemoViT()
     model.load_state_dict({name: value.float() for name, value in _read("demo_vit.safetensors").items()})
     return model.eval()
 
 
 def calibration_images() -> Tensor:
-    """64 images of the training set, normalised, without labels: (64, 3, 32, 32)."""
+    """Load 64 unlabelled images of the training set for calibration.
+
+    Returns:
+        Normalised images, (64, 3, 32, 32).
+    """
     stored = _read("cifar10.safetensors")
     return normalise(_unpack(stored["sheet_webp"])[: len(stored["calibration_index"])])
 
 
 def unlabelled_images() -> Tensor:
-    """1,024 images of the training set, normalised, without labels: `calibration_images`, and 960 more."""
+    """Load 1,024 unlabelled images of the training set, for stages that fit images.
+
+    Returns:
+        Normalised images, (1024, 3, 32, 32). The first 64 are `calibration_images`.
+    """
     more = _read("cifar10_unlabelled.safetensors")
     return torch.cat([calibration_images(), normalise(_unpack(more["sheet_webp"])[: len(more["train_index"])])])
 
 
 def test_images() -> tuple[Tensor, Tensor]:
-    """2,000 images of the test set, 200 per class: normalised (2000, 3, 32, 32), and their labels (2000,)."""
+    """Load 2,000 labelled images of the test set, 200 per class.
+
+    Returns:
+        Normalised images, (2000, 3, 32, 32), and their labels, (2000,).
+    """
     stored = _read("cifar10.safetensors")
     start, count = len(stored["calibration_index"]), len(stored["test_index"])
     return normalise(_unpack(stored["sheet_webp"])[start : start + count]), stored["test_labels"].long()
 
 
 def normalise(images: Tensor) -> Tensor:
-    """uint8 (N, 3, 32, 32) -> float32, each channel shifted and scaled as the model was trained."""
+    """Normalise images as in the training of the model.
+
+    Args:
+        images: Pixel values 0-255, uint8, (N, 3, 32, 32).
+
+    Returns:
+        Normalised images, float32, (N, 3, 32, 32).
+    """
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
     return (images.float() / 255 - mean) / std
 
 
 def pack_sheet(images: Tensor) -> Tensor:
-    """Pack uint8 images (N, 3, 32, 32) as the tiles of one lossless WebP sheet: its bytes, uint8."""
+    """Pack images as the tiles of one lossless WebP image.
+
+    Args:
+        images: Pixel values 0-255, uint8, (N, 3, 32, 32).
+
+    Returns:
+        The bytes of the WebP file, uint8, (bytes,).
+    """
     rows = -(-len(images) // TILES_PER_ROW)
     tiles = torch.zeros(rows * TILES_PER_ROW, 3, 32, 32, dtype=torch.uint8)
     tiles[: len(images)] = images
@@ -60,7 +97,7 @@ def pack_sheet(images: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """The tiles of a packed sheet, with the empty ones of its last row: uint8 (tiles, 3, 32, 32)."""
+    """Unpack the tiles of a sheet, including the empty tiles of its last row: uint8, (tiles, 3, 32, 32)."""
     sheet = torch.from_numpy(np.array(Image.open(io.BytesIO(packed.numpy().tobytes())).convert("RGB")))
     rows = sheet.shape[0] // 32
     return sheet.view(rows, 32, TILES_PER_ROW, 32, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)

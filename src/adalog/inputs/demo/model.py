@@ -1,4 +1,4 @@
-"""The bundled vision transformer: plain PyTorch with timm's parameter names, so timm loads its weights strictly."""
+"""The bundled vision transformer in plain PyTorch. Its parameters have timm's names, so timm can load its weights."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ WIDTH, DEPTH, HEADS, CLASSES = 192, 6, 3, 10
 class ConvStem(nn.Module):
     """Three 3 x 3 convolutions with strides 1, 2, 2 as the patch embedding: (B, 3, 32, 32) -> (B, 64, embed_dim).
 
-    It accepts the arguments that timm gives an `embed_layer`; only `in_chans` and `embed_dim` change its weights.
+    It accepts the arguments that timm passes to an `embed_layer`; only `in_chans` and `embed_dim` change its weights.
     """
 
     def __init__(self, img_size: int = 32, patch_size: int = 4, in_chans: int = 3, embed_dim: int = WIDTH, **_: object):

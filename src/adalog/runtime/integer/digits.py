@@ -1,4 +1,4 @@
-"""Integers as sums of digits that a product of bytes or of floats can take."""
+"""Split integers into digits that a product of bytes or of floats can multiply."""
 
 import torch
 from torch import Tensor
@@ -7,21 +7,21 @@ from adalog.runtime.reference import IntegerSite
 
 
 def multiplies_rows(site: IntegerSite) -> bool:
-    """Whether a site is one product of two matrices with a stored one on the right: it then multiplies signed bytes."""
+    """Return True if a site is one product of two matrices whose right one is stored. It then multiplies bytes."""
     return site.weight is not None and site.groups == 1
 
 
 class Digits:
-    """Integers from `least` to `most`, each as `constant` plus the sum over `factors` of a factor times a digit.
+    """The digits of integers from `least` to `most`: integer = constant + sum(factor * digit for each of `factors`).
 
-    signed: the digits are signed bytes; otherwise they are whole numbers in float32, and `constant` is 0. Integers that
-    need no cutting are their own digit. `largest` is the largest magnitude of a digit.
+    signed: True makes the digits signed bytes. False makes them whole numbers in float32, and `constant` is then 0.
+    Integers that fit without splitting are their own digit. `largest` is the largest magnitude of a digit.
     """
 
     def __init__(self, least: int, most: int, *, signed: bool):
         self.dtype = torch.int8 if signed else torch.float32
         self._limits = least, most
-        # Only the tables of 16 bits, from 0 to 65,535, are cut for floats: with 8 bits each, sums fit in float32.
+        # For floats only tables of 16 bits, 0 to 65,535, are split: sums of products of 8-bit digits fit in float32.
         self._fits = least >= -128 and most <= 127 if signed else least != 0 or most <= 255
         self._least = 0 if self._fits else least
         count = 1 if self._fits else max(1, -(-(most - least).bit_length() // 8))
@@ -32,7 +32,7 @@ class Digits:
 
     @property
     def narrowest(self) -> torch.dtype:
-        """The narrowest type that holds the digits: a byte where an integer is its own digit, else `dtype`."""
+        """Narrowest type that holds the digits: a type of one byte if an integer is its own digit, else `dtype`."""
         least, most = self._limits
         if self.dtype == torch.int8 or len(self.factors) > 1:
             return self.dtype
@@ -41,11 +41,11 @@ class Digits:
         return torch.uint8 if 0 <= least <= most <= 255 else self.dtype
 
     def padding(self, factor: int) -> int:
-        """The digit of this factor in an integer of zero."""
+        """Return the digit of the integer 0 for this factor."""
         return 0 if self._fits else (-self._least // factor) % 256 - self._middle
 
     def split(self, integers: Tensor) -> list[Tensor]:
-        """The digits of these integers, of type `dtype`: one tensor per factor."""
+        """Split integers into digits of type `dtype`: one tensor per factor."""
         if self._fits:
             return [integers.to(self.dtype)]
         raised = integers - self._least

@@ -1,4 +1,4 @@
-"""From values to the digits of what their codes stand for."""
+"""Encode values as the digits of the integers that their codes represent."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,15 +14,15 @@ from adalog.runtime.integer.memory import CHUNK, chunks, is_channels_last, is_tr
 from adalog.runtime.integer.pure import Pure, log_digits, uniform_digit
 from adalog.runtime.reference import IntegerSite
 
-_COMPARED_BITS = 4  # up to which a compiled kernel finds logarithmic codes by comparing with thresholds
-_LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # below which bins do not tell thresholds apart
+_COMPARED_BITS = 4  # up to this many bits, a compiled kernel compares with thresholds to find logarithmic codes
+_LEAST_THRESHOLD = torch.finfo(torch.float32).tiny * 2.0**17  # bins do not separate thresholds below this
 
 
 class Encoder:
-    """Turns values into the digits of the integers that their codes stand for: one tensor per part and factor.
+    """Encoder of values into the digits of the integers of their codes: one tensor per part and factor.
 
-    The codes are those of `Quantizer.quantize`, bit for bit. Float32 values of the common quantizers become digits
-    directly, without codes in between.
+    The codes are the same as from `Quantizer.quantize`, bit for bit. For float32 values and the common quantizers, the
+    digits are computed directly, without codes in between.
     """
 
     def __init__(self, quantizer: Quantizer, site: IntegerSite):
@@ -39,17 +39,17 @@ class Encoder:
 
     @staticmethod
     def key(site: IntegerSite) -> str:
-        """Names what a site's product takes: sites of the same key share what is encoded for one of them."""
+        """Return the kind of digits that a site's product takes. Sites with the same key share an encoded operand."""
         return "bytes" if multiplies_rows(site) else "floats"
 
     @property
     def by_value(self) -> bool:
-        """Whether a value's code does not depend on where the value is."""
+        """True if a value's code does not depend on its position in the tensor."""
         return self.quantizer.scale.numel() == 1
 
     @property
     def pure(self) -> Pure | None:
-        """The same step for `torch.compile`, or None where it would be many operations."""
+        """The same step for `torch.compile`, or None if it would take many operations."""
         if isinstance(self._direct, _UniformDigits):
             return self._direct.pure(self._digits[0].narrowest)
         if isinstance(self._direct, _LogDigits) and self.quantizer.bits <= _COMPARED_BITS:
@@ -57,7 +57,7 @@ class Encoder:
         return None
 
     def __call__(self, x: Tensor, outs: list[Tensor] | None = None) -> list[Tensor]:
-        """outs: memory for the digits, as `empty` and `scratch` give it."""
+        """Return the digits of values. outs: memory for the digits, from `empty` or `scratch`."""
         if self._direct is None or x.dtype != torch.float32 or not x.numel():
             digits = self.lift(self.quantizer.quantize(x))
             return digits if outs is None else [out.copy_(digit) for out, digit in zip(outs, digits, strict=True)]
@@ -75,16 +75,16 @@ class Encoder:
         return outs
 
     def lift(self, code: Tensor) -> list[Tensor]:
-        """The digits of codes."""
+        """Return the digits of codes."""
         parts = self.quantizer.integers(code)
         return [digit for part, digits in zip(parts, self._digits, strict=True) for digit in digits.split(part)]
 
     def empty(self, shape: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Fresh memory for the digits of a value of this shape."""
+        """Allocate memory for the digits of a value of this shape."""
         return [torch.empty(shape, dtype=self._dtype, device=device) for _ in range(self._count)]
 
     def scratch(self, shape: Sequence[int], device: torch.device) -> list[Tensor]:
-        """This thread's memory for the digits of a value of this shape, valid until it is asked for again."""
+        """Return this thread's memory for the digits of a value of this shape. The next call reuses the memory."""
         return [scratch(f"digit {i}", shape, self._dtype, device) for i in range(self._count)]
 
     @property
@@ -93,7 +93,7 @@ class Encoder:
 
 
 def _as_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W), with the channels last in memory."""
+    """Permute (B, H, W, C) to (B, C, H, W). The channels stay last in memory."""
     return x.permute(0, 3, 1, 2)
 
 
@@ -102,9 +102,9 @@ def _as_image(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _UniformDigits:
-    """Writes the only digit of uniform codes: clamp(round(x / scale) - constant, *bounds).
+    """Encoder of uniform codes with a single digit: clamp(round(x / scale) - constant, *bounds).
 
-    scale: of no dimensions where there is only one. bounds: two numbers, or two tensors shaped like the scale.
+    scale: has no dimensions if there is only one. bounds: two numbers, or two tensors with the shape of the scale.
     """
 
     scale: Tensor
@@ -116,7 +116,7 @@ class _UniformDigits:
     def __call__(self, x: Tensor, outs: list[Tensor]) -> None:
         (result,) = outs
         for values, out in self._pieces(x, result):
-            if out.dtype == torch.float32:  # whose constant is 0
+            if out.dtype == torch.float32:  # digits in floats have the constant 0
                 torch.div(values, self.scale, out=out).round_().clamp_(*self.bounds)
                 continue
             code = scratch("values", values.shape, torch.float32, x.device)
@@ -126,7 +126,7 @@ class _UniformDigits:
             out.copy_(code.clamp_(*self.bounds))
 
     def _pieces(self, x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Values and where their digits go, a cacheful at a time."""
+        """Split values and the memory for their digits into pieces that fit in the cache."""
         if self.scale.ndim == 0 and x.is_contiguous():
             return chunks(x.view(-1), out.view(-1))
         if x.device.type == "cpu" and (self.scale.ndim < x.ndim or self.scale.shape[0] == 1):
@@ -152,11 +152,12 @@ def _uniform_digits(quantizer: UniformQuantizer, digits: Digits) -> _UniformDigi
 
 @dataclass(frozen=True, eq=False)
 class _LogDigits:
-    """Looks the digits of logarithmic codes up by a value's bin and by the side of the bin's end that it is on.
+    """Encoder of logarithmic codes by table. The index is a value's bin, and whether the value is above the bin's end.
 
-    thresholds: descending; the code of a value is how many of them it is at most. bins: those of the thresholds. first:
-    the number of the bin that `ends` begins with. ends: per bin, the bits of its end as a float32. tables: one per
-    factor, the digits of values above the end of bin i at 2 i - 1 and of all others of the bin at 2 i.
+    thresholds: descending; the code of a value is the number of thresholds that the value does not exceed. bins: the
+    bins of the thresholds. first: the number of the first bin in `ends`. ends: the end of each bin, which is the
+    threshold in it, as the bits of a float32. tables: one per factor. For bin i, entry 2 i - 1 is the digit of values
+    above the end, and entry 2 i is the digit of the other values.
     """
 
     offset: float
@@ -181,15 +182,15 @@ class _LogDigits:
                 number.sub_(self.first)
             number.clamp_(1, len(self.ends) - 1)  # the bits of a NaN are beyond all bins
             torch.index_select(self.ends, 0, number, out=end)
-            # Positive floats are in the order of their bits. The difference is negative above the end, where an
-            # arithmetic shift by 31 makes -1 of it; it makes 0 of all others.
+            # Positive floats are in the same order as their bits. The difference is negative for a value above the end.
+            # An arithmetic shift by 31 turns it into -1 then, and into 0 otherwise.
             above = torch.sub(end, bits, out=end).bitwise_right_shift_(31)
             torch.add(above, number, alpha=2, out=number)
             for table, piece in zip(self.tables, pieces, strict=True):
                 torch.index_select(table, 0, number, out=piece)
 
     def pure(self, dtype: torch.dtype, tables: list[Tensor]) -> Pure:
-        """tables: one per factor, the digit of every code."""
+        """Return the step for `torch.compile`. tables: the digit of every code, one tensor per factor."""
         device = self.ends.device
         offset = torch.tensor(self.offset, dtype=torch.float32, device=device)
         tensors = (table.to(offset) for table in tables)
@@ -197,13 +198,13 @@ class _LogDigits:
 
 
 def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
-    """None where bins do not tell the thresholds apart."""
+    """Create the encoder of a quantizer. Return None if bins do not separate its thresholds."""
     thresholds = value_thresholds(quantizer)
     bins = Bins(thresholds, torch.float32)
     if not bins.fit or bool(((thresholds > 0) & (thresholds < _LEAST_THRESHOLD)).any()):
         return None
-    # Bins are counted from the one before the lowest, or from bin zero where that makes no large table. One more bin,
-    # beyond all values, is for NaN.
+    # Bins are counted from the one before the lowest, or from bin 0 if the table stays small. One more bin, beyond all
+    # values, is for NaN.
     first = 0 if bins.first < 1 << 14 else bins.first - 1
     numbers = torch.arange(first, bins.first + len(bins.ends) + 1) - bins.first
     numbers[-1] = 0
@@ -216,10 +217,10 @@ def _log_digits(quantizer: LogQuantizer, digits: Digits) -> _LogDigits | None:
 
 
 def value_thresholds(quantizer: LogQuantizer) -> Tensor:
-    """The values x + offset at which one code gives way to the next: float32, descending, on the CPU.
+    """Return the values x + offset at which the code changes: float32, descending, on the CPU.
 
-    A value takes code k where it is at most thresholds[k - 1] and above thresholds[k], which is exact: the quotient of
-    the value by the scale lies on the same side of the quantizer's own threshold.
+    A value has code k if it is at most thresholds[k - 1] and above thresholds[k]. This is exact: the quotient of the
+    value and the scale lies on the same side of the quantizer's own threshold.
     """
     quotients = log_thresholds(
         quantizer.q,
@@ -234,7 +235,7 @@ def value_thresholds(quantizer: LogQuantizer) -> Tensor:
 
 
 def _largest_values(quotients: Tensor, scale: Tensor) -> Tensor:
-    """The largest values whose float quotients by the scale are at most these; the value of a quotient of 0 is 0."""
+    """Return the largest values whose float quotients by the scale are at most these. A quotient of 0 returns 0."""
     values, infinity = quotients * scale, torch.tensor(math.inf)
     while bool((more := (quotients > 0) & (torch.nextafter(values, infinity) / scale <= quotients)).any()):
         values = torch.where(more, torch.nextafter(values, infinity), values)

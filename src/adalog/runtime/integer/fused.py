@@ -1,4 +1,4 @@
-"""Several steps as one, so that large values between them stay in the cache."""
+"""Fuse several steps into one, so that large values between them stay in the cache."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from adalog.runtime.reference import ENCODE, PRODUCT
 
 
 class LinearChain:
-    """A linear, an activation function and an encoder, some rows at a time."""
+    """A linear, an activation function and an encoder, which run some rows at a time."""
 
     def __init__(self, product: RowProduct, activation: Callable[[Tensor], Tensor], encoder: Encoder):
         self._product, self._activation, self._encoder = product, activation, encoder
@@ -31,13 +31,13 @@ class LinearChain:
 
 
 class Attention:
-    """Q K^T, its scaling, the softmax over the last dimension, an encoder and A V, some images at a time."""
+    """Q K^T, its scaling, the softmax over the last dimension, an encoder and A V, which run some images at a time."""
 
     def __init__(self, scores: BatchedProduct, factor: float, encoder: Encoder, product: BatchedProduct):
         self._scores, self._factor, self._encoder, self._product = scores, factor, encoder, product
 
     def __call__(self, *operands: list[Tensor]) -> Tensor:
-        """operands: the digits of queries, of keys (transposed) and of values."""
+        """Return the output of the attention. operands: the digits of queries, transposed keys and values."""
         queries, keys, _ = (operand[0] for operand in operands)
         alike = all(
             digit.ndim > 3 and digit.shape[:-2] == queries.shape[:-2] for operand in operands for digit in operand
@@ -63,9 +63,9 @@ class Attention:
 
 
 def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str, Any]]:
-    """The same program with one step in place of several, wherever a `LinearChain` or an `Attention` fits.
+    """Return the program with a `LinearChain` or an `Attention` in place of several steps, wherever one fits.
 
-    steps: what the encoders and products of the program do, by the name of their node.
+    steps: the functions of the program's encoders and products, by the name of their node.
     """
     steps = dict(steps)
     nodes = {node.name: node for node in program.nodes}
@@ -80,7 +80,7 @@ def fuse(program: Program, steps: Mapping[str, Any]) -> tuple[Program, dict[str,
 
 
 def _only_readers(program: Program) -> dict[str, Node]:
-    """For each value that exactly one node reads, as its first argument: that node."""
+    """Return the reader of each value that exactly one node reads, as its first argument."""
     readers, outputs = program.consumers(), set(refs_of(program.output))
     return {
         name: found[0]
@@ -90,7 +90,7 @@ def _only_readers(program: Program) -> dict[str, Node]:
 
 
 def _next(node: Node | None, op: str, following: Mapping[str, Node]) -> Node | None:
-    """The only reader of a node, if it is this operation."""
+    """Return the only reader of a node if it is this operation, or None."""
     found = None if node is None else following.get(node.name)
     return found if found is not None and found.op == op else None
 
@@ -98,7 +98,7 @@ def _next(node: Node | None, op: str, following: Mapping[str, Node]) -> Node | N
 def _fuse_linear(
     node: Node, step: RowProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
 ) -> None:
-    """Put a chain in the place of a linear, a GELU and an encoder, if these follow each other."""
+    """Replace a linear, a GELU and an encoder by a chain, if they follow each other."""
     gelu = _next(node, "aten.gelu.default", following)
     encode = _next(gelu, ENCODE, following)
     if gelu is None or encode is None or step.site.geometry is not None or not steps[encode.name].by_value:
@@ -112,7 +112,7 @@ def _fuse_linear(
 def _fuse_attention(
     node: Node, step: BatchedProduct, nodes: dict[str, Node], steps: dict[str, Any], following: Mapping[str, Node]
 ) -> None:
-    """Put an attention in the place of its two products and of what lies between them, if these follow each other."""
+    """Replace two products and the softmax between them by an attention, if they follow each other."""
     scaling = _next(node, "aten.mul.Tensor", following)
     if scaling is not None and not isinstance(scaling.args[1], float):
         return
@@ -122,7 +122,7 @@ def _fuse_attention(
     if softmax is None or encode is None or last is None or softmax.args[1:] != (-1,) or softmax.kwargs:
         return
     encoder, product = steps[encode.name], steps[last.name]
-    if product.site.weight is not None:  # the attention goes into a linear, not into a product with values
+    if product.site.weight is not None:  # a linear reads the softmax, not a product with values
         return
     per_image = any(scale.ndim > 3 and len(scale) > 1 for scale in (*step.site.scales, *product.site.scales))
     if not encoder.by_value or not step.is_single or per_image:

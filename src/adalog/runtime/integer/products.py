@@ -1,4 +1,4 @@
-"""Products of digits, whose sums are exact: of signed bytes for stored weights, of floats for many small matrices."""
+"""Multiply digits with exact sums: signed bytes for stored weights, floats for many small matrices."""
 
 import functools
 import math
@@ -14,14 +14,14 @@ from adalog.runtime.integer.memory import CHUNK, scratch
 from adalog.runtime.integer.pure import Pure, to_floats
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
-_EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # below which a type holds every whole number
-_LARGE = 1 << 20  # multiplications per matrix product, from which many of them are faster as bytes, one by one
-# Whether a float convolution sums plain products. Where it may be transformed (Winograd), it rounds.
+_EXACT = {torch.float32: 2**24, torch.float64: 2**53}  # each type holds every whole number below this
+_LARGE = 1 << 20  # from this many multiplications per matrix, products of bytes one by one are faster than of floats
+# True if a float convolution sums plain products. Elsewhere it may be transformed (Winograd), which rounds.
 _SUMS_PLAINLY = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
-    """What multiplies the digits of a site's operands, as `Encoder` gives them."""
+    """Return the function that multiplies the digits of a site's operands, which `Encoder` returns."""
     return RowProduct(site) if multiplies_rows(site) else BatchedProduct(site)
 
 
@@ -30,7 +30,7 @@ def product(site: IntegerSite) -> "RowProduct | BatchedProduct":
 
 @functools.cache
 def multiplies_bytes(device: torch.device, dtype: torch.dtype = torch.int8) -> bool:
-    """Whether `torch._int_mm` exists on the device and is exact on extreme bytes, which it is not where sums saturate.
+    """Return True if `torch._int_mm` exists on the device and is exact on extreme bytes, so that no sum saturates.
 
     dtype: the type of the left operand, int8 or uint8.
     """
@@ -47,7 +47,7 @@ def multiplies_bytes(device: torch.device, dtype: torch.dtype = torch.int8) -> b
 
 
 def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """left @ right, int8 (T, I) and (I, O), as int32 (T, O)."""
+    """Compute left @ right for int8 (T, I) and (I, O), as int32 (T, O)."""
     if not multiplies_bytes(left.device):
         dtype = torch.float32 if left.shape[1] * 2**14 < _EXACT[torch.float32] else torch.float64
         return (left.to(dtype) @ right.to(dtype)).to(torch.int32)
@@ -57,7 +57,7 @@ def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
         if not left.numel() or not right.numel():
             return torch.zeros(len(left), right.shape[1], dtype=torch.int32)
         return torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)
-    # cuBLAS wants more than 16 rows, and multiples of eight everywhere.
+    # cuBLAS needs more than 16 rows, and all sizes as multiples of 8.
     rows, terms, columns = len(left), left.shape[1], right.shape[1]
     left = torch.nn.functional.pad(left, (0, -terms % 8, 0, max(-rows % 8, 24 - rows)))
     right = torch.nn.functional.pad(right, (0, -columns % 8, 0, -terms % 8))
@@ -65,9 +65,9 @@ def multiply_bytes(left: Tensor, right: Tensor, out: Tensor | None = None) -> Te
 
 
 class RowProduct:
-    """The product of a site with a stored weight and one group, as a matrix of signed bytes by another.
+    """The product of a site with a stored weight and one group, as a product of two matrices of signed bytes.
 
-    columns: how many outputs a row has; nbytes: the size of the stored weight.
+    columns: the number of outputs per row. nbytes: the bytes of the stored weight.
     """
 
     def __init__(self, site: IntegerSite):
@@ -81,40 +81,42 @@ class RowProduct:
         self._constants = [digits.constant * sums for digits in self._left]
         self._dtypes = []
         for digits, bound in zip(self._left, site.bounds, strict=True):
-            passing = sum(digits.factors) * site.terms * 128 * largest + bound  # what sums reach before the constants
+            passing = sum(digits.factors) * site.terms * 128 * largest + bound  # largest sum before the constants
             self._dtypes.append(torch.int32 if 2 * passing < INT32 else torch.int64)
         if site.terms * 2**14 >= INT32:
             raise ArtifactError(
-                f"site {site.name} sums {site.terms:,} products: 32 bits hold sums of fewer than {INT32 >> 14:,} "
-                "products of bytes, so this site cannot run in integers"
+                f"site {site.name} sums {site.terms:,} products, but 32 bits hold sums of fewer than {INT32 >> 14:,} "
+                "products of bytes: the site cannot run in integers"
             )
         self._scales = [scale.reshape(-1).expand(self.columns).contiguous() for scale in site.scales]
 
     @staticmethod
     def _bytes(site: IntegerSite) -> tuple[Tensor, Tensor]:
-        """The weight as signed bytes, (I, O), and what was subtracted per channel to make them so, (O,)."""
+        """Return the weight as signed bytes, (I, O), and the number that was subtracted per channel, (O,)."""
         whole = site.weight_integers()
         whole = whole if site.geometry is None else whole[0]
         outside = (whole.amin(0) < -128) | (whole.amax(0) > 127)
         moved = torch.where(outside, whole.amin(0) + 128, 0)
         if bool(((whole - moved) > 127).any()):
-            raise ArtifactError(f"site {site.name} has a weight whose integers span more than a byte: use `reference`")
+            raise ArtifactError(
+                f"site {site.name} has a weight whose integers span more than a byte: use executor = 'reference'"
+            )
         return (whole - moved).to(torch.int8).t().contiguous().t(), moved
 
     def _rows(self, left: list[Tensor]) -> list[list[Tensor]]:
-        """The digits of each part as (T, I)."""
+        """Return the digits of each part as (T, I)."""
         site, given = self.site, iter(left)
         parts = [[(next(given), factor, digits) for factor in digits.factors] for digits in self._left]
         if site.geometry is None:
             return [[digit.reshape(-1, site.terms) for digit, *_ in part] for part in parts]
-        # A padded place is the integer 0 in every part, also in a part of ones.
+        # Padding is the integer 0 in every part, even in a part of ones.
         return [
             [site.rows(digit, digits.padding(factor)).reshape(-1, site.terms) for digit, factor, digits in part]
             for part in parts
         ]
 
     def _sums(self, part: int, rows: list[Tensor]) -> Tensor:
-        """The accumulators of one part, (T, O), in scratch memory where 32 bits hold them."""
+        """Compute the accumulators of one part, (T, O), in scratch memory if they fit in 32 bits."""
         shape = len(rows[0]), self.columns
         outs = (scratch(f"product {i}", shape, torch.int32, row.device) for i, row in enumerate(rows))
         products = [multiply_bytes(row, self._weight, out) for row, out in zip(rows, outs, strict=True)]
@@ -144,7 +146,7 @@ class RowProduct:
     def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
         """The product in two steps: its accumulators, in scratch memory, and their conversion to floats.
 
-        None where that takes more than one multiplication and addition.
+        None if the conversion takes more than one multiplication and one addition.
         """
         if self.site.geometry is not None or self._has_moved or self._dtypes != [torch.int32]:
             return None
@@ -156,13 +158,13 @@ class RowProduct:
         return sums, Pure(to_floats, (), (self._scales[0],))
 
     def accumulate(self, left: list[Tensor], right: None = None) -> list[Tensor]:
-        """As `reference.Product.accumulate`, of digits."""
+        """Return the same sums as `reference.Product.accumulate`, from digits."""
         lead = left[0].shape[:-1] if self.site.geometry is None else (len(left[0]), 1, -1)
         parts = enumerate(self._rows(left))
         return [self._sums(part, rows).to(torch.int64).reshape(*lead, self.columns) for part, rows in parts]
 
     def _spans(self, left: list[Tensor]) -> Iterator[tuple[slice, list[list[Tensor]]]]:
-        """Which rows, and the digits of each part in them: as many rows at a time as have accumulators in the cache."""
+        """Yield ranges of rows and their digits for each part, so short that the accumulators stay in the cache."""
         parts = self._rows(left)
         total = len(parts[0][0])
         count = max(64, CHUNK // max(1, self.columns)) if left[0].device.type == "cpu" else max(1, total)
@@ -171,14 +173,14 @@ class RowProduct:
             yield span, [[row[span] for row in rows] for rows in parts]
 
     def sums_by_rows(self, left: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """The accumulators of a site of one part, (T, O), some rows at a time. The next rows overwrite them."""
+        """Yield ranges of rows and their accumulators, (T, O), for a site of one part. The next rows overwrite them."""
         for span, (rows,) in self._spans(left):
             yield span, self._sums(0, rows)
 
     def outputs_by_rows(
         self, left: list[Tensor], bias: Tensor | None, result: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """The output, (T, O), some rows at a time: in `result`, or in memory that the next rows overwrite."""
+        """Yield ranges of rows and their outputs, (T, O), in `result` or in memory that the next rows overwrite."""
         dtype, device = self._scales[0].dtype, left[0].device
         for span, parts in self._spans(left):
             shape = span.stop - span.start, self.columns
@@ -193,8 +195,8 @@ class RowProduct:
                 else:
                     torch.mul(real, scale, out=out)
             if bias is not None:
-                # Not `addcmul`, which rounds once: accumulators are few whole numbers, and one of them may lie exactly
-                # between two codes of the next quantizer. Then all executors must round alike.
+                # Not `addcmul`, which rounds only once. Accumulators are few whole numbers, so an output can lie
+                # exactly between two codes of the next quantizer, and all executors must then round in the same way.
                 out.add_(bias)
             yield span, out
 
@@ -213,7 +215,7 @@ class RowProduct:
 
 
 def pays_as_bytes(left: Tensor, right: Tensor) -> bool:
-    """Whether products of bytes, (..., T, I) by (..., I, O), are faster by `torch._int_mm`, one after the other."""
+    """Return True if products of bytes, (..., T, I) by (..., I, O), are faster one by one with `torch._int_mm`."""
     return (
         (left.dtype.itemsize, right.dtype) == (1, torch.int8)
         and left.ndim > 2
@@ -227,7 +229,7 @@ def pays_as_bytes(left: Tensor, right: Tensor) -> bool:
 class BatchedProduct:
     """The product of a site of many small matrices (attention, grouped convolutions), as whole numbers in floats.
 
-    Its sums stay below what the floats hold, so they are exact in any order. nbytes: the size of a stored weight.
+    Floats hold all its sums exactly, so the order of summation does not matter. nbytes: the bytes of a stored weight.
     """
 
     def __init__(self, site: IntegerSite):
@@ -243,21 +245,21 @@ class BatchedProduct:
         fitting = [dtype for dtype, most in _EXACT.items() if site.terms * lefts * rights < most]
         if not fitting or max(lefts, rights) >= _EXACT[torch.float32]:
             raise ArtifactError(
-                f"site {site.name} sums {site.terms:,} products up to {lefts * rights:,}, more than floats hold: it "
-                "cannot run in integers"
+                f"site {site.name} sums {site.terms:,} products up to {lefts * rights:,}, more than floats hold: the "
+                "site cannot run in integers"
             )
         self._dtype = fitting[0]
 
     @property
     def is_single(self) -> bool:
-        """Whether it is a single product of two computed tensors in float32."""
+        """True if this is a single product of two computed tensors in float32."""
         sides = (*self._left, *self._right)
         single = len(sides) == 2 and all(len(digits.factors) == 1 for digits in sides) and self._weight is None
         return single and self._dtype == self.site.scales[0].dtype == torch.float32
 
     @property
     def opened(self) -> tuple[Callable[..., Tensor], Pure] | None:
-        """As `RowProduct.opened`."""
+        """The product in two steps, as in `RowProduct.opened`."""
         if not self.is_single:
             return None
 
@@ -274,7 +276,7 @@ class BatchedProduct:
         return sums, Pure(to_floats, (), (self.site.scales[0],))
 
     def _products(self, left: list[Tensor], right: list[Tensor] | None) -> list[list[tuple[int, Tensor]]]:
-        """For each pair of parts: the products of their digits, each with the factor that it counts by."""
+        """Return the products of digits for each pair of parts, each with its factor."""
         site = self.site
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul
         if site.weight is not None and site.weight.shape[1] == 1 and len(site.weight) == site.groups:
@@ -290,14 +292,14 @@ class BatchedProduct:
         return [[(f * g, multiply(x, y)) for f, x in one for g, y in other] for one in lefts for other in rights]
 
     def _with_factors(self, parts: list[Digits], given: list[Tensor]) -> list[list[tuple[int, Tensor]]]:
-        """For each part: its digits in the type of the products, each with its factor."""
+        """Return the digits of each part in the type of the products, each with its factor."""
         following = iter(given)
         return [[(factor, next(following).to(self._dtype)) for factor in digits.factors] for digits in parts]
 
     def _depthwise(self, image: Tensor, weight: Tensor) -> Tensor:
-        """A convolution of each channel with its own kernel: (B, C, H, W), (C, taps, 1) -> (B, C, L, 1).
+        """Convolve each channel with its own kernel: (B, C, H, W), (C, taps, 1) -> (B, C, L, 1).
 
-        `Site.rows` would repeat the image once per tap.
+        `IntegerSite.rows` would repeat the image once per tap.
         """
         site = self.site
         assert site.geometry is not None
@@ -317,7 +319,7 @@ class BatchedProduct:
         return result.flatten(2).unsqueeze(-1)
 
     def accumulate(self, left: list[Tensor], right: list[Tensor] | None = None) -> list[Tensor]:
-        """As `reference.Product.accumulate`, of digits."""
+        """Return the same sums as `reference.Product.accumulate`, from digits."""
         pairs = self._products(left, right)
         return [torch.stack([sums.long() * factor for factor, sums in products]).sum(0) for products in pairs]
 

@@ -1,4 +1,4 @@
-"""Steps without side effects, which `torch.compile` can read and join into one kernel (see `regions`)."""
+"""Define steps without side effects, which `torch.compile` can fuse into one kernel (see `regions`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from adalog.runtime.integer.memory import is_transposed
 class Pure:
     """A step as a function of tensors alone: function(*choices, *values, *tensors).
 
-    choices: what the compiled code depends on; tensors: the step's own parameters, so that steps of equal choices share
-    a kernel.
+    choices: the constants that the compiled code depends on. tensors: the step's own parameters. Steps with equal
+    choices share a kernel.
     """
 
     function: Callable[..., Any]
@@ -26,9 +26,9 @@ class Pure:
 def uniform_digit(
     dtype: torch.dtype, constant: int, x: Tensor, scale: Tensor, low: Tensor, high: Tensor
 ) -> list[Tensor]:
-    """The digit of each value's uniform code: round(x / scale) - constant, between low and high.
+    """Compute the digit of each value's uniform code: round(x / scale) - constant, clamped to low ... high.
 
-    Raises TypeError for values of another type than the scale's.
+    Raises TypeError if the values and the scale have different types.
     """
     if x.dtype != scale.dtype:
         raise TypeError(f"the values are {x.dtype}, but the model is {scale.dtype}: convert one of them")
@@ -38,10 +38,10 @@ def uniform_digit(
 
 
 def log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, thresholds: Tensor, *tables: Tensor) -> list[Tensor]:
-    """The digits of each value's logarithmic code, which is how many of the thresholds the value is at most.
+    """Compute the digits of each value's logarithmic code: the number of thresholds that the value does not exceed.
 
-    thresholds: descending, 2**bits - 1 of them; the code is found bit by bit, the highest first. tables: one per
-    factor, the digit of every code. Raises TypeError for values of another type than the thresholds'.
+    thresholds: descending, 2**bits - 1 of them; the code is found bit by bit, highest bit first. tables: the digit of
+    every code, one tensor per factor. Raises TypeError if the values and the thresholds have different types.
     """
     if x.dtype != thresholds.dtype:
         raise TypeError(f"the values are {x.dtype}, but the model is {thresholds.dtype}: convert one of them")
@@ -55,18 +55,18 @@ def log_digits(dtype: torch.dtype, x: Tensor, offset: Tensor, thresholds: Tensor
 
 
 def to_floats(sums: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """What `reference.finish` makes of the accumulators of a site of one part: sums times scale, plus bias."""
+    """Convert the accumulators of a site of one part as `reference.finish` does: sums times scale, plus bias."""
     result = sums.to(scale.dtype) * scale
     return result if bias is None else result + bias
 
 
 def _select(values: Sequence[Tensor], above: Sequence[Tensor]) -> Tensor:
-    """One of 2**n values, by n masks for the bits of its number, the lowest bit first: a set mask stands for a 0."""
+    """Select one of 2**n values by n masks, one per bit of its number, lowest bit first. A set mask means a 0."""
     for mask in above:
         values = [torch.where(mask, zero, one) for zero, one in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def _for_products(digit: Tensor) -> Tensor:
-    """A digit in one piece, as products take it: row by row, or column by column where it came transposed."""
+    """Return a digit as contiguous rows, or as contiguous columns if it is transposed. Products take both."""
     return digit.mT.contiguous().mT if is_transposed(digit) else digit.contiguous()

@@ -1,7 +1,7 @@
-"""The executor "native": compiled kernels (`native.cpp`) over memory that is laid out once for each batch size.
+"""Run the executor "native": compiled kernels (`native.cpp`) in memory that is laid out once for each batch size.
 
-`abi` is the library's interface, `products` single sites on it; `recognise` finds the steps of a program, and `emit`
-gives them memory and calls. docs/native.md describes the whole.
+`adalog.run.abi` declares the library's interface, and `products` runs single sites with it. `recognise` finds the steps
+of a program, and `emit` gives them memory and calls. docs/reference/kernels.md describes the design.
 """
 
 from adalog.run.abi import Context

@@ -1,4 +1,4 @@
-"""The memory of a plan: what steps share, what they keep, and the calls of kernels with the addresses of both."""
+"""Lay out the memory of a plan, and the calls of kernels that use it."""
 
 import ctypes
 import functools
@@ -21,24 +21,24 @@ _RESHAPES = aten("reshape.default flatten.using_ints unflatten.int")
 
 
 class Bytes(list[Any]):
-    """A value as planes of bytes. Where it is several values (a split), each plane holds all of them."""
+    """A value as planes of bytes. If an operation returns several values (a split), each plane holds all of them."""
 
 
 def addresses(value: Any) -> set[int]:
-    """The addresses of the memory that the tensors of a value have."""
+    """Return the addresses of the memory of all tensors in a value."""
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr()}
     return set().union(*map(addresses, value)) if isinstance(value, (tuple, list)) else set()
 
 
 def in_memory(value: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions in the order of their strides, the longest first, and the permutation that undoes this order."""
+    """Return the dimensions in order of stride, longest first, and the permutation that undoes this order."""
     order = sorted(range(value.ndim), key=lambda i: -value.stride()[i])
     return order, [order.index(i) for i in range(value.ndim)]
 
 
 def copy(static: Any, value: Any) -> None:
-    """Write the tensors of a value into those of another with the same structure."""
+    """Copy the tensors of a value into the tensors of another value with the same structure."""
     if isinstance(static, Tensor):
         static.copy_(value)
     elif isinstance(static, (tuple, list)):
@@ -48,11 +48,11 @@ def copy(static: Any, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a plan, for the step that makes the value `step`.
+    """One call of a plan, for the step that computes the value `step`.
 
-    operation: a kernel by its name, or an operation. run: returns None, or the status of a kernel. arguments: the
-    structure that a kernel takes; (result, arguments) of an operation that NumPy runs (`floats`); None of one that
-    torch runs.
+    operation: the name of a kernel or of an operation. run: makes the call, and returns None or the status of a kernel.
+    arguments: the structure for a kernel; (result, arguments) for an operation that NumPy runs (`adalog.run.floats`);
+    None for an operation that torch runs.
     """
 
     step: str
@@ -62,24 +62,24 @@ class Call:
 
 
 def _as_arrays(value: Any) -> Any:
-    """Tensors as NumPy's arrays of the same memory."""
+    """Convert tensors to NumPy arrays that share their memory."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(_as_arrays, value))
     return value.numpy() if isinstance(value, Tensor) else value
 
 
 class Arena:
-    """Memory that steps share: memory whose value no later step reads is taken again. nbytes: of all of it."""
+    """Memory that steps share: once no later step reads a value, its memory is used again. nbytes: the total bytes."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
-        self.blocks: list[Tensor] = []  # all memory that there is
+        self.blocks: list[Tensor] = []  # all memory of the arena, free or taken
         self._taken: dict[int, tuple[int, Tensor]] = {}  # by address: size class, memory
-        self._live: dict[int, int] = {}  # by address: how many values lie there
+        self._live: dict[int, int] = {}  # by address: the number of values there
         self.nbytes = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for a tensor, until its address is given back."""
+        """Take memory for a tensor. It stays taken until `drop` or `give_scratch` frees it."""
         count = math.prod(shape)
         size = max(64, -(-count * dtype.itemsize // 64) * 64)
         free = self._free.get(size)
@@ -98,12 +98,12 @@ class Arena:
             self._free.setdefault(size, []).append(memory)
 
     def hold(self, value: Any) -> None:
-        """Count a value among those that lie in its memory."""
+        """Count a value as a user of its memory."""
         for address in addresses(value):
             self._live[address] = self._live.get(address, 0) + 1
 
     def drop(self, value: Any) -> None:
-        """Count a value no more, and give its memory back if it was the last one there."""
+        """Stop counting a value, and free its memory if it was the last value there."""
         for address in addresses(value):
             self._live[address] -= 1
             if not self._live[address]:
@@ -111,22 +111,22 @@ class Arena:
                 self._give(address)
 
     def holds_alone(self, value: Tensor) -> bool:
-        """Whether a value has memory of the arena for itself, from its start on."""
+        """Return True if a value is the only one in its memory of the arena, and starts where the memory starts."""
         address = value.data_ptr()
         return address in self._taken and self._live.get(address) == 1
 
     def give_scratch(self, scratch: Sequence[Tensor]) -> None:
-        """Give memory back unless a value lies in it."""
+        """Free these pieces of memory, except those that hold a value."""
         for value in scratch:
             if value.data_ptr() not in self._live:
                 self._give(value.data_ptr())
 
 
 class Layout:
-    """What is laid out of a plan so far.
+    """The part of a plan that is laid out so far.
 
-    calls: in order. alive: what the arguments of kernels point to. step: the name of the value that the current step
-    makes; scratch: memory of this step alone.
+    calls: the calls, in order. alive: the objects that the arguments of kernels point to. step: the name of the value
+    that the current step computes. scratch: the memory that only the current step uses.
     """
 
     def __init__(self, context: abi.Context):
@@ -138,7 +138,7 @@ class Layout:
         self.scratch: list[Tensor] = []
 
     def keep(self, value: Tensor) -> int:
-        """The address of a value, which then lives as long as the plan."""
+        """Return the address of a value, and keep the value alive as long as the plan."""
         self.alive.append(value)
         return value.data_ptr()
 
@@ -148,7 +148,7 @@ class Layout:
         self.calls.append(Call(self.step, kernel, self._context.bind(kernel, arguments), arguments))
 
     def call_numpy(self, operation: str, out: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Add an operation that NumPy runs and that writes its result to `out`; False where NumPy does not."""
+        """Add an operation that NumPy runs, with its result in `out`. Return False if NumPy does not run it."""
         given = [each for arg in args for each in (arg if isinstance(arg, (tuple, list)) else [arg])]
         floats = {each.dtype for each in (out, *given) if isinstance(each, Tensor)} == {torch.float32}
         if operation in _RESHAPES and out.is_contiguous():
@@ -160,7 +160,7 @@ class Layout:
         return True
 
     def _floats(self, operation: str, out: Tensor, *args: Any) -> None:
-        """Add an operation of `floats`."""
+        """Add a call of an operation in `FLOATS`."""
         run = functools.partial(FLOATS[operation], *(_as_arrays(each) for each in (out, *args)))
         self.calls.append(Call(self.step, operation, run, (out, args)))
 
@@ -169,20 +169,20 @@ class Layout:
         self.calls.append(Call(self.step, operation, run, None))
 
     def take_scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory until the end of the current step."""
+        """Take memory until the end of the current step."""
         memory = self.arena.take(shape, dtype)
         self.scratch.append(memory)
         return memory
 
     def like(self, value: Any) -> Any:
-        """Memory for a result, with its dimensions in the order that torch gave them: images may be channels-last."""
+        """Take memory for a result, with the memory order that torch chose: images may have their channels last."""
         if isinstance(value, Tensor):
             order, back = in_memory(value)
             return self.arena.take([value.shape[i] for i in order], value.dtype).permute(back)
         return type(value)(map(self.like, value)) if isinstance(value, (tuple, list)) else value
 
     def dense(self, value: Tensor) -> Tensor:
-        """The value with its rows one after the other: itself, or a copy that each call makes."""
+        """Return the value if it is contiguous, or else the memory for a contiguous copy that each call makes."""
         if value.is_contiguous():
             return value
         static = self.take_scratch(value.shape, value.dtype)
@@ -190,9 +190,9 @@ class Layout:
         return static
 
     def strided(self, plane: Tensor, lead: Sequence[int]) -> Tensor:
-        """Bytes whose rows or columns are dense, and whose batches are one dimension or can be viewed as one.
+        """Return bytes whose rows or columns are dense, and whose batch dimensions can be viewed as one.
 
-        lead: the leading dimensions of the product, to which they are expanded where there are more than two of them.
+        lead: the leading dimensions of the product. The bytes are expanded to them if there are more than two.
         """
         seen = plane = plane.expand(*lead, *plane.shape[-2:]) if len(lead) > 2 else plane
         if len(plane.shape[:-3]) > 1:
@@ -203,16 +203,16 @@ class Layout:
         return seen if 1 in (seen.stride(-1), seen.stride(-2)) else self.dense(seen)
 
     def results(self, finish: Finish, shape: Sequence[int], rows: Rows | None = None) -> list[Tensor]:
-        """Memory for the results of a kernel, one tensor per plane.
+        """Take memory for the results of a kernel, one tensor per plane.
 
-        rows: where the kernel puts them. If that is not everywhere, the memory is not shared, and starts full of what
-        stands for the rows that are empty.
+        rows: the places where the kernel stores its rows. If some places stay empty, the memory is not shared and is
+        filled with the value of an empty row.
         """
         count = finish.planes if isinstance(finish, Lookup) else 1
         dtype = torch.float32 if finish is None else torch.uint8
         if rows is None or rows.whole:
             return [self.arena.take(shape, dtype) for _ in range(count)]
-        # The kernel's rows may be longer or shorter than those of the shape, which views have made of them.
+        # The kernel's rows may be longer or shorter than the rows of the shape, because views may have changed them.
         columns = finish.scale.numel() if isinstance(finish, Codes) else 1
         empty = torch.zeros(columns) if rows.empty is None else rows.empty
         if isinstance(finish, Codes):
@@ -228,12 +228,12 @@ class Layout:
         return out
 
     def results_by_token(self, finish: Finish, shape: Sequence[int]) -> list[Tensor]:
-        """The same for (..., heads, rows, columns), where the heads of a row follow each other in memory."""
+        """Take memory for results (..., heads, rows, columns) in which the heads of a row follow each other."""
         *lead, heads, rows, columns = shape
         return [plane.transpose(-3, -2) for plane in self.results(finish, (*lead, rows, heads, columns))]
 
     def lookup(self, table: Lookup) -> abi.Steps:
-        """The tables of a function of few values."""
+        """Create the tables of a function of few values."""
         depth, heap, values = search_tables(table.thresholds, table.values)
         buckets, places = buckets_of(table.thresholds, table.values)
         found = abi.Steps(
@@ -260,8 +260,9 @@ class Layout:
     def output(
         self, finish: Finish, out: Sequence[Tensor], scale: Tensor, bias: Tensor | None, activation: str = ""
     ) -> abi.Output:
-        """What a kernel makes of its results x: x * scale + bias, (columns,) each in float64; an activation, one of
-        `abi.ACTIVATIONS`; then the finish.
+        """Describe what a kernel does with its results x: it computes x * scale + bias, an activation and the finish.
+
+        scale, bias: (columns,); scale is in float64. activation: one of `abi.ACTIVATIONS`.
         """
         offset = torch.zeros_like(scale) if bias is None else bias.double().reshape(-1).expand(len(scale))
         number = abi.ACTIVATIONS.index(activation)
@@ -284,7 +285,7 @@ class Layout:
         return arguments
 
     def move_rows(self, output: abi.Output, rows: Rows, added: Tensor | None) -> None:
-        """Tell an output where its rows go, and what they are added to."""
+        """Set the places at which an output stores its rows, and the values that it adds to them."""
         added_to = None
         if added is not None:
             added, added_to = self.dense(added), rows.added_to

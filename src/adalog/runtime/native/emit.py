@@ -1,4 +1,4 @@
-"""From recognised steps to calls of kernels, over memory that is laid out once for one batch size."""
+"""Turn recognised steps into calls of kernels, in memory that is laid out once for one batch size."""
 
 import contextlib
 import ctypes
@@ -39,12 +39,12 @@ from adalog.runtime.reference import ENCODE, IntegerSite
 
 
 class Plan:
-    """A compiled program for inputs of one shape. It takes them and gives the outputs; calls wait for each other.
+    """A compiled program for inputs of one shape. Calls from several threads run one after another.
 
-    program, functions: as compiled, with what encoders and products do, by their nodes' names; shapes: of its values,
-    as `trace` finds them. calls: what it does, in order. fallbacks: the operations that have no kernel, which NumPy
-    or torch run, by their nodes' names. nbytes: of the memory that steps share. Raises ProgramError where an operation
-    fails.
+    program, functions: the compiled program, and the functions of its encoders and products, by node name. shapes: the
+    shapes of all values, as `trace` finds them. calls: the calls, in order. fallbacks: the operations without a kernel,
+    which NumPy or torch runs, by node name. nbytes: the bytes of the memory that steps share. Raises ProgramError if an
+    operation fails.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Plan:
         emitter = _Emitter(recognise(program, sites, quantizers, shapes), functions, context, inputs)
         self.program, self.functions, self.shapes = program, functions, [value.shape for value in inputs]
         self.statics, self.pointers, self.results = emitter.statics, emitter.pointers, emitter.results
-        self.layout = emitter.layout  # owns the memory that the calls have the addresses of
+        self.layout = emitter.layout  # owns the memory that the calls point to
         self._lock = threading.Lock()
         self.calls = emitter.layout.calls
         self._runs = [call.run for call in self.calls]
@@ -76,7 +76,7 @@ class Plan:
             return evaluate(self.program.output, {name: _own(value) for name, value in self.results.items()})
 
     def times(self, inputs: Sequence[Tensor]) -> list[float]:
-        """The CPU seconds that each call takes of this thread, in order."""
+        """Return the CPU seconds that this thread spends in each call, in order."""
         with self._taking(inputs):
             clock = [time.thread_time()]
             for run in self._runs:
@@ -86,8 +86,8 @@ class Plan:
 
     @contextlib.contextmanager
     def _taking(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Let the calls read these inputs, and nobody else call meanwhile."""
-        with self._lock, np.errstate(all="ignore"):  # as in torch, numbers that are not finite go on
+        """Let the calls read these inputs, and make other callers wait, while the context is open."""
+        with self._lock, np.errstate(all="ignore"):  # no warnings for infinite or NaN values, as in torch
             given = [value.contiguous() for value in inputs]
             for arguments, index in self.pointers:
                 arguments.data = given[index].data_ptr()
@@ -98,14 +98,14 @@ class Plan:
 
 
 def _own(value: Any) -> Any:
-    """The value in memory that the next call leaves alone; sizes are numbers."""
+    """Copy a value into memory that the next call does not overwrite. Sizes are numbers and stay as they are."""
     if isinstance(value, (tuple, list)):
         return type(value)(map(_own, value))
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _last_reads(found: Steps) -> list[list[str]]:
-    """For each step the names of the values that no later step reads; outputs are read at the end."""
+    """Return for each step the names of the values that no later step reads. Outputs are read at the end."""
     made = {step.name for step in found.steps}
     read_later = set(refs_of(found.program.output))
     dead: list[list[str]] = []
@@ -117,11 +117,11 @@ def _last_reads(found: Steps) -> list[list[str]]:
 
 
 class _Emitter:
-    """Gives each step its memory and its calls, in order.
+    """Builder of a plan, which gives each step its memory and its calls, in order.
 
-    statics: where each input is copied to, or None for one that a kernel reads in place; pointers: the arguments that
-    read such an input, by its index. results: the program's outputs, by name. Values are tensors where every call will
-    put them, planes of such (`Bytes`), or numbers.
+    statics: the tensor that each input is copied to, or None if a kernel reads the input in place. pointers: the
+    arguments that read such an input, with its index. results: the program's outputs, by name. A value is a tensor that
+    every call overwrites, planes of such tensors (`Bytes`), or a number.
     """
 
     def __init__(self, found: Steps, functions: Mapping[str, Any], context: abi.Context, inputs: Sequence[Tensor]):
@@ -211,7 +211,7 @@ class _Emitter:
         return _value(step.finish, out)
 
     def _in_place(self, step: Linear, added: Tensor | None) -> list[Tensor] | None:
-        """The memory of what a linear adds to, if its own sums may lie there: each replaces the value that it reads."""
+        """Return the memory of the value that a linear adds to, if the sums can overwrite that value, or None."""
         rows, arena = step.rows, self.layout.arena
         if added is None or step.finish is not None or rows.place is not None or rows.added_to is not None:
             return None
@@ -219,13 +219,13 @@ class _Emitter:
         return [added.view(step.shape)] if alone else None
 
     def _rows_of(self, site: IntegerSite, left: Bytes) -> Planes:
-        """The left operand of a stored weight as (T, I)."""
+        """Return the left operand of a stored weight as (T, I)."""
         layout = self.layout
         if site.geometry is None:
             return [layout.dense(plane).view(-1, site.terms) for plane in left]
         stride, padding, *_ = site.geometry
         kernel, images = site.weight.shape[2:], left[0]  # type: ignore[union-attr]
-        if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each place of the image is a row
+        if math.prod((*kernel, *stride)) == 1 and not any(padding):  # each pixel is a row
             return [layout.dense(plane.permute(0, 2, 3, 1)).view(-1, site.terms) for plane in left]
         count = len(images) * math.prod(site.sizes(images.shape))
         return [_patched(layout, site, plane, count) for plane in map(layout.dense, left)]
@@ -290,9 +290,9 @@ class _Emitter:
         return _value(step.finish, out)
 
     def _encode(self, step: Encode) -> Any:
-        """Codes of a value, which lie in memory as it does."""
+        """Encode a value. The codes have the same memory order as the value."""
         layout, quantizer, x = self.layout, step.quantizer, self._values[step.source]
-        if x.dtype != torch.float32:  # where scales of float64 made another type of it than the meta device told
+        if x.dtype != torch.float32:  # scales of float64 can give it another type than on the meta device
             return self._by_torch(step.name, ENCODE, self._functions[step.name], (x,), {})
         shape = x.shape
         order, back = in_memory(x)
@@ -301,7 +301,7 @@ class _Emitter:
         if isinstance(quantizer, UniformQuantizer):
             parameters = [value.float() for value in (quantizer.scale, quantizer.zero_point)]
         scale, zero = (value.expand(shape).permute(order) for value in parameters)
-        # A row is as long as what has parameters of its own, or some thousand entries.
+        # A row covers the dimensions that have their own parameters, or a few thousand entries.
         first = next((i for i in range(x.ndim) if x.shape[i] > 1 and (scale.stride(i) or zero.stride(i))), x.ndim)
         if not x[(0,) * first].is_contiguous():
             x = layout.dense(x)
@@ -331,7 +331,7 @@ class _Emitter:
         layout.call("encode", arguments)
         return Bytes(plane.permute(back) for plane in out)
 
-    # --- what runs as torch runs it ----------------------------------------------------------------------------------
+    # --- operations without a kernel ---------------------------------------------------------------------------------
 
     def _torch(self, step: Torch) -> Any:
         node = step.node
@@ -345,7 +345,7 @@ class _Emitter:
         return self._by_torch(node.name, node.op, function, args, kwargs)
 
     def _by_torch(self, name: str, op: str, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of an operation: a view is made here, all else by each call, in memory from the arena."""
+        """Return the result of an operation. A view is made once, here; each call computes any other result again."""
         result = function(*args, **kwargs)
         if not addresses(result) or addresses(result) <= addresses(args):
             return result
@@ -367,7 +367,7 @@ def _value(finish: Finish, out: list[Tensor]) -> Any:
 
 
 def _activated(layout: Layout, value: Tensor, activation: str) -> Tensor:
-    """A function of a value, one of `abi.ACTIVATIONS`, which lies in memory as it does."""
+    """Apply an activation, one of `abi.ACTIVATIONS`. The result has the same memory order as the value."""
     order, back = in_memory(value)
     x = layout.dense(_floats(value).permute(order))
     columns = max(size for size in range(1, 1 << 12) if x.numel() % size == 0)
@@ -385,7 +385,7 @@ def _activated(layout: Layout, value: Tensor, activation: str) -> Tensor:
 
 
 def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Tensor:
-    """What each of `count` places of a convolution's output sees of an image: (count, I)."""
+    """Return the patch of the images behind each of the `count` pixels of a convolution's output: (count, I)."""
     out = layout.take_scratch((count, site.terms), torch.uint8)
     arguments = abi.Patches(
         fill=zero_point(site.left),
@@ -399,7 +399,7 @@ def _patched(layout: Layout, site: IntegerSite, plane: Tensor, count: int) -> Te
 
 
 def _add_seen(layout: Layout, output: abi.Output, product: Product, shape: Sequence[int]) -> None:
-    """Add what a convolution's part of ones gives, which is the same for all images of this shape."""
+    """Add the outputs of a convolution's part of ones, which are the same for all images of this shape."""
     values = product.seen(shape[1:]).to(torch.float32) * product.site.scales[1].reshape(-1)
     numbers = torch.arange(len(values), dtype=torch.int32).repeat(shape[0])
     output.residual, output.residual_bytes = layout.keep(values), bytes_behind(values)
@@ -407,14 +407,14 @@ def _add_seen(layout: Layout, output: abi.Output, product: Product, shape: Seque
 
 
 def _floats(value: Tensor) -> Tensor:
-    """The value, which a kernel reads as float32. Raises TypeError where it is of another type."""
+    """Return the value, which a kernel reads as float32. Raises TypeError if it has another type."""
     if value.dtype != torch.float32:
         raise TypeError(f"a kernel reads float32, not {value.dtype}")
     return value
 
 
 def _by_column(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """A scale against (..., heads, rows, columns) as one per head and column: (heads * columns,), float64."""
+    """Expand a scale that broadcasts against (..., heads, rows, columns) to (heads * columns,), float64."""
     heads = shape[-3] if len(shape) > 2 else 1
     by_head = scale.double().reshape(scale.shape[-3:]) if scale.numel() > 1 else scale.double().reshape(())
     return by_head.expand(heads, 1, shape[-1]).reshape(-1)
@@ -425,7 +425,7 @@ def _applied(program: Program, node: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _writer(op: str) -> Callable[..., Any] | None:
-    """The form of an operation that writes its result into a given tensor, if there is one."""
+    """Return the form of an operation that writes its result into a given tensor, or None."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten.").partition(".")[0], None)
     return getattr(packet, "out", None)
 
@@ -433,7 +433,7 @@ def _writer(op: str) -> Callable[..., Any] | None:
 def _writes(
     into: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], static: Tensor, wanted: Tensor
 ) -> bool:
-    """Whether that form takes these arguments and gives this result."""
+    """Return True if the form takes these arguments and computes the wanted result."""
     try:
         found = into(*args, **kwargs, out=static)
     except (RuntimeError, TypeError, ValueError):  # it takes other arguments

@@ -1,4 +1,4 @@
-"""Who reads each value of a program, what does not depend on its inputs, and where moves take the rows of a value."""
+"""Analyse the data flow of a program: the readers of its values, its constants, and the moves of whole rows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,14 +12,14 @@ from adalog.graph.program import Node, Program, Ref, evaluate, refs_of
 from adalog.runtime.native.steps import Rows
 from adalog.runtime.reference import ENCODE, PRODUCT
 
-SIZE = "aten.sym_size.int"  # reads the shape of a value and none of its entries
+SIZE = "aten.sym_size.int"  # reads the shape of a value and not its entries
 FACTORS = aten("mul.Tensor div.Tensor mul.Scalar div.Scalar")
 
 
 class Flow:
-    """A program's values: their shapes, their readers, and those that are the same for all inputs of this shape.
+    """The data flow of a program: shapes and readers of its values, and the values that no input changes.
 
-    shapes: of every value of the program, a tensor on the meta device, a number, or a tuple of these.
+    shapes: every value of the program as a tensor on the meta device, a number, or a tuple of these.
     """
 
     def __init__(self, program: Program, shapes: Mapping[str, Any]):
@@ -33,28 +33,28 @@ class Flow:
         self._constants: dict[str, Any] = dict(program.tensors)
 
     def readers(self, name: str) -> list[Node]:
-        """The nodes that read a value."""
+        """Return the nodes that read a value."""
         return self._readers.get(name, [])
 
     def sole_reader(self, name: str) -> Node | None:
-        """The only node that reads a value, which it reads once; None where there are others, or an output."""
+        """Return the only node that reads a value, once. Return None if there are more reads or it is an output."""
         readers = self.readers(name)
         if len(readers) != 1 or name in self.outputs or [*readers[0].refs()].count(name) > 1:
             return None
         return readers[0]
 
     def behind(self, name: str) -> list[Node]:
-        """The nodes after the one that makes a value, in order of execution."""
+        """Return the nodes after the node that computes a value, in order of execution."""
         return list(self.program.nodes[self._position[name] + 1 :])
 
     def apply(self, node: Node, values: Mapping[str, Any]) -> Any:
-        """What a node makes of these values, and of constants."""
+        """Return the result of a node for these values and the constants that it reads."""
         known = {name: values[name] if name in values else self.constant(name) for name in node.refs()}
         kwargs = {key: evaluate(value, known) for key, value in node.kwargs.items()}
         return self.program.apply(node, evaluate(node.args, known), kwargs)
 
     def is_constant(self, name: str) -> bool:
-        """Whether a value is the same for all inputs of this shape."""
+        """Return True if a value is the same for all inputs of this shape."""
         waiting, seen = [name], set[str]()
         while waiting:
             each = waiting.pop()
@@ -67,14 +67,17 @@ class Flow:
         return True
 
     def constant(self, name: str) -> Any:
-        """A value that is the same for all inputs of this shape."""
+        """Return a value that is the same for all inputs of this shape."""
         if name not in self._constants:
             shape = self.shapes.get(name)
             self._constants[name] = shape if isinstance(shape, int) else self.apply(self.nodes[name], {})
         return self._constants[name]
 
     def leaves(self, name: str) -> list[tuple[Node, list[Node]]] | None:
-        """The nodes that read a value through moves and constant factors, each with these; None if an output does."""
+        """Return the nodes that read a value through moves and constant factors, each with the nodes on its path.
+
+        Return None if an output of the program reads the value.
+        """
         found: list[tuple[Node, list[Node]]] = []
         waiting: list[tuple[str, list[Node]]] = [(name, [])]
         while waiting:
@@ -91,7 +94,7 @@ class Flow:
         return found
 
     def _multiplies(self, node: Node, name: str) -> bool:
-        """Whether a node multiplies a value by constants, and nothing else."""
+        """Return True if a node only multiplies a value by constants."""
         refs = list(node.refs())
         return (
             node.op in FACTORS
@@ -103,9 +106,9 @@ class Flow:
         )
 
     def columns(self, name: str, moved: str | None = None) -> Tensor:
-        """For each entry of a value, or of what its rows are moved to, the number of its column: int32.
+        """Return the column number of each entry of a value, int32, in the shape of the value `moved` if it is given.
 
-        The result is expanded: it has no memory of its own unless rows are merged.
+        The result is expanded, so it has no memory of its own unless rows are merged.
         """
         columns, shape = self.shapes[name].shape[-1], self.shapes[moved or name].shape
         return torch.arange(columns, dtype=torch.int32).expand(shape.numel() // columns, columns).reshape(shape)
@@ -115,7 +118,7 @@ class Flow:
 
 
 def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
-    """Where each row of a value, of so many columns, ends up after moves that have no other reader.
+    """Find where each row of a value ends up after moves that have no other reader. columns: the length of a row.
 
     The entries are numbered, and the moves are run on the numbers.
     """
@@ -123,7 +126,7 @@ def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
     found = Rows(name)
     if name in flow.outputs or not 0 < shape.numel() < 2**31 - columns:
         return found
-    numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 stands for padding
+    numbers = torch.arange(1, shape.numel() + 1, dtype=torch.int32).view(shape)  # 0 marks padding
     inside: dict[str, Any] = {name: numbers}
     for node in flow.behind(name):
         if inside.keys().isdisjoint(node.refs()):
@@ -148,7 +151,7 @@ def rows_behind(flow: Flow, name: str, columns: int) -> Rows:
 
 
 def _moves(flow: Flow, node: Node, values: Mapping[str, Any]) -> bool:
-    """Whether a node moves some of these values, or pads one with zeros, and reads nothing else but sizes."""
+    """Return True if a node moves some of these values, or pads one with zeros, and reads only sizes besides."""
     refs = list(node.refs())
     if not all(each in values or isinstance(flow.shapes.get(each), int) for each in refs):
         return False
@@ -158,9 +161,9 @@ def _moves(flow: Flow, node: Node, values: Mapping[str, Any]) -> bool:
 
 
 def _places(numbers: Tensor, count: int) -> Tensor | None:
-    """The place of each of `count` rows among the moved ones, or -1: (count,), int32. None where rows are torn apart.
+    """Return the place of each of `count` rows among the moved rows, or -1: (count,), int32. None if rows are split.
 
-    numbers: (moved rows, columns), the number of each entry before the moves, from 1 on; 0 is padding.
+    numbers: (moved rows, columns), the number of each entry before the moves, counted from 1; 0 is padding.
     """
     columns = numbers.shape[1]
     first = numbers[:, :1]
@@ -174,7 +177,10 @@ def _places(numbers: Tensor, count: int) -> Tensor | None:
 
 
 def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | None]:
-    """The same rows with the constant that their only reader adds to each of them, and that constant, (columns,)."""
+    """Include in the rows an addition of a constant to each row, if it is their only reader.
+
+    Return the rows and the constant, (columns,). Without such an addition, the constant is None.
+    """
     reader = flow.sole_reader(rows.last)
     if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or reader.args[0] != Ref(rows.last):
         return rows, None
@@ -182,7 +188,7 @@ def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | 
     if not isinstance(other, Ref) or not flow.is_constant(other.name):
         return rows, None
     constant, found = flow.constant(other.name), flow.shapes[reader.name]
-    # A view of rows as columns would make something larger of the sum.
+    # If a view has changed the length of the rows, the sum may have a larger shape.
     alike = found.shape == flow.shapes[rows.last].shape and found.shape[-1:] == (columns,)
     if constant.shape != (columns,) or not alike or found.dtype != torch.float32:
         return rows, None
@@ -190,9 +196,10 @@ def with_constant(flow: Flow, rows: Rows, columns: int) -> tuple[Rows, Tensor | 
 
 
 def with_addition(flow: Flow, rows: Rows, columns: int, pending: Mapping[str, Any]) -> Rows:
-    """The same rows with what their only reader adds to them, and the moves behind that addition, if there is one.
+    """Include in the rows an addition of another value and the moves after it, if it is their only reader.
 
-    pending: what each node has become so far; an addition that another step has taken is left alone.
+    The rows stay unchanged without such an addition, or if another step already includes it. pending: the step that
+    each node belongs to so far.
     """
     reader = flow.sole_reader(rows.last)
     if reader is None or reader.op != "aten.add.Tensor" or reader.kwargs or len(reader.args) != 2 or not rows.whole:

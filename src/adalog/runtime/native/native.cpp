@@ -1,16 +1,16 @@
-// Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependency.
+// Kernels of the executor "native": products of codes, and the float operations around them. Plain C ABI, no dependencies.
 //
 //     g++ -O2 -std=c++17 -shared -fPIC -pthread native.cpp ../../quantizers/elementwise.cpp -o _native.so
 //
-// The instruction set is chosen at run time. `abi.py` is the only caller; docs/native.md describes the whole.
+// The instruction set is chosen at run time. `abi.py` is the only caller. docs/reference/kernels.md has the design.
 //
-// The file has two parts. The first, with what is the same everywhere, includes the file again for each instruction
-// set, and so compiles the second part, the kernels, once for each of them in a namespace of its own.
+// The file has two parts. The first part is the same for all instruction sets. It includes this file again for each
+// instruction set. This compiles the second part, the kernels, once per instruction set in a separate namespace.
 //
-// Integers. An operand is bytes: codes less nothing on the left (uint8), codes less a middle on the right (int8), so that
-// one instruction multiplies them; what was not subtracted comes back as a constant a column (`base`) and, where a right
-// operand has 8 bits, as a multiple of the row's sum (`moved`). All sums are modulo 2^32, and the bounds that
-// `reference.plan` proves say that the result fits.
+// Integers: operands are bytes. A left operand is codes (uint8), and a right operand is codes minus a middle (int8), so
+// that one instruction multiplies them. The parts of the zero points that were not subtracted are corrected by a constant
+// per column (`base`) and, if a right operand has 8 bits, by a multiple of the row's sum (`moved`). All sums are modulo
+// 2^32. The bounds that `reference.plan` proves guarantee that the result fits.
 
 #ifndef ADALOG_LEVEL
 
@@ -40,7 +40,8 @@
 #include <sys/syscall.h>
 #endif
 
-// NEON with dot products: any GCC compiles these kernels; Clang, where all code may use them, as on Apple's processors.
+// NEON with dot products. GCC always compiles these kernels. Clang compiles them only if all code may use the
+// instructions, as on Apple's processors.
 #if defined(__aarch64__) && (defined(__ARM_FEATURE_DOTPROD) || !defined(__clang__))
 #define ADALOG_ARM 1
 #include <arm_neon.h>
@@ -54,7 +55,7 @@
 #endif
 #endif
 
-// What the text of the kernels asks of the level that it is compiled for.
+// Properties of the level that the kernels are compiled for.
 #define ADALOG_WIDE (ADALOG_LEVEL == 2 || ADALOG_LEVEL == 3)
 #define ADALOG_NEON (ADALOG_LEVEL == 4 || ADALOG_LEVEL == 5)
 
@@ -65,34 +66,35 @@
 
 namespace {
 
-// Each can do what those before it on such a processor can.
+// On the same kind of processor, each level can also run the kernels of the levels before it.
 enum Level { SCALAR = 0, AVX2 = 1, AVX512 = 2, AMX = 3, NEON = 4, I8MM = 5 };
 
-constexpr int PANEL = 16;       // columns of a right operand that lie together
-constexpr int QUAD = 4;         // panels that a product makes at once
-constexpr int GROUP = 4;        // terms of one column that lie together: what one lane of a dot product takes
-constexpr int LINE = 64;        // bytes: one group of a panel
+constexpr int PANEL = 16;       // columns of a right operand that are stored together
+constexpr int QUAD = 4;         // panels that a product computes at once
+constexpr int GROUP = 4;        // terms of one column that are stored together: one lane of a dot product
+constexpr int LINE = 64;        // bytes of one group of a panel
 constexpr int STEP = 64;        // terms are padded to a multiple of this: one AMX tile
-constexpr int ROWS = 16;        // rows of accumulators at once, at most
-constexpr int64_t MOST = int64_t(1) << 40;  // no size is larger: products of two of them do not overflow unnoticed
-constexpr int64_t LONGEST = 1 << 24;        // no operand of a product has more terms or columns
-constexpr size_t MOST_SCRATCH = 1 << 28;    // bytes of a thread: rows may lie on each other, so no memory bounds them
+constexpr int ROWS = 16;        // most rows of accumulators at once
+constexpr int64_t MOST = int64_t(1) << 40;  // limit of all sizes, so that checks of their products do not overflow
+constexpr int64_t LONGEST = 1 << 24;        // limit of the terms and columns of a product's operand
+constexpr size_t MOST_SCRATCH = 1 << 28;    // limit of a thread's scratch bytes; rows may overlap, so memory sizes do not limit it
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// --- what abi.py fills in (its structures have the same names and fields; see LAYOUT) -----------------------------------
+// --- structures that abi.py fills in (with the same names and fields there; see LAYOUT) --------------------------------
 
-// A function of a float that takes few values: values[i], where i of the 2^depth - 1 thresholds are above x. They are a
-// heap, the first at 1: a place k has those of larger thresholds at 2 k, of smaller ones at 2 k + 1, and one goes there
-// where x is less than the threshold at k; so 2^depth + i is where one ends. length: entries of either array.
+// A function of a float that takes few values: it is values[i] if i of the 2^depth - 1 thresholds are above x. The
+// thresholds form a heap that starts at index 1. The larger thresholds of node k are below node 2 k, and the smaller ones
+// below node 2 k + 1. The search goes to 2 k + 1 if x is less than the threshold at k, and ends at 2^depth + i. length:
+// the entries of either array.
 //
-// The same function by buckets of equal width, of which x falls into number slope x + origin, without its fraction and
-// brought to 0 ... count - 1: a bucket that holds one threshold at most has it as it stands, with the value below it and
-// the one from it on. Where buckets are crowded the threshold is no number, and the heap is searched.
+// Buckets of equal width give the same function. x falls into bucket slope x + origin, without the fraction and clamped
+// to 0 ... count - 1. A bucket with at most one threshold stores the threshold, the value below it, and the value from it
+// on. The threshold of a bucket with more of them is NaN, and the heap is searched instead.
 //
-// shift: where it is not 0, buckets have no equal width. Those of x below `center` are the first half, those from it on
-// the second, and the bits of a float32, |x - center|, less the last `shift` of them and less `least`, count from the
-// middle: buckets are narrow near the centre, and grow with the distance.
+// shift: if it is not 0, buckets do not have equal width. The first half of the buckets is for x below `center`, and the
+// second half for x from `center` on. The bits of the float32 |x - center|, without the last `shift` bits and minus
+// `least`, count buckets from the middle. So buckets are narrow near the centre and grow with the distance.
 struct Bucket {
     float threshold;
     uint16_t below, above;
@@ -107,41 +109,42 @@ struct Steps {
     float slope, origin, center;
     int32_t shift, least;
     int32_t top;  // the largest byte of either plane
-    // Of 31 thresholds or fewer, the same by 32 buckets that each hold up to `most` of 1 to 3 thresholds, so that
-    // registers hold all: (4, 32), those thresholds, no numbers where there are fewer, and as int32 how many thresholds
-    // are above the lower end of a bucket. 0 where buckets would hold more.
+    // For up to 31 thresholds, 32 buckets with at most `most` thresholds each, 1 to 3, fit in registers. near: (4, 32),
+    // three rows of thresholds, which are NaN if a bucket has fewer, and a row of int32, the number of thresholds above
+    // the lower end of the bucket. most is 0 if there are too many thresholds.
     int32_t most;
     const float* near;
     int64_t near_length;  // entries
     float near_slope, near_origin;
 };
 
-// What becomes of accumulators, or of normalised values: y = x scale + bias, for each column, and then
+// The kind of results that are stored for accumulators, or for normalised values, x. For each column y = x scale + bias.
 enum Kind {
     SUMS,    // x itself, int32
     FLOATS,  // y, plus `residual`: float32
-    CODES,   // the nearest whole number to y, from 0 to high: uint8
+    CODES,   // y rounded to a whole number and clamped to 0 ... high: uint8
     STEPS,   // steps(y): uint8, in one plane or two
-    ACTIVE   // of the kernels alone: FLOATS or CODES with an activation
+    ACTIVE   // within the kernels only: FLOATS or CODES with an activation
 };
-// A function of y, or of y plus `residual`, before it is stored as FLOATS, or as the CODES of f code_scale + code_zero.
+// A function f of y, or of y plus `residual`. It is stored as FLOATS, or as the CODES of f code_scale + code_zero.
 enum Activation { NONE, RELU, GELU, GELU_TANH, SILU, HARDSWISH };
 struct Output {
     int32_t kind;
     const float *scale, *bias, *high;
     const uint8_t* top;     // high, as bytes
-    int64_t parameters;     // entries of each of these four
-    const float* residual;  // its rows lie as those of the output
+    int64_t parameters;     // entries of each of the four fields above
+    const float* residual;  // has the same distance between rows as the output
     int64_t residual_bytes;
-    void *data, *more;      // more: the second plane, of high bytes
-    int64_t bytes;          // of data, and of more
+    void *data, *more;      // more: the second plane, with the high bytes
+    int64_t bytes;          // bytes of data, and of more
     int64_t row;            // entries from one row to the next
-    // Of rows alone: in the place of which row each is stored, or -1 where nobody reads it, and to which one of the
-    // residual it is added; null where that is its own. No two rows go to one place.
+    // For outputs without batches and heads. place: the number of the row at which each row is stored, or -1 to drop it.
+    // added_to: the number of the row of the residual that is added to it. Null means the row's own number. No two rows
+    // have the same place.
     const int32_t *place, *added_to;
-    int64_t places;         // entries of either
+    int64_t places;         // entries of place, and of added_to
     int32_t activation;
-    const float *code_scale, *code_zero;  // of CODES with an activation; as many as the other parameters
+    const float *code_scale, *code_zero;  // for CODES with an activation; `parameters` entries each
     Steps steps;
 };
 
@@ -153,13 +156,13 @@ struct Linear {
     Output out;
 };
 
-// Matrices of bytes for batches and heads: entry (b, h, i, j) is at b batch + h head + i row + j.
+// Matrices of bytes, one per batch and head: entry (b, h, i, j) is at b batch + h head + i row + j.
 struct Side {
     const uint8_t *data, *more;
     int64_t bytes, batch, head, row;
-    const int32_t* zero;  // zero points, one a head
+    const int32_t* zero;  // zero points, one per head
     int32_t bits;
-    int32_t transposed;  // the right operand of a product: entry (i, j) of what is multiplied is (j, i) here
+    int32_t transposed;  // for the right operand of a product: entry (i, j) of the matrix that is multiplied is (j, i) here
     int32_t top;         // the largest byte of a left operand
 };
 struct Matrices {
@@ -170,14 +173,14 @@ struct Matrices {
 };
 struct Attention {
     Matrices scores;        // queries and keys; its `out` is not used
-    const float* factor;   // what an accumulator is worth in log2 units, one a head
+    const float* factor;   // value of one unit of the accumulator, in log2 units, one per head
     const float* bias;     // added to scores, in log2 units: (bias_tables, bias_heads, rows, columns); may be null
-    const int32_t* bias_of;  // which of the tables each batch takes
+    const int32_t* bias_of;  // the table that each batch uses
     int64_t bias_bytes, bias_tables, bias_heads, bias_batches;  // bias_batches: entries of bias_of
-    Steps steps;           // from log2 of a probability to its bytes
+    Steps steps;           // maps log2 of a probability to its bytes
     int32_t zero;          // zero point of the probabilities' codes
-    float code_scale;      // of a uniform quantizer: codes are a probability times this, plus zero, and need no steps; or 0
-    int64_t columns;       // of the values
+    float code_scale;      // for a uniform quantizer: code = probability * code_scale + zero, without steps; otherwise 0
+    int64_t columns;       // columns of the values
     Side values;
     Output out;
     int64_t out_batch, out_head;
@@ -189,13 +192,14 @@ struct Norm {
     float epsilon;
     Output out;
 };
-// Codes of values, as the quantizers define them: CODES divide by `scale` here, and add `bias` to what is rounded.
+// Encodes values as the quantizers do: here CODES divide by `scale`, round, and then add `bias`.
 struct Encode {
     const float* data;
     int64_t bytes, row, rows, columns;
     Output out;
 };
-// What each output of a convolution sees: (images, channels, height, width) -> (images * outputs, channels * kernel).
+// Copies the window of each output of a convolution:
+// (images, channels, height, width) -> (images * outputs, channels * kernel).
 struct Patches {
     const uint8_t* data;
     int64_t bytes, images, channels, height, width;
@@ -205,22 +209,22 @@ struct Patches {
     int64_t out_bytes, row;
 };
 
-// A convolution of each channel alone, from codes: images with their channels last in memory, (images, height, width,
-// channels), to rows of the same channels, one for each place of the output.
+// Convolves each channel of codes alone. The images have their channels last in memory, (images, height, width,
+// channels). The output has one row of channels for each of its pixels.
 struct Depthwise {
     const uint8_t* data;
     int64_t bytes, images, channels, height, width;
     int64_t kernel[2], stride[2], padding[2], dilation[2];
-    const uint8_t* zero;     // the zero point of each channel, which a padded place has
-    const int16_t* factors;  // the weights less their zero points, two places of the kernel together: (pairs, channels, 2)
-    int64_t pairs;           // the last one's second factor is zero where the kernel has an odd number of places
+    const uint8_t* zero;     // the zero point of each channel, which is also the padding
+    const int16_t* factors;  // the weights minus their zero points, two taps of the kernel together: (pairs, channels, 2)
+    int64_t pairs;           // if the kernel has an odd number of taps, the second factor of the last pair is zero
     Output out;
 };
 
 // --- memory and threads ------------------------------------------------------------------------------------------------
 
 template <class T>
-struct Aligned {  // an array of zeros that starts a cache line
+struct Aligned {  // an array of zeros that is aligned to a cache line
     std::unique_ptr<uint8_t[]> memory;
     T* data = nullptr;
     size_t bytes = 0;
@@ -233,7 +237,7 @@ struct Aligned {  // an array of zeros that starts a cache line
     }
 };
 
-// Parts of a thread's scratch memory. From zero it counts what they take.
+// Divides a thread's scratch memory into parts. With start = 0 it only counts the bytes that they take.
 struct Carver {
     uintptr_t start;
     size_t used = 0;
@@ -254,10 +258,10 @@ size_t size_of(const Arguments& of) {
 struct Context;
 using Task = void (*)(const void* arguments, int64_t number, uint8_t* scratch);
 
-// The kernels of an instruction set: each does one of the tasks that an operation is made of.
+// The kernels of an instruction set. Each of them runs one task of an operation.
 struct Kernels {
     Task linear, product, attention, norm, encode, depthwise;
-    void (*begin)(), (*end)();  // around a thread's tasks
+    void (*begin)(), (*end)();  // called before and after a thread's tasks
 };
 
 struct Context {
@@ -267,16 +271,17 @@ struct Context {
     Context(int threads, int which) : level(which), ranges(threads), scratch(threads) {
         try {
             for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
-        } catch (...) {  // this machine starts no more of them
+        } catch (...) {  // this machine cannot start more threads
             stop();
             throw;
         }
     }
     ~Context() { stop(); }
-    // Whether this is a child that the process of the workers forked: they are not in it, to work or to be joined.
+    // True in a forked child of the process that started the workers. They do not exist in it, so they can neither work
+    // nor be joined.
     bool deserted() const { return !workers.empty() && getpid() != process; }
-    // Tasks 0 ... count - 1, in any order, by any thread: no result depends on which. 0, or 2 where memory is missing, or
-    // where a task takes too much.
+    // Runs tasks 0 ... count - 1 in any order on any thread. No result depends on the order or the thread. Returns 0, or
+    // 2 if there is not enough memory or a task needs too much.
     int run(Task task, const void* arguments, int64_t count, size_t bytes) noexcept {
         if (bytes > MOST_SCRATCH) return 2;
         try {
@@ -298,7 +303,7 @@ struct Context {
             }
             wake.notify_all();
             share(0);
-            // Nobody waits for a worker that has not come: on a busy machine it may have no processor.
+            // Do not wait for a worker that has not joined yet: on a busy machine it may not get a processor.
             gate.fetch_and(~OPEN);
             for (int i = 0; gate.load(); i++) i < 1000 ? pause() : std::this_thread::yield();
             return 0;
@@ -308,20 +313,20 @@ struct Context {
     }
 
 private:
-    std::mutex one;  // operation at a time
+    std::mutex one;  // held during an operation
     struct {
         Task task;
         const void* arguments;
     } todo{};
-    // The tasks of a thread, which others take only when they have none left: they are of neighbouring rows, and those of
-    // the next operation mostly of the same, so that the thread's own cache has them.
+    // The tasks of a thread. Other threads take them only when they have no tasks of their own left. The tasks cover
+    // neighbouring rows, and the next operation mostly covers the same rows, so the rows stay in the thread's own cache.
     struct alignas(64) Range {
         std::atomic<int64_t> next{0};
         int64_t end = 0;
     };
     std::vector<Range> ranges;
     static constexpr int OPEN = 1 << 30;
-    std::atomic<int> gate{0}, asleep{0};  // gate: how many workers share the operation, and whether more may come
+    std::atomic<int> gate{0}, asleep{0};  // gate: the number of workers in the operation, and OPEN if more may join
     std::atomic<unsigned> round{0};
     bool stopping = false;
     std::mutex mutex;
@@ -330,8 +335,8 @@ private:
     std::vector<std::thread> workers;
     const pid_t process = getpid();
 
-    // Keeps workers off the caller's processor: Linux likes to wake them there, where they and the caller then take
-    // turns for many milliseconds beside idle processors.
+    // Keeps workers off the caller's processor. Linux often wakes them there, and they would share that processor with
+    // the caller while others are idle.
     void make_way() {
 #ifdef __linux__
         const int here = sched_getcpu();
@@ -344,7 +349,7 @@ private:
 #endif
     }
 #ifdef __linux__
-    int avoided = -1;  // processor
+    int avoided = -1;  // the processor that workers avoid
 #endif
     static void pause() {
 #ifdef ADALOG_X86
@@ -363,7 +368,7 @@ private:
         for (auto& worker : workers) worker.join();
     }
     void share(int who) {
-        if (scratch[who].data) *reinterpret_cast<int64_t*>(scratch[who].data) = -1;  // no task has left anything there yet
+        if (scratch[who].data) *reinterpret_cast<int64_t*>(scratch[who].data) = -1;  // see LinearScratch::summed
         kernels->begin();
         for (size_t i = 0; i < ranges.size(); i++) {
             Range& range = ranges[(who + i) % ranges.size()];
@@ -394,32 +399,32 @@ private:
 
 // --- right operands ----------------------------------------------------------------------------------------------------
 
-// Bytes of a right operand less the middle m lie in panels of 16 columns, in each of them in lines of 4 terms:
-// panel p, line g, column c, term t is at p panel + 64 g + 4 c + t. Terms are padded with zeros.
+// A right operand: bytes minus the middle m, in panels of 16 columns, and within a panel in lines of 4 terms. Panel p,
+// line g, column c, term t is at p panel + 64 g + 4 c + t. Terms are padded with zeros.
 struct Right {
     const int8_t* data;
     int64_t panel, lines;
-    const int32_t* base;   // what an accumulator starts with, a column
-    const int32_t* moved;  // what a row's sum of the left operand counts, a column; or null
-    int together;          // how many lines' products add up in 16 bits, two of each: 0 where those of one may not
+    const int32_t* base;   // start value of the accumulators, per column
+    const int32_t* moved;  // factor of the row sums of the left operand, per column; or null
+    int together;          // lines whose products, two per line, can be summed in 16 bits; 0 if not even one line can
 };
 
-// What is subtracted from codes to make them signed bytes, and so what is left of the zero point.
+// The number that is subtracted from codes to make them signed bytes. It is the zero point unless codes have 8 bits.
 int middle(int bits, int zero) { return bits < 8 ? zero : 128; }
 
-// `Right::together` where bytes up to left_top meet those of that many bits less their middle.
+// `Right::together` for left bytes up to left_top and right codes of this many bits minus their middle.
 int added_together(int left_top, int bits) {
     return 32767 / (2 * std::max(1, left_top) * (bits < 8 ? (1 << bits) - 1 : 128));
 }
 
-// A stored right operand. Up to 4 bits two codes share a byte: line g of a step's 16 is in the low halves of line g % 8,
-// or in the high ones if g is 8 or more.
+// A stored right operand. With up to 4 bits, two codes share a byte: of the 16 lines of a step, line g is in the low
+// halves of stored line g % 8, or in the high halves if g is 8 or more.
 struct Weights {
     int64_t columns, terms, lines, panels;
     int bits, together;
     bool halves;
     Aligned<uint8_t> data;
-    Aligned<uint8_t> middles;      // a byte for each of a line's: (panels, 64)
+    Aligned<uint8_t> middles;      // the middle for each byte of a line: (panels, 64)
     Aligned<int32_t> base, moved;  // (panels * 16)
     bool moves = false;
     int64_t panel_bytes() const { return lines * LINE / (halves ? 2 : 1); }
@@ -435,7 +440,7 @@ bool fits(int64_t rows, int64_t row, int64_t columns, int64_t size, int64_t byte
 bool is_byte(int32_t zero) { return zero >= 0 && zero <= 255; }
 bool is_length(int64_t count) { return count >= 1 && count <= LONGEST; }
 
-// The last entry of (batches, heads, rows, columns) with these distances lies within the memory.
+// True if the last entry of (batches, heads, rows, columns) with these distances lies within the memory.
 bool fits(const Side& side, int64_t batches, int64_t heads, int64_t rows, int64_t columns) {
     if (!side.data || side.batch < 0 || side.head < 0 || side.row < 0 || batches < 0 || heads < 0) return false;
     if (batches > MOST || heads > MOST || rows > MOST || columns > MOST || rows < 0 || columns < 0) return false;
@@ -455,7 +460,7 @@ bool good(const Steps& steps) {
            (!steps.most || (steps.most >= 1 && steps.most <= 3 && steps.near && steps.near_length >= 4 * 32));
 }
 
-// All but the place of the data.
+// Checks all fields, but not that the data fits in its memory.
 bool good(const Output& out, int64_t parameters) {
     if (!out.data || out.kind < SUMS || out.kind > STEPS) return false;
     if (out.kind != SUMS && (!out.scale || !out.bias || out.parameters < parameters)) return false;
@@ -469,7 +474,7 @@ int64_t size_of(const Output& out) { return out.kind == SUMS || out.kind == FLOA
 
 int64_t placed(const int32_t* places, int64_t row) { return places ? places[row] : row; }
 
-// How many rows there must be where some go to their places, none of which is below `least`; -1 where one is.
+// Returns the number of rows that the memory must have for these places, or -1 if a place is below `least`.
 int64_t reach(const int32_t* places, int64_t count, int64_t rows, int32_t least) {
     if (!places) return rows;
     if (rows < 0 || count < rows) return -1;
@@ -493,20 +498,20 @@ bool good(const Output& out, int64_t parameters, int64_t batches, int64_t batch,
     return last * size_of(out) <= out.bytes && (!out.residual || last * 4 <= out.residual_bytes);
 }
 
-// --- what tasks need besides their operands ------------------------------------------------------------------------------
+// --- scratch memory of tasks ---------------------------------------------------------------------------------------------
 
-// Rows that a task of a linear takes: a left operand of at most about half a megabyte, which stays in the second cache,
-// and about as many in each task.
+// Rows per task of a linear. The left operand of a task is at most about half a megabyte, which stays in the second-level
+// cache, and all tasks have about the same number of rows.
 int64_t rows_of(const Linear& of) {
     const int64_t most = std::min<int64_t>(1024, std::max<int64_t>(2 * ROWS, (1 << 19) / (of.weights->lines * GROUP) / ROWS * ROWS));
     const int64_t rows = std::max<int64_t>(of.rows, 1), parts = rounded_up(rows, most) / most;
     return rounded_up(rounded_up(rows, parts) / parts, ROWS);
 }
 struct LinearScratch {
-    int64_t* summed;        // the number of the rows whose sums are here; it comes first, as `share` expects
-    int8_t* right;          // (4 panels, lines, 64), if weights are halves
+    int64_t* summed;        // number of the task rows that row_sums is for; it is first, so that `share` can reset it
+    int8_t* right;          // (4 panels, lines, 64), if two codes share a byte
     int32_t* sums;          // (2, 16, 64)
-    uint8_t *left, *more;   // (16, terms padded)
+    uint8_t *left, *more;   // (16, padded terms)
     int32_t* row_sums;      // of all rows of a task
     LinearScratch(Carver& carver, const Linear& of) {
         int64_t terms = of.weights->lines * GROUP;
@@ -519,7 +524,7 @@ struct LinearScratch {
     }
 };
 
-// A right operand that is packed when it is multiplied.
+// A right operand that is packed just before it is multiplied.
 struct PackedScratch {
     int8_t* data;
     int32_t *base, *moved;
@@ -547,7 +552,7 @@ struct ProductScratch {
 struct AttentionScratch {
     ProductScratch scores;
     PackedScratch values;
-    uint8_t *left, *more;  // bytes of probabilities, (16, keys padded)
+    uint8_t *left, *more;  // bytes of probabilities, (16, padded keys)
     int32_t *sums, *row_sums;
     AttentionScratch(Carver& carver, const Attention& of)
         : scores(carver, of.scores), values(carver, of.scores.columns, of.columns) {
@@ -560,15 +565,15 @@ struct AttentionScratch {
 constexpr int64_t NORM_ROWS = 32;
 struct DepthwiseScratch {
     int32_t* sums;         // (channels)
-    const uint8_t** seen;  // what each place of the kernel sees: (pairs, 2)
+    const uint8_t** seen;  // the pixel under each tap of the kernel: (pairs, 2)
     DepthwiseScratch(Carver& carver, const Depthwise& of) {
         sums = carver.take<int32_t>(of.channels);
         seen = carver.take<const uint8_t*>(2 * of.pairs);
     }
 };
-constexpr int64_t MOST_PAIRS = 128;  // of the places of a kernel: sums of so many products of 16 bits by 9 fit in 32
+constexpr int64_t MOST_PAIRS = 128;  // limit of pairs of taps: sums of this many products of 16 by 9 bits fit in 32 bits
 
-// The height and width of what a kernel makes of images, or whether that is nothing.
+// Computes the height and width of a convolution's output. Returns false if the sizes are not valid.
 template <class Windows>
 bool sizes_of(const Windows& of, int64_t size[2]) {
     for (int64_t value : {of.images, of.channels, of.height, of.width})
@@ -586,7 +591,7 @@ bool sizes_of(const Windows& of, int64_t size[2]) {
     return __int128(of.images) * of.channels * of.height * of.width <= of.bytes;
 }
 
-// What one row of places sees. Of a channel and a row of the kernel each place sees some bytes that follow each other.
+// Copies the windows of one row of the output. For one channel and one row of the kernel, a window is a run of bytes.
 void patches(const void* arguments, int64_t number, uint8_t*) {
     const Patches& of = *static_cast<const Patches*>(arguments);
     int64_t size[2];
@@ -605,7 +610,7 @@ void patches(const void* arguments, int64_t number, uint8_t*) {
                     out[x * of.row + j] = outside || at < 0 || at >= of.width ? uint8_t(of.fill) : of.data[line + at];
                 }
         };
-        // `take` bytes at once, of which the part behind this one overwrites those that are too many.
+        // Copies `take` bytes at once. The next part overwrites the bytes that are too many.
         auto at_once = [&](auto take) {
             if (of.width < take) return;
             one_by_one(std::min(size[1], rounded_up(of.padding[1], of.stride[1]) / of.stride[1]));
@@ -707,11 +712,11 @@ const Kernels* kernels_of(int level) {
 }  // namespace
 
 // --- the interface -------------------------------------------------------------------------------------------------------
-// Operations return 0, 1 where sizes do not fit together (nothing is read or written then), 2 where memory is missing, or
-// more than `MOST_SCRATCH` would be taken.
+// Operations return 0 if they ran, 1 if sizes do not fit together (nothing is read or written then), and 2 if there is not
+// enough memory or more than `MOST_SCRATCH` would be needed.
 
-// A bit for each `Level`, and bit 8 for AVX-512-bf16. What both processor and operating system support; AMX only if Linux
-// grants its registers.
+// Returns a bit for each `Level` that both the processor and the operating system support, and bit 8 for AVX-512-bf16. AMX
+// is supported only if Linux grants its registers.
 API unsigned adalog_features(void) {
     unsigned found = 1u << SCALAR;
 #ifdef ADALOG_X86
@@ -727,7 +732,7 @@ API unsigned adalog_features(void) {
     if (!wide || !(c >> 11 & 1) || (low & 0xe6) != 0xe6) return found;
     found |= 1u << AVX512;
     bool tiles = (d >> 24 & 1) && (d >> 25 & 1) && (low & 0x60000) == 0x60000;
-    tiles = tiles && (c >> 1 & 1) && (c >> 6 & 1);  // VBMI and VBMI2, which no processor with tiles lacks
+    tiles = tiles && (c >> 1 & 1) && (c >> 6 & 1);  // VBMI and VBMI2, which every processor with tiles has
     if (tiles && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0) found |= 1u << AMX;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1)) found |= 1u << 8;
 #endif
@@ -747,10 +752,10 @@ API unsigned adalog_features(void) {
     return found;
 }
 
-// The version of this interface: library.py refuses a library of another version.
+// Returns the version of this interface. library.py refuses a library of another version.
 API int adalog_abi(void) { return 10; }
 
-// Where each field of each structure lies, in bytes: abi.py refuses a library whose structures differ from its own.
+// Offset and size of each structure and field, in bytes. library.py refuses a library whose structures differ.
 struct Field {
     const char* name;
     int64_t offset, size;
@@ -804,14 +809,14 @@ static const Field LAYOUT[] = {
 };
 #undef WHOLE
 #undef FIELD
-// The name of one entry, "Structure" or "Structure.field", whose offset and size it writes; null beyond the last.
+// Returns the name of one entry, "Structure" or "Structure.field", and writes its offset and size. Null after the last.
 API const char* adalog_layout(int64_t index, int64_t* offset, int64_t* size) {
     if (index < 0 || index >= int64_t(sizeof LAYOUT / sizeof *LAYOUT)) return nullptr;
     *offset = LAYOUT[index].offset, *size = LAYOUT[index].size;
     return LAYOUT[index].name;
 }
 
-// Threads and kernels; null where this level does not run here.
+// Starts threads for the kernels of a level. Returns null if the level or that many threads are not available.
 API Context* adalog_open(int threads, int level) {
     if (threads < 1 || threads > 1024 || level < SCALAR || level > I8MM || !(adalog_features() >> level & 1)) return nullptr;
     const Kernels* found = kernels_of(level);
@@ -824,13 +829,12 @@ API Context* adalog_open(int threads, int level) {
         return nullptr;
     }
 }
-// What a forked child has of its parent's threads stays as it is.
+// Does nothing in a forked child, in which the threads do not exist.
 API void adalog_close(Context* context) {
     if (context && !context->deserted()) delete context;
 }
 
-// codes: (columns, terms); zero: (columns); left_zero, left_top: the zero point of what it is multiplied by, and the
-// largest byte of that.
+// codes: (columns, terms). zero: (columns). left_zero, left_top: the zero point and the largest byte of the left operand.
 API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t columns, int64_t terms, int bits,
                             int left_zero, int left_top) {
     if (!codes || !zero || columns < 1 || terms < 1 || bits < 2 || bits > 8 || columns > LONGEST || terms > LONGEST)
@@ -864,7 +868,7 @@ API Weights* adalog_weights(const uint8_t* codes, const int32_t* zero, int64_t c
                         panel[line * LINE + at] = uint8_t(code - m);
                     }
                 }
-                // Padded terms are the code m, which is zero: halves hold it as code.
+                // Padded terms must be zero after the middle is subtracted, so halves store the code m.
                 for (int64_t t = terms; w.halves && t < w.lines * GROUP; t++) {
                     int64_t line = t / GROUP, at = GROUP * c + t % GROUP, step = line / 16, half = line % 16;
                     w.data.data[p * w.panel_bytes() + (step * 8 + half % 8) * LINE + at] |= (m & 15) << (half >= 8 ? 4 : 0);
@@ -962,7 +966,7 @@ API int adalog_patches(Context* context, const Patches* of) {
 
 namespace {
 
-// --- vectors: W floats or integers, all of them or some at the start ---------------------------------------------------
+// --- vectors of W floats or integers: all of them, or only the first few -----------------------------------------------
 
 #if ADALOG_WIDE
 
@@ -984,7 +988,7 @@ INLINE void store(int32_t* at, I x, All) { _mm512_storeu_si512(at, x); }
 INLINE void store(int32_t* at, I x, Some some) { _mm512_mask_storeu_epi32(at, some.mask, x); }
 INLINE void store_bytes(uint8_t* at, I x, All) { _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(x)); }
 INLINE void store_bytes(uint8_t* at, I x, Some some) { _mm512_mask_cvtepi32_storeu_epi8(at, some.mask, x); }
-// The lowest bytes of 64 integers.
+// Packs the lowest bytes of 64 integers.
 INLINE I bytes_of(I a, I b, I c, I d) {
     const I low = _mm512_set1_epi32(255);
     a = _mm512_packus_epi32(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
@@ -992,7 +996,7 @@ INLINE I bytes_of(I a, I b, I c, I d) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(a, c));
 }
-// The same of integers, brought to 0 ... 255.
+// Packs as many integers, clamped to 0 ... 255.
 INLINE I small_bytes_of(I a, I b, I c, I d) {
     const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d)));
@@ -1007,7 +1011,7 @@ INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
 INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
-INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }  // b where a is no number
+INLINE F least(F a, F b) { return _mm512_min_ps(a, b); }  // returns b if a is NaN
 INLINE F most(F a, F b) { return _mm512_max_ps(a, b); }
 INLINE I add(I a, I b) { return _mm512_add_epi32(a, b); }
 INLINE I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
@@ -1041,13 +1045,13 @@ INLINE void store(float* at, F x, All) { _mm256_storeu_ps(at, x); }
 INLINE void store(float* at, F x, Some some) { _mm256_maskstore_ps(at, some.mask, x); }
 INLINE void store(int32_t* at, I x, All) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
 INLINE void store(int32_t* at, I x, Some some) { _mm256_maskstore_epi32(at, some.mask, x); }
-// The lowest bytes of 32 integers.
+// Packs the lowest bytes of 32 integers.
 INLINE I small_bytes_of(I a, I b, I c, I d);
 INLINE I bytes_of(I a, I b, I c, I d) {
     const I low = _mm256_set1_epi32(255);
     return small_bytes_of(_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_and_si256(c, low), _mm256_and_si256(d, low));
 }
-// The same of integers, brought to 0 ... 255.
+// Packs as many integers, clamped to 0 ... 255.
 INLINE I small_bytes_of(I a, I b, I c, I d) {
     const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)), order);
@@ -1055,7 +1059,7 @@ INLINE I small_bytes_of(I a, I b, I c, I d) {
 INLINE void store(uint8_t* at, I x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
 INLINE I load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 INLINE I least_bytes(I a, I b) { return _mm256_min_epu8(a, b); }
-INLINE int64_t bytes_of(I x) {  // the lowest byte of each
+INLINE int64_t bytes_of(I x) {  // the lowest byte of each integer
     const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                          0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     __m256i packed = _mm256_shuffle_epi8(x, low);
@@ -1130,13 +1134,13 @@ INLINE void store(T* at, V x, Some some) {
     store(entries, x, All{});
     std::memcpy(at, entries, some.count * sizeof(T));
 }
-// The lowest bytes of 16 integers.
+// Packs the lowest bytes of 16 integers.
 INLINE I bytes_of(I a, I b, I c, I d) {
     const uint16x8_t low = vuzp1q_u16(vreinterpretq_u16_s32(a), vreinterpretq_u16_s32(b));
     const uint16x8_t high = vuzp1q_u16(vreinterpretq_u16_s32(c), vreinterpretq_u16_s32(d));
     return vreinterpretq_s32_u8(vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high)));
 }
-// The same of integers, brought to 0 ... 255.
+// Packs as many integers, clamped to 0 ... 255.
 INLINE I small_bytes_of(I a, I b, I c, I d) {
     const int16x8_t low = vcombine_s16(vqmovn_s32(a), vqmovn_s32(b)), high = vcombine_s16(vqmovn_s32(c), vqmovn_s32(d));
     return vreinterpretq_s32_u8(vcombine_u8(vqmovun_s16(low), vqmovun_s16(high)));
@@ -1220,7 +1224,7 @@ INLINE F power_of_two(F x) { return std::exp2(x); }
 #endif
 
 #if ADALOG_LEVEL
-// 2^x for x from -126 to about zero, to 2e-7 of itself.
+// 2^x for x from -126 to about 0, with a relative error below 2e-7.
 INLINE F power_of_two(F x) {
     const F whole = whole_of(x), rest = sub(x, whole);
     F y = set(0.0013276466634124517f);
@@ -1233,7 +1237,7 @@ INLINE F power_of_two(F x) {
 }
 #endif
 
-// body(i, which) for the vectors of n entries.
+// Calls body(i, which) for each vector of n entries.
 template <class Body>
 INLINE void over(int64_t n, Body body) {
     int64_t i = 0;
@@ -1243,7 +1247,7 @@ INLINE void over(int64_t n, Body body) {
 
 // --- functions of few values ---------------------------------------------------------------------------------------------
 
-// The value at one x, by the heap.
+// Searches the heap for the value at one x.
 INLINE int32_t value_at(const Steps& steps, float x) {
     int32_t at = 1;
     for (int l = 0; l < steps.depth; l++) at = 2 * at + (x < steps.heap[at]);
@@ -1252,7 +1256,7 @@ INLINE int32_t value_at(const Steps& steps, float x) {
 
 #if ADALOG_LEVEL
 
-// Thresholds and pairs of values of the buckets of W entries.
+// Splits W buckets into their thresholds and their pairs of values.
 INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
 #if ADALOG_WIDE
     const I one = _mm512_loadu_si512(from), two = _mm512_loadu_si512(from + 8);
@@ -1270,7 +1274,7 @@ INLINE void unzip(const Bucket* from, F& thresholds, I& pairs) {
     pairs = _mm256_permute4x64_epi64(_mm256_castps_si256(odd), 0xd8);
 #endif
 }
-// The buckets that grow with the distance from a centre. half: how many there are on either side.
+// Returns the bucket numbers for buckets that grow with the distance from a centre. half: the buckets on either side.
 INLINE I by_distance(F x, const Steps& steps, int32_t half) {
     const F away = sub(x, set(steps.center));
 #if ADALOG_WIDE
@@ -1291,8 +1295,8 @@ INLINE I by_distance(F x, const Steps& steps, int32_t half) {
     return add(_mm256_xor_si256(size, _mm256_srai_epi32(bits, 31)), set(half));
 #endif
 }
-// The second of each pair of values where x is not below the threshold, or else the first. no_number: whether a threshold
-// is none.
+// Selects the second of each pair of values if x is not below the threshold, or else the first. Sets no_number if a
+// threshold is NaN.
 INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
 #if ADALOG_WIDE
     no_number |= _mm512_cmp_ps_mask(thresholds, thresholds, _CMP_UNORD_Q) != 0;
@@ -1312,14 +1316,14 @@ INLINE I chosen(I pairs, F x, F thresholds, bool& no_number) {
 
 #endif
 
-// MOST: 1, or 3 where there are up to 3 thresholds in each of the 32 buckets that registers hold; 0 for any function.
+// MOST: 1 or 3, the limit of thresholds per bucket if registers hold all 32 buckets; 0 works for any function.
 template <int MOST>
 struct Search {
     const Steps& steps;
 #if ADALOG_WIDE
     F thresholds[MOST + 1][2], slope, origin;
     I above[2];   // thresholds above the lower end of each bucket
-    I low, high;  // the values as bytes, by how many thresholds are above: of 64 places, if they are so few
+    I low, high;  // the values as bytes, low and high, by the number of thresholds above
     INLINE explicit Search(const Steps& s) : steps(s) {
         if (!MOST) return;
         slope = set(s.near_slope), origin = set(s.near_origin);
@@ -1332,7 +1336,7 @@ struct Search {
         const I one = _mm512_loadu_si512(s.values), two = _mm512_loadu_si512(s.values + 16);
         low = bytes_of(one, two, one, two), high = bytes_of(shift_right_8(one), shift_right_8(two), shift_right_8(one), shift_right_8(two));
     }
-    // How many thresholds are above x.
+    // Returns the number of thresholds above x.
     INLINE I place(F x) const {
         const F y = most(least(fma(x, slope, origin), set(31.0f)), set(0.0f));
         const I bucket = without_fraction(y);
@@ -1344,12 +1348,12 @@ struct Search {
         }
         return at;
     }
-    // The bytes of 64 places, of either plane.
+    // Returns the bytes of 64 places in one plane. more: selects the high plane.
     INLINE I bytes(I places, bool more) const {
 #if ADALOG_LEVEL == 3
         return _mm512_permutexvar_epi8(places, more ? high : low);
 #else
-        // Of 32 entries, lanes of 16 bytes have one half or the other.
+        // A shuffle looks up 16 entries, so it runs for either half of the 32 entries.
         const I from = more ? high : low;
         const I fifteen = _mm512_and_si512(places, _mm512_set1_epi8(15));
         const I first_half = _mm512_shuffle_epi8(_mm512_shuffle_i32x4(from, from, 0x00), fifteen);
@@ -1361,8 +1365,8 @@ struct Search {
     INLINE explicit Search(const Steps& s) : steps(s) {}
 #endif
 #if ADALOG_LEVEL
-    // The values at 4 W places, by buckets. They are fetched one by one: that takes no longer than a gather, which some
-    // processors do slowly.
+    // Finds the values for 4 W inputs by buckets. Buckets are loaded one by one: a gather is not faster, and it is slow on
+    // some processors.
     INLINE void in_buckets(const F (&x)[4], I (&values)[4]) const {
         alignas(64) int32_t numbers[4 * W];
         alignas(64) Bucket found[4 * W];
@@ -1396,7 +1400,7 @@ struct Search {
             values[j] = load(known, All{});
         }
     }
-    // The bytes of the values at 4 W places: of the low plane, and of the high one if there are two.
+    // Finds the bytes of the values for 4 W inputs: the low plane, and the high plane if there are two.
     INLINE void operator()(const F (&x)[4], I& low_bytes, I& high_bytes) const {
 #if ADALOG_WIDE
         if (MOST) {
@@ -1417,11 +1421,12 @@ struct Search {
 
 // --- activations ---------------------------------------------------------------------------------------------------------
 
-// 2^-(x log2(e)) for x from 0 on, and 2^-100 at least: less counts nothing, and its products would be subnormal and slow.
+// e^-x = 2^-(x log2(e)) for x from 0 on, but at least 2^-100. Smaller values make no difference, and their products would
+// be subnormal and slow.
 INLINE F decay(F x) { return power_of_two(most(mul(x, set(-1.44269504f)), set(-100.0f))); }
 
-// All but hardswish are max(x, 0) - |x| tail(|x|), where the tail is the share that a sigmoid, or the normal
-// distribution, has beyond |x|. What is no number stays none, and beyond 60 nothing is left of a tail.
+// Every activation except hardswish is max(x, 0) - |x| tail(|x|). The tail is the part of a sigmoid, or of the normal
+// distribution, beyond |x|. NaN stays NaN, and a tail beyond 60 is zero.
 template <class Function>
 INLINE void with_tail(float* values, int64_t count, Function tail) {
     over(count, [&](int64_t i, auto which) INLINE_LAMBDA {
@@ -1429,9 +1434,9 @@ INLINE void with_tail(float* values, int64_t count, Function tail) {
         store(values + i, sub(most(set(0.0f), x), mul(size, tail(size))), which);
     });
 }
-// The same values with a function applied, each to 4e-7 of the larger of it and one.
+// Applies an activation in place. The error of a result is at most 4e-7 times the larger of its magnitude and 1.
 NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
-    // None of these functions has [], with which GCC makes a second one, without the level's instructions.
+    // All lambdas capture by [&]. For a lambda with [] GCC also makes a plain function, without the level's instructions.
     auto sigmoid = [&](F size) INLINE_LAMBDA {
         const F s = decay(size);
         return div(s, add(set(1.0f), s));
@@ -1462,7 +1467,7 @@ NOT_INLINE void activate(float* values, int64_t count, int32_t activation) {
 
 // --- outputs -------------------------------------------------------------------------------------------------------------
 
-// What becomes of rows of values, made once for many of them. MOST: of the steps, as above.
+// Stores rows of values as an output describes. One finisher serves many rows. MOST: as in `Search`.
 template <int KIND, int MOST>
 struct Finisher {
     const Output& out;
@@ -1477,8 +1482,8 @@ struct Finisher {
         return steps;
     }
 
-    // source(i, which): entries i ... of a row that goes to `at`, whose parameters start at `first`; from: as `at`, in
-    // the residual.
+    // Stores one row. at: the place of the row in the output. from: its place in the residual. first: the first of its
+    // parameters. source(i, which): returns the entries of the row from i on.
     template <class Source>
     INLINE void row(int64_t at, int64_t from, int64_t first, int64_t columns, Source source) const {
         const float *scale = out.scale + first, *bias = out.bias + first;
@@ -1509,8 +1514,8 @@ struct Finisher {
             return;
         }
 #if ADALOG_LEVEL
-        // Packing brings to 0 ... 255, so what is left is the upper end, of all bytes of a vector at once. Half-way it
-        // reads 16 bits as signed, so that nothing may be larger than those hold.
+        // Packing clamps to 0 ... 255, so only the upper end is left, which is applied to a whole vector of bytes. Packing
+        // passes through signed 16 bits, so no value may be larger than 32767.
         auto whole = [&](int64_t i) INLINE_LAMBDA { return to_nearest(least(real(i, All{}), set(32767.0f))); };
         for (; KIND == CODES && start + 4 * W <= columns; start += 4 * W) {
             I codes = small_bytes_of(whole(start), whole(start + W), whole(start + 2 * W), whole(start + 3 * W));
@@ -1554,7 +1559,7 @@ struct Finisher {
             }
         });
     }
-    // Fetch what some rows are added to, and where they are stored. Rows lie too far apart for a processor to foresee.
+    // Prefetches the residual and the output of some rows. Rows are too far apart for the processor to predict them.
     INLINE void fetch(int64_t start, int64_t number, int64_t rows, int64_t columns) const {
         if (moved) return;
         const int64_t size = KIND == FLOATS || KIND == SUMS || (KIND == ACTIVE && out.kind == FLOATS) ? 4 : 1;
@@ -1566,8 +1571,8 @@ struct Finisher {
             for (int64_t i = 0; i < columns; i += LINE / 4) __builtin_prefetch(out.residual + at + i, 0, 3);
         }
     }
-    // Some rows of accumulators, the first the row `number` of an output that starts at `start`; `width` from one to the
-    // next.
+    // Stores some rows of accumulators. The first is row `number` of an output that starts at `start`. width: the distance
+    // from one row of sums to the next.
     INLINE void rows(int64_t start, int64_t number, int64_t first, int64_t rows, int64_t columns, const int32_t* sums,
                      int64_t width) const {
         int64_t next = start + number * out.row;
@@ -1575,7 +1580,7 @@ struct Finisher {
             int64_t to = next, from = next;
             if (moved) {
                 to = start + placed(out.place, r) * out.row, from = start + placed(out.added_to, r) * out.row;
-                if (to < 0) continue;  // start is within a row
+                if (to < 0) continue;  // a dropped row: `start` is less than `out.row`
             }
             if (KIND == SUMS) {
                 std::memcpy(static_cast<int32_t*>(out.data) + to, sums, columns * 4);
@@ -1586,7 +1591,7 @@ struct Finisher {
         }
     }
 };
-// body(the finisher of this output)
+// Calls body with the finisher of this output.
 template <class Body>
 INLINE void finishing(const Output& out, Body body) {
     if (out.kind == SUMS) return body(Finisher<SUMS, 0>(out));
@@ -1602,16 +1607,16 @@ INLINE void finishing(const Output& out, Body body) {
 
 // --- products ------------------------------------------------------------------------------------------------------------
 
-// sums(rows, 16 panels) = left (rows, terms) times right, plus base, or plus what is in sums where base is null. Rows
-// are `row` bytes apart, and as many bytes as the right operand has terms can be read of each; AMX reads, and writes
-// sums of, multiples of 16 rows. meanwhile(i, n) does the i-th part of something else, for which there is time.
+// sums (rows, 16 panels) = left (rows, terms) times right, plus base, or plus the old sums if base is null. The rows of
+// the left operand are `row` bytes apart, and each can be read up to the padded terms of the right operand. AMX reads and
+// writes multiples of 16 rows. meanwhile(i, n) does part i of n of other work between the products.
 #if ADALOG_LEVEL == 3
 
 template <int PANELS, class Meanwhile>
 INLINE void multiply_tiles(const uint8_t* left, int64_t row, int64_t rows, const int8_t* right, int64_t panel,
                            int64_t steps, const int32_t* base, int32_t* sums, int64_t width, Meanwhile meanwhile) {
-    // One tile of the left operand meets up to four of the right one: 0-3 are sums, 4 left, 5-7 right.
-    asm volatile("" : : : "memory");  // the intrinsics do not say what they read
+    // One left tile is multiplied by up to four right tiles. Tiles 0-3 hold sums, 4 the left tile, and 5-7 right tiles.
+    asm volatile("" : : : "memory");  // the intrinsics do not tell the compiler which memory they read
     for (int64_t r = 0; r < rows; r += PANEL, left += PANEL * row, sums += PANEL * width) {
         const void* start = base ? static_cast<const void*>(base) : sums;
         const int64_t stride = base ? 0 : width * 4;
@@ -1706,8 +1711,8 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const
 
 #elif ADALOG_LEVEL == 1
 
-// One instruction adds two products of unsigned and signed bytes in 16 bits. Where so many lines cannot saturate there,
-// they are added together before they are widened.
+// One instruction adds two products of unsigned and signed bytes in 16 bits. `together` lines cannot saturate there, so
+// they are summed before they are widened.
 template <int N>
 NOT_INLINE void multiply_narrow(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
                             int64_t width) {
@@ -1728,7 +1733,7 @@ NOT_INLINE void multiply_narrow(const uint8_t* left, int64_t row, const Right& r
                 const I x = _mm256_set1_epi32(four);
                 part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(x, one));
                 part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(x, two));
-                // One row after the other, or else the compiler starts all of them and has no registers left.
+                // Forces one row after the other: otherwise the compiler starts all of them and runs out of registers.
                 asm volatile("" : "+x"(part[r][0]), "+x"(part[r][1]));
             }
         }
@@ -1741,7 +1746,8 @@ NOT_INLINE void multiply_narrow(const uint8_t* left, int64_t row, const Right& r
             }
     }
 }
-// Where only one line or two could be, products are widened as they come; where one may saturate, bytes are widened first.
+// If only one or two lines cannot saturate, each product is widened at once (NARROW). If one line may saturate, bytes are
+// widened before they are multiplied.
 template <int N, bool NARROW>
 NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
                               int64_t width) {
@@ -1798,8 +1804,8 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, Right
 
 #elif ADALOG_NEON
 
-// Without i8mm both operands of a dot product have signs: the left one is taken less 128, and what that leaves out is
-// 128 times the sum of each column.
+// Without i8mm both operands of a dot product are signed. 128 is subtracted from the left operand, and 128 times the sum
+// of each column is added to correct for it.
 template <int N>
 NOT_INLINE void multiply_rows(const uint8_t* left, int64_t row, const Right& right, const int32_t* base, int32_t* sums,
                               int64_t width) {
@@ -1863,7 +1869,7 @@ INLINE void multiply_bytes(const uint8_t* left, int64_t row, int64_t rows, const
 
 #endif
 
-struct Left {  // rows of bytes that can be read up to a multiple of 64 terms, and of 16 rows
+struct Left {  // rows of bytes that can be read up to a multiple of 64 terms and of 16 rows
     const uint8_t *data, *more;
     int64_t row;
 };
@@ -1892,7 +1898,7 @@ INLINE int32_t sum_of(const uint8_t* bytes, int64_t count) {
     return sum;
 }
 
-// The sums of rows of the left operand, which a right operand needs whose zero points bytes with a sign do not reach.
+// Sums rows of the left operand. A right operand needs the sums if its middle is not its zero point.
 INLINE void sum_rows(const Left& left, int64_t rows, int64_t terms, int32_t* row_sums) {
     for (int64_t r = 0; r < rows; r++) {
         row_sums[r] = sum_of(left.data + r * left.row, terms);
@@ -1900,8 +1906,8 @@ INLINE void sum_rows(const Left& left, int64_t rows, int64_t terms, int32_t* row
     }
 }
 
-// The accumulators of some rows and up to four panels, whose first is `panel` of the right operand. row_sums: of these
-// rows, if the right operand needs them.
+// Computes the accumulators of some rows and up to four panels of the right operand, starting at `panel`. row_sums: the
+// sums of these rows, if the right operand needs them.
 template <class Meanwhile = Nothing>
 INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right, int64_t panel, int64_t panels,
                      int32_t* sums, int64_t width, const int32_t* row_sums, Meanwhile meanwhile = {}) {
@@ -1925,8 +1931,9 @@ INLINE void multiply(const Left& left, int64_t rows, int64_t terms, Right right,
     multiply_bytes(left.data, left.row, rows, right, panels, base, sums, width, meanwhile);
 }
 
-// Rows of the left operand as a product reads them: themselves where what it reads besides is there, since that meets
-// zeros or makes rows that nobody looks at, or else a copy. width: terms with their padding; bytes: from `data` on.
+// Returns rows of the left operand that a product can read beyond their end. These are the rows themselves if there is
+// enough memory behind them: the extra terms meet zeros, and extra rows are not used. Otherwise it is a padded copy.
+// width: the padded terms. bytes: the memory from `data` on.
 INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, int64_t terms, int64_t width, int64_t bytes,
                                uint8_t* copy, int64_t* step) {
     if (((ADALOG_LEVEL == AMX ? rounded_up(rows, PANEL) : rows) - 1) * row + width <= bytes) {
@@ -1943,7 +1950,7 @@ INLINE const uint8_t* readable(const uint8_t* data, int64_t row, int64_t rows, i
 
 // --- linear --------------------------------------------------------------------------------------------------------------
 
-// A panel's halves of bytes as signed bytes, less their middles.
+// Unpacks a panel with two codes per byte to signed bytes, minus their middles.
 INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines, int8_t* out) {
 #if ADALOG_WIDE
     const I mask = _mm512_set1_epi8(15), middle = _mm512_loadu_si512(middles);
@@ -1975,7 +1982,7 @@ INLINE void unpack(const uint8_t* halves, const uint8_t* middles, int64_t lines,
 #endif
 }
 
-constexpr int64_t AT_ONCE = ADALOG_LEVEL == AMX ? ROWS : 12;  // registers keep the sums of six rows
+constexpr int64_t AT_ONCE = ADALOG_LEVEL == AMX ? ROWS : 12;  // rows at once; outside AMX registers hold the sums of six rows
 
 void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     const Linear& of = *static_cast<const Linear*>(arguments);
@@ -1994,16 +2001,16 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
                       weights.lines, weights.base.data + first, weights.moves ? weights.moved.data + first : nullptr,
                       weights.together};
     const int64_t begin = number / quads * rows_of(of), end = std::min(of.rows, begin + rows_of(of));
-    if (weights.moves && *memory.summed != number / quads) {  // tasks of the same rows follow each other
+    if (weights.moves && *memory.summed != number / quads) {  // the tasks for the same rows are consecutive
         const Left all{of.data + begin * of.row, of.more ? of.more + begin * of.row : nullptr, of.row};
         sum_rows(all, end - begin, weights.terms, memory.row_sums);
         *memory.summed = number / quads;
     }
-    // What the next task unpacks comes from far: it is fetched meanwhile.
+    // The weights of the next task are far away, so they are prefetched meanwhile.
     const int64_t bytes = panels * weights.panel_bytes(), tiles = (end - begin + AT_ONCE - 1) / AT_ONCE;
     const uint8_t* next = packed + bytes;
     const int64_t ahead = std::min(bytes, int64_t(weights.data.bytes) - (next - weights.data.data));
-    // The sums of some rows are finished while those of the next ones are made.
+    // The sums of some rows are stored while the sums of the next rows are computed.
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         int32_t *sums = memory.sums, *done = memory.sums + ROWS * QUAD * PANEL;
         int64_t done_row = begin, done_rows = 0;
@@ -2029,9 +2036,9 @@ void linear(const void* arguments, int64_t number, uint8_t* scratch) {
     });
 }
 
-// --- products of two that are computed -------------------------------------------------------------------------------------
+// --- products of two computed operands -------------------------------------------------------------------------------------
 
-// The right operand of one batch and head, less its middle, in panels, with its constants.
+// Packs the right operand of one batch and head, minus its middle, into panels, and computes its constants.
 Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t columns, int left_zero, int left_top,
            const PackedScratch& memory) {
     const uint8_t* data = side.data + batch * side.batch + head * side.head;
@@ -2041,7 +2048,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     if (side.transposed) {
         int64_t c = 0;
 #if ADALOG_WIDE
-        // Four terms of 16 columns at once.
+        // Packs four terms of 16 columns at once.
         const I places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                             set(int32_t(side.row)));
         for (; side.row < 1 << 26 && terms % GROUP == 0 && c < columns; c += PANEL) {
@@ -2060,7 +2067,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
         }
     } else {
         int64_t done = 0;
-        // Four terms of 16 columns at once: rows of bytes become columns.
+        // Packs four terms of 16 columns at once: rows of bytes become columns.
 #if ADALOG_NEON
         for (; done + PANEL <= columns; done += PANEL)
             for (int64_t t = 0; t < terms; t += GROUP) {
@@ -2099,7 +2106,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     }
     Right right{memory.data, panel, memory.lines, memory.base, nullptr, added_together(left_top, side.bits)};
     std::memset(memory.base, 0, memory.panels * PANEL * sizeof(int32_t));
-    if (left_zero) {  // sums of columns: a row of ones times the operand
+    if (left_zero) {  // the sums of columns are a row of ones times the operand
         std::memset(memory.ones, 1, PANEL * memory.lines * GROUP);
         const int32_t none[QUAD * PANEL] = {};
         int32_t sums[PANEL * QUAD * PANEL];
@@ -2118,7 +2125,7 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     return right;
 }
 
-// The accumulators of some of a left operand's rows (16 at most) with all columns: (rows, panels).
+// Computes the accumulators of at most 16 rows of a left operand for all columns: (rows, 16 panels).
 INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t terms,
                          const Right& right, int64_t columns, int64_t panels, uint8_t* copy, uint8_t* copy_more,
                          int32_t* sums, int32_t* row_sums) {
@@ -2152,7 +2159,7 @@ void product(const void* arguments, int64_t number, uint8_t* scratch) {
 
 // --- attention -----------------------------------------------------------------------------------------------------------
 
-// log2 of a positive float, to 2e-7 of one.
+// log2 of a positive float, with an error below 2e-7.
 INLINE float log2_of(float x) {
     int32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -2165,9 +2172,9 @@ INLINE float log2_of(float x) {
     return float(whole) + s * sum;
 }
 
-// Rows of scores to bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so that its byte
-// is a function of u: no division. Codes of a uniform quantizer are rounded as they are, which takes less than finding
-// steps. width, step: from one row of sums, and of bytes, to the next, multiples of 64.
+// Converts rows of scores into bytes of probabilities. A probability is 2^u with u = score - log2(sum of 2^score), so its
+// byte is a function of u and needs no division. Codes of a uniform quantizer are rounded directly, which is faster than a
+// search. width, step: the distance from one row of sums, and of bytes, to the next, multiples of 64.
 template <int MOST>
 INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* sums, int64_t width, int64_t rows,
                     int64_t columns, float factor, const float* bias, uint8_t* out, uint8_t* more, int64_t step) {
@@ -2188,7 +2195,7 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
         tops[r] = largest(top);
         F powers = set(0.0f);
         over(columns, [&](int64_t i, auto which) INLINE_LAMBDA {
-            // What is less than 2^-126 counts nothing beside the largest, which is 1, and is slow to add.
+            // Powers below 2^-126 make no difference to the sum, because the largest is 1, and are slow to add.
             F power = power_of_two(most(sub(load(row + i, which), set(tops[r])), set(-126.0f)));
             if (rounds) store(row + i, power, which);
             if constexpr (std::is_same_v<decltype(which), Some>) power = either(power, set(0.0f), which);
@@ -2201,12 +2208,12 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
         const float* row = scores + r * width;
         const F shift = set(shifts[r]), scale = set(of.code_scale / totals[r]), zero = set(float(of.zero));
         uint8_t *bytes = out + r * step, *more_bytes = more + r * step;
-        // 16 bits with a sign hold what is packed into bytes; none is larger than the last code then.
+        // Packing passes through signed 16 bits, so codes are limited to 32767 here, and to the last code afterwards.
         auto code = [&](int64_t i, auto which) INLINE_LAMBDA {
             return to_nearest(least(fma(load(row + i, which), scale, zero), set(32767.0f)));
         };
 #if ADALOG_LEVEL
-        // Rows of scores and of bytes go on to a multiple of 64: what is read there does not matter, what is left is 0.
+        // Rows of scores and of bytes continue to a multiple of 64. The scores there do not matter; the bytes become 0.
         int64_t start = 0;
         const I last = set(int32_t(of.steps.top * 0x01010101u));
         for (; rounds && start < columns; start += 4 * W) {
@@ -2279,7 +2286,7 @@ void attention(const void* arguments, int64_t number, uint8_t* scratch) {
     attend<0>(of, batch, head, memory);
 }
 
-// --- norms, and codes of values --------------------------------------------------------------------------------------------
+// --- norms and encoders ----------------------------------------------------------------------------------------------------
 
 void norm(const void* arguments, int64_t number, uint8_t*) {
     const Norm& of = *static_cast<const Norm*>(arguments);
@@ -2339,12 +2346,12 @@ void encode(const void* arguments, int64_t number, uint8_t*) {
 
 // --- convolutions of each channel alone ------------------------------------------------------------------------------------
 
-// The sums over a kernel whose places see these channels, each in memory of its own, or the zero points beyond the edge.
+// Computes the sums of all channels over the kernel. seen: the pixel under each tap, or the zero points beyond the edge.
 INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* sums) {
     const int64_t channels = of.channels;
     int64_t done = 0;
 #if ADALOG_WIDE || ADALOG_LEVEL == 1
-    // A lane has the two places of a pair as halves of 16 bits.
+    // A lane holds the two taps of a pair in 16 bits each.
     auto wide = [&](const uint8_t* from) INLINE_LAMBDA {
 #if ADALOG_WIDE
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -2386,7 +2393,7 @@ INLINE void sums_of(const Depthwise& of, const uint8_t* const* seen, int32_t* su
     }
 }
 
-// One line of one image's output.
+// Computes one row of one image's output.
 void depthwise(const void* arguments, int64_t number, uint8_t* scratch) {
     const Depthwise& of = *static_cast<const Depthwise*>(arguments);
     Carver carver{reinterpret_cast<uintptr_t>(scratch)};
@@ -2415,13 +2422,13 @@ void depthwise(const void* arguments, int64_t number, uint8_t* scratch) {
 
 #if ADALOG_LEVEL == 3
 void begin() {
-    struct alignas(64) Tiles {  // eight of 16 rows of 64 bytes
+    struct alignas(64) Tiles {  // eight tiles of 16 rows of 64 bytes
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
         uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     };
     static const Tiles tiles;
-    asm volatile("" : : "r"(&tiles) : "memory");  // the intrinsics do not say what they read
+    asm volatile("" : : "r"(&tiles) : "memory");  // the intrinsics do not tell the compiler which memory they read
     _tile_loadconfig(&tiles);
 }
 void end() { _tile_release(); }

@@ -1,6 +1,7 @@
-"""The operands and products of single sites on the compiled kernels, with the interface that `reference` has.
+"""Encode and multiply the operands of single sites with the compiled kernels, with the same interface as `reference`.
 
-A left operand is planes of unsigned bytes: codes of a uniform quantizer, or entries of a table of 8 or 16 bits.
+A left operand is stored as planes of unsigned bytes: codes of a uniform quantizer, or entries of an 8-bit or 16-bit
+table.
 """
 
 import ctypes
@@ -17,17 +18,17 @@ from adalog.runtime import integer, reference
 from adalog.runtime.native.tables import entries_of
 from adalog.runtime.reference import INT32, IntegerSite, finish
 
-MOST_PLACES = 256  # of a kernel of each channel alone: `MOST_PAIRS` in native.cpp
-Planes = list[Tensor]  # one operand: uint8, the low bytes and, of tables of 16 bits, the high bytes
+MOST_PLACES = 256  # taps of a depthwise kernel at most: two for each of `MOST_PAIRS` in native.cpp
+Planes = list[Tensor]  # one operand, uint8: its low bytes and, for tables of 16 bits, its high bytes
 
 
 def zero_point(quantizer: Quantizer) -> int:
-    """The zero point that all codes of a left operand share; the entries of a table have none, which is 0."""
+    """Return the zero point that all codes of a left operand share. It is 0 for the entries of a table."""
     return int(quantizer.zero_point.reshape(-1)[0]) if isinstance(quantizer, UniformQuantizer) else 0
 
 
 def top_of(entries: Tensor) -> int:
-    """The largest byte of either plane of some entries."""
+    """Return the largest byte in either plane of some entries."""
     return int(torch.maximum(entries & 255, entries >> 8).max())
 
 
@@ -35,7 +36,7 @@ def top_of(entries: Tensor) -> int:
 
 
 def takes(site: IntegerSite) -> bool:
-    """Whether there is a kernel for a site: one that multiplies bytes, sums in 32 bits, and has one scale per head."""
+    """Return True if a site has a kernel: it multiplies bytes, sums in 32 bits, and has one scale per head."""
     left, right = site.left, site.right
     if not isinstance(right, UniformQuantizer) or site.bits > 32 or not site.terms:
         return False
@@ -46,7 +47,7 @@ def takes(site: IntegerSite) -> bool:
         return False
     if is_depthwise(site):
         return len(site.scales) == 1 and isinstance(left, UniformQuantizer) and site.terms <= MOST_PLACES
-    if site.weight is not None and len(site.scales) == 2:  # of the second part, ones, only padding decides the sums
+    if site.weight is not None and len(site.scales) == 2:  # the second part is ones: only padding changes its sums
         if site.geometry is None or not isinstance(left, LogQuantizer):
             return False
     elif len(site.scales) != 1:
@@ -57,13 +58,13 @@ def takes(site: IntegerSite) -> bool:
 
 
 def is_depthwise(site: IntegerSite) -> bool:
-    """Whether a site is a convolution of each channel alone."""
+    """Return True if a site is a convolution of each channel alone."""
     weight = site.weight
     return weight is not None and site.groups > 1 and len(weight) == site.groups and weight.shape[1] == 1
 
 
 def _per_head(quantizer: Quantizer) -> bool:
-    """Whether scales differ at most between the heads of (..., heads, rows, columns)."""
+    """Return True if scales differ at most between the heads of (..., heads, rows, columns)."""
     shape = quantizer.scale.shape
     return quantizer.scale.numel() == 1 or (len(shape) >= 3 and shape[-3] == quantizer.scale.numel())
 
@@ -74,17 +75,17 @@ def _codes_hold_zero(quantizer: UniformQuantizer) -> bool:
 
 
 def encoder_key(site: IntegerSite) -> str:
-    """Sites with the same key share one encoded operand."""
+    """Return the key of a site. Sites with the same key share an encoded operand."""
     return "planes" if takes(site) else integer.Encoder.key(site)
 
 
 def encoder(quantizer: Quantizer, site: IntegerSite) -> Any:
-    """What encodes an operand of a site: an `Encoder`, or that of the executor "torch" where there is no kernel."""
+    """Return the encoder of a site's operand. Without a kernel, the executor "torch" provides the encoder."""
     return Encoder(quantizer) if takes(site) else integer.Encoder(quantizer, site)
 
 
 def product(site: IntegerSite, context: abi.Context) -> Any:
-    """What multiplies a site: a kernel's, or that of the executor "torch" where there is none."""
+    """Return the product of a site. Without a kernel, the executor "torch" provides the product."""
     if not takes(site):
         return integer.product(site)
     return Depthwise(site, context) if is_depthwise(site) else Product(site, context)
@@ -94,7 +95,7 @@ def product(site: IntegerSite, context: abi.Context) -> Any:
 
 
 class Encoder:
-    """Maps values to the bytes that their codes stand for."""
+    """Encoder of values into the bytes that their codes represent."""
 
     def __init__(self, quantizer: Quantizer):
         self.quantizer = quantizer
@@ -105,13 +106,13 @@ class Encoder:
         return self.lift(self.quantizer.quantize(x))
 
     def lift(self, code: Tensor) -> Planes:
-        """Maps codes to their bytes."""
+        """Return the bytes of codes."""
         entries = self._entries[code.long()]
         return [((entries >> (8 * plane)) & 255).to(torch.uint8) for plane in range(self._planes)]
 
 
 class Product:
-    """Multiplies the operands of one site. nbytes, columns: the size and the outputs of a stored weight, or 0."""
+    """The product of one site. nbytes, columns: the bytes and the number of outputs of a stored weight, or 0."""
 
     def __init__(self, site: IntegerSite, context: abi.Context):
         self.site, self.context = site, context
@@ -120,19 +121,19 @@ class Product:
         self.columns = 0 if site.weight is None else len(site.weight)
 
     def seen(self, shape: Sequence[int]) -> Tensor:
-        """The sums of the part of ones of a convolution for an image of this shape, (C, H, W): (L, O), int64."""
+        """Return the sums of a convolution's part of ones for an image of this shape, (C, H, W): (L, O), int64."""
         (sums,) = reference.Product(self.site).sums([torch.ones(1, *shape, dtype=torch.float64)])
         return sums[0, 0].long()
 
     def rows(self, left: Planes) -> Planes:
-        """The left operand of a stored weight as (T, I). A padded place is the integer 0."""
+        """Return the left operand of a stored weight as (T, I). Padding is the integer 0."""
         if self.site.geometry is None:
             return [plane.reshape(-1, self.site.terms).contiguous() for plane in left]
         fill = zero_point(self.site.left)
         return [self.site.rows(plane, fill).reshape(-1, self.site.terms) for plane in left]
 
     def accumulate(self, left: Planes, right: Planes | None = None) -> list[Tensor]:
-        """The same sums as `reference.Product.accumulate`, from bytes."""
+        """Return the same sums as `reference.Product.accumulate`, from bytes."""
         site, shape = self.site, left[0].shape
         if self.weights is None:
             assert right is not None
@@ -163,9 +164,9 @@ class Product:
 
 
 class Depthwise:
-    """Convolves each channel of one site alone. nbytes, columns: as of a `Product`.
+    """The product of one site that convolves each channel alone. nbytes, columns: as in `Product`.
 
-    zero: the zero points of the left operand, (C,), uint8; factors: the weights less their zero points, two places of
+    zero: the zero points of the left operand, (C,), uint8. factors: the weights minus their zero points, two taps of
     the kernel together, (pairs, C, 2), int16.
     """
 
@@ -180,7 +181,7 @@ class Depthwise:
         self.nbytes = self.factors.nbytes
 
     def arguments(self, image: Tensor, out: abi.Output) -> abi.Depthwise:
-        """image: (B, H, W, C), contiguous; out: of (B L, C)."""
+        """Return the arguments of the kernel. image: (B, H, W, C), contiguous. out: the output, for (B L, C)."""
         return abi.Depthwise(
             zero=self.zero.data_ptr(),
             factors=self.factors.data_ptr(),
@@ -190,7 +191,7 @@ class Depthwise:
         )
 
     def accumulate(self, left: Planes, right: None = None) -> list[Tensor]:
-        """The same sums as `reference.Product.accumulate`, from bytes: (B, C, L, 1)."""
+        """Return the same sums as `reference.Product.accumulate`, from bytes: (B, C, L, 1)."""
         image = left[0].permute(0, 2, 3, 1).contiguous()
         count = math.prod(self.site.sizes(left[0].shape))
         sums = torch.empty(len(image) * count, self.columns, dtype=torch.int32)
@@ -203,7 +204,7 @@ class Depthwise:
 
 
 def weights_of(site: IntegerSite) -> abi.Weights:
-    """The stored weight of a site, in the layout of the kernels."""
+    """Return the stored weight of a site in the layout of the kernels."""
     assert site.weight is not None
     assert isinstance(site.right, UniformQuantizer)
     codes = site.weight.flatten(1).contiguous()
@@ -216,20 +217,20 @@ def weights_of(site: IntegerSite) -> abi.Weights:
 
 
 def place(value: Tensor, *others: Tensor) -> dict[str, int]:
-    """The fields of `Output` that say where results lie: a value, whose rows are its last dimension, or two planes."""
+    """Return the fields of `Output` that locate a value whose rows are its last dimension, or its two planes."""
     row = value.stride(-2) if value.ndim > 1 else value.shape[-1]
     found = {"data": value.data_ptr(), "bytes": bytes_behind(value), "row": row}
     return found | ({"more": others[0].data_ptr()} if others else {})
 
 
 def bytes_behind(value: Tensor) -> int:
-    """Bytes from a tensor's first entry to the end of its memory."""
+    """Return the number of bytes from a tensor's first entry to the end of its memory."""
     storage = value.untyped_storage()
     return int(storage.nbytes()) - int(value.storage_offset()) * value.element_size()
 
 
 def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
-    """rows: (T, I), as `Product.rows` gives them."""
+    """Return the arguments of a linear. rows: (T, I), from `Product.rows`."""
     low, high = rows[0], rows[1] if len(rows) > 1 else None
     return abi.Linear(
         weights=weights.pointer,
@@ -243,9 +244,9 @@ def linear(weights: abi.Weights, rows: Planes, out: abi.Output) -> abi.Linear:
 
 
 def seen_of(site: IntegerSite, image: Tensor) -> dict[str, Any]:
-    """The fields of a convolution that say where its image lies, and what of it each place of the output sees.
+    """Return the fields that locate a convolution's images and describe the window of each output.
 
-    image: (B, C, H, W), whichever of these is last in memory.
+    image: (B, C, H, W), in any memory order.
     """
     assert site.geometry is not None
     assert site.weight is not None
@@ -264,9 +265,9 @@ def seen_of(site: IntegerSite, image: Tensor) -> dict[str, Any]:
 
 
 def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tuple[abi.Matrices, list[Any]]:
-    """The product of two computed operands, without its `out`, and what must live as long as these arguments.
+    """Return the arguments of a product of two computed operands, and the objects that must live as long.
 
-    out: of the shape of the product; its strides say where batches and heads lie.
+    The field `out` is not set. out: has the shape of the product; its strides locate the batches and heads.
     """
     lead = out.shape[:-2]
     (one, *alive), (other, *alive_too) = side(left, lead, site.left, transposed=False), side([right], lead, site.right)
@@ -286,7 +287,7 @@ def matrices(site: IntegerSite, left: Planes, right: Tensor, out: Tensor) -> tup
 
 
 def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
-    """A value as (batches, heads, rows, columns): the heads are the last of the leading dimensions."""
+    """Return a value as (batches, heads, rows, columns). The heads are the last of the leading dimensions."""
     value = value.expand(*lead, *value.shape[-2:])
     if len(lead) == 2:
         return value
@@ -296,9 +297,9 @@ def by_batch_and_head(value: Tensor, lead: Sequence[int]) -> Tensor:
 def side(
     planes: Planes, lead: Sequence[int], quantizer: Quantizer, *, transposed: bool | None = None
 ) -> tuple[abi.Side, Planes, Tensor]:
-    """One operand of a product, and what must live as long.
+    """Return the arguments of one operand of a product, and the objects that must live as long.
 
-    transposed: whether its columns are dense in memory, not its rows; None: whichever are.
+    transposed: True if its columns are dense in memory, False if its rows are; None decides by the strides.
     """
     planes = [by_batch_and_head(plane, lead) for plane in planes]
     if transposed is None:

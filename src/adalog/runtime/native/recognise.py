@@ -1,9 +1,13 @@
-"""From a program to the steps that kernels do at once, found in the flow of data and never by a model's name.
+"""Turn a program into the steps that kernels run, by its data flow and never by the name of a model.
 
-A norm, a product or an activation whose readers are all quantizers stores codes, and moves (views, permutations) then
-move bytes. Moves of whole rows (windows, rolls, padding) cost nothing, since a norm or a product stores each row where
-they would take it. The softmax between two products is part of an attention. A product adds its residual. All else runs
-as torch runs it. Nothing here has memory or needs the compiled library: `emit` gives the steps both.
+- A norm, product or activation whose readers are all quantizers stores codes. Moves (views, permutations) then move
+  bytes.
+- Moves of whole rows (windows, rolls, padding) cost nothing: a norm or product stores each row at its final place.
+- A softmax between two products becomes part of an attention.
+- A product adds its residual.
+- Torch runs all other operations.
+
+The steps have no memory yet, and this module does not need the compiled library. `emit` adds both.
 """
 
 import contextlib
@@ -47,16 +51,17 @@ _POINTWISE = aten(
 _KINDS = {f"aten.{name}.default": name for name in ("relu", "gelu", "silu", "hardswish")}
 _SHIFTS = aten("add.Tensor add.Scalar")
 _RESHAPES = aten("reshape.default unsqueeze.default squeeze.dim flatten.using_ints unflatten.int")
-_MASKING = aten("masked_fill.Scalar")  # taken where the mask hides nothing
+_MASKING = aten("masked_fill.Scalar")  # accepted if the mask hides nothing
 
 
 def recognise(
     program: Program, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer], shapes: Mapping[str, Any]
 ) -> Steps:
-    """The steps of a compiled program.
+    """Return the steps of a compiled program.
 
-    sites, quantizers: of the products and of the encoders that kernels take, by their nodes' names; shapes: what each
-    value is on the meta device, as `trace` finds it. Raises ProgramError where an operation fails on its arguments.
+    sites, quantizers: the sites of products and the quantizers of encoders that kernels run, by the names of their
+    nodes. shapes: each value on the meta device, as `trace` finds it. Raises ProgramError if an operation fails on its
+    arguments.
     """
     flow = Flow(program, shapes)
     found = _Recogniser(flow, sites, quantizers)
@@ -87,7 +92,7 @@ def recognise(
 
 @contextlib.contextmanager
 def failing(node: Node) -> Iterator[None]:
-    """Raise a ProgramError that names the node for whatever an operation raises about its arguments."""
+    """Convert what an operation raises while the context is open into a ProgramError that names the node."""
     try:
         yield
     except AdalogError:
@@ -97,9 +102,10 @@ def failing(node: Node) -> Iterator[None]:
 
 
 class _Recogniser:
-    """Finds what each node of a program becomes.
+    """Search for the step that each node of a program becomes.
 
-    pending: by name a node as it was, or the step that it became; what another step does along the way is not in it.
+    pending: by name, a node that is unchanged so far, or the step that it became. Nodes inside another step are not in
+    it.
     """
 
     def __init__(self, flow: Flow, sites: Mapping[str, IntegerSite], quantizers: Mapping[str, Quantizer]):
@@ -116,7 +122,7 @@ class _Recogniser:
                     self._norm(node)
 
     def default(self, node: Node) -> Step:
-        """The step of a node that is part of no other."""
+        """Return the step of a node that does not belong to another step."""
         quantizer = self._quantizers.get(node.name)
         if quantizer is None:
             kind, given = _kind_of(node), self._flow.shapes.get(node.args[0].name) if node.op in _KINDS else None
@@ -130,13 +136,13 @@ class _Recogniser:
         return Encode(node.name, node.args[0].name, quantizer, lookup)
 
     def _replace(self, gone: Sequence[str], step: Step) -> None:
-        """Let a step make its value, and nobody make those that are gone."""
+        """Store a step under the name of its value, and remove the values that are no longer computed."""
         for name in gone:
             self.pending.pop(name, None)
         self.pending[step.name] = step
 
     def _tensor(self, arg: Any) -> Tensor | None:
-        """A constant argument."""
+        """Return the constant that an argument refers to, or None."""
         return None if arg is None else self._flow.constant(arg.name)
 
     # --- norms and products ------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ class _Recogniser:
         return arg is None or self._flow.is_constant(arg.name)
 
     def _linear(self, node: Node, site: IntegerSite) -> None:
-        """A product with a stored weight, and what follows it."""
+        """Create the step of a product with a stored weight and the operations after it."""
         shapes, weight = self._flow.shapes, site.weight
         assert weight is not None
         image = None if site.geometry is None else shapes[node.name].shape[2:]
@@ -191,7 +197,7 @@ class _Recogniser:
         else:
             rows = rows_behind(self._flow, node.name, len(weight))
             columns = self._flow.columns(node.name, rows.last)
-        if len(site.scales) > 1:  # a kernel adds the second part to floats
+        if len(site.scales) > 1:  # a kernel can add the second part only to floats
             self.pending[node.name] = step(Rows(node.name), None)
             return
         finish = self._finish_of(rows.last, columns)
@@ -219,7 +225,7 @@ class _Recogniser:
             self._replace([*before, *rows.gone], step(rows, None, factor=factor))
 
     def _factor(self, name: str, columns: int) -> tuple[list[str], Tensor | None]:
-        """A multiplication by constants per column behind a value: the values up to its result, and the factor."""
+        """Return the factor per column that a value is multiplied by, or None, and the values up to the result."""
         reader = self._flow.sole_reader(name)
         if reader is not None and reader.op == "aten.mul.Tensor":
             others = [arg.name for arg in reader.args if isinstance(arg, Ref) and arg.name != name]
@@ -232,7 +238,7 @@ class _Recogniser:
     # --- attention ---------------------------------------------------------------------------------------------------
 
     def _attention(self, node: Node, site: IntegerSite) -> None:
-        """A product of two computed operands; with softmax and the product before, if those make its left one."""
+        """Create the step of a product of two computed operands, or of an attention that ends in it."""
         shape = self._flow.shapes[node.name].shape
         columns = None
         if len(shape) >= 3:
@@ -243,7 +249,7 @@ class _Recogniser:
         found = self._scores(node)
         finish = self._finish_of(node.name, columns)
         left, right = (arg.name for arg in node.args[:2])
-        if found is None:  # if a softmax reads this product, the attention that comes later takes this step's place
+        if found is None:  # if a softmax reads this product, a later attention replaces this step
             self.pending[node.name] = Matrices(node.name, left, right, node.name, shape, finish)
             return
         queries, keys = (arg.name for arg in found.product.args[:2])
@@ -255,10 +261,10 @@ class _Recogniser:
         self._replace([scores, *found.between, left], step)
 
     def _scores(self, node: Node) -> "_Scores | None":
-        """The product of queries and keys that makes the left operand of a product, through a softmax.
+        """Return the product of queries and keys whose softmax is the left operand of a product, or None.
 
-        Only multiplications by constants, additions of constants and reshapes lie between it and the softmax, and
-        nothing else reads what lies between.
+        Only multiplications by constants, additions of constants and reshapes may lie between that product and the
+        softmax, and nothing else may read the values between them.
         """
         flow = self._flow
         encode = flow.nodes.get(node.args[0].name)
@@ -290,7 +296,7 @@ class _Recogniser:
             return None
         if of != flow.shapes[encode.name].shape or len(of) < 3 or not all(of):
             return None
-        # The kernel of attention takes queries in one plane of bytes, and scores of every matrix of the product.
+        # The attention kernel takes queries in one plane of bytes, and one matrix of scores for each matrix of values.
         if of[:-2] != flow.shapes[node.name].shape[:-2] or int(entries_of(site.left).max()) > 255:
             return None
         line = _line_of(flow, each.name, chain)
@@ -301,9 +307,9 @@ class _Recogniser:
     def _finish_of(
         self, name: str, columns: Tensor | None, function: Callable[[Tensor], Tensor] | None = None
     ) -> Finish:
-        """What stands for a value that only quantizers read, whose own steps then do nothing; None for other values.
+        """Return the finish that encodes a value if only quantizers read it, or None. Their own steps become `Same`.
 
-        columns: for each of its entries the number of its column, int32. function: what is applied to it first.
+        columns: the column number of each entry, int32. function: a function to apply to the value first.
         """
         leaves = self._flow.leaves(name)
         if not leaves or any(leaf.name not in self._quantizers for leaf, _ in leaves):
@@ -325,7 +331,7 @@ class _Recogniser:
 
 
 def _kind_of(node: Node) -> str:
-    """The activation that a node applies, one of `abi.ACTIVATIONS`; none where kernels do not have it."""
+    """Return the activation that a node applies, one of `abi.ACTIVATIONS`, which is "" if kernels do not have it."""
     kind = _KINDS.get(node.op, "")
     told = [*node.args[1:], *node.kwargs.values()]
     if kind == "gelu" and told:
@@ -334,9 +340,9 @@ def _kind_of(node: Node) -> str:
 
 
 def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor], Tensor]] | None:
-    """What pointwise operations make of a value, if nothing else reads what lies between.
+    """Return the chain of pointwise operations after a value, or None if others read the values within the chain.
 
-    The last value, those between, and the function from the first to the last.
+    The result is the name of the last value, the names of the values between, and the function from first to last.
     """
     inside: dict[str, Node] = {}
     for node in flow.behind(name) if any(reader.op in _POINTWISE for reader in flow.readers(name)) else ():
@@ -362,9 +368,9 @@ def _activation(flow: Flow, name: str) -> tuple[str, list[str], Callable[[Tensor
 
 @dataclass(frozen=True)
 class _Scores:
-    """The product of queries and keys, and what is done with it up to the softmax, as `Attend` has it.
+    """The product of queries and keys, with the factor and bias up to the softmax as in `Attend`.
 
-    between: the names of the values from behind the product up to the softmax.
+    between: the names of the values after the product, up to and including the softmax.
     """
 
     product: Node
@@ -374,9 +380,9 @@ class _Scores:
 
 
 def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tuple[Tensor, Tensor] | None] | None:
-    """(factor, bias) where a chain of nodes makes factor * x + bias of a value x, with one factor per head; else None.
+    """Return (factor, bias) if a chain of nodes computes factor * x + bias with one factor per head, or None.
 
-    Found by running the chain on zeros and on ones. factor: (heads,), float64; bias: as `Attend` has it.
+    The chain is run on zeros and on ones to find them. factor: (heads,), float64. bias: as in `Attend`.
     """
     shape = flow.shapes[name].shape
 
@@ -398,9 +404,9 @@ def _line_of(flow: Flow, name: str, chain: Sequence[Node]) -> tuple[Tensor, tupl
 
 
 def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, list[Node]]]) -> Codes | None:
-    """The codes of each column of a value, where all quantizers that read it agree on them.
+    """Return the finish that encodes each column of a value, or None if the quantizers that read it do not agree.
 
-    readers: each quantizer with the moves and factors between the value and it.
+    readers: each quantizer, with the moves and factors between the value and the quantizer.
     """
     count = int(columns.max()) + 1
     found = [torch.full((count,), math.nan, dtype=torch.float64) for _ in range(3)]
@@ -434,6 +440,6 @@ def _codes(flow: Flow, name: str, columns: Tensor, readers: Sequence[tuple[Any, 
 
 
 def _distinct(*values: Tensor) -> list[Tensor]:
-    """Tensors of one shape without the dimensions along which all of them repeat themselves in memory."""
+    """Cut tensors of one shape to a single entry along the dimensions in which all of them repeat in memory."""
     repeated = [all(value.stride(i) == 0 for value in values) for i in range(values[0].ndim)]
     return [value[tuple(slice(0, 1) if each else slice(None) for each in repeated)] for value in values]

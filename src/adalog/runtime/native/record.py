@@ -1,4 +1,4 @@
-"""The tape of a plan: its calls as data, with places in memory instead of addresses (docs/format.md)."""
+"""Record a plan as a tape: its calls as data, with places in memory instead of addresses (docs/reference/format.md)."""
 
 import ctypes
 import json
@@ -21,14 +21,14 @@ from adalog.runtime.native.products import Product
 
 
 def record(plan: Plan, artifact: str, batch: int) -> bytes:
-    """The tape, as a file, of a plan for `batch` images of an artifact, which is named by its SHA-256.
+    """Return the content of the tape of a plan for `batch` images. artifact: the SHA-256 of the artifact.
 
-    Raises ArtifactError for a plan with a step that only torch runs, and for outputs that are not one per image.
+    Raises ArtifactError if only torch can run a step, or if an output does not have one row per image.
     """
     torch_only = [call for call in plan.calls if call.arguments is None]
     if torch_only:
         told = ", ".join(f"{call.step} ({call.operation})" for call in torch_only[:3])
-        raise ArtifactError(f"the step {told} runs in PyTorch alone, so that the model does not run without it")
+        raise ArtifactError(f"only PyTorch runs these steps, so the model cannot run without it: {told}")
     program = plan.program
     odd = [leaf for leaf in leaves_of(program.output) if not _is_batched(plan, leaf, batch)]
     if odd:
@@ -78,7 +78,7 @@ def _is_batched(plan: Plan, leaf: Any, batch: int) -> bool:
 
 
 def _output(program: Program, given: Any, plan: Plan, memory: "_Memory") -> Any:
-    """The structure of the output, with views in place of values."""
+    """Return the structure of the output, with views in place of values."""
     if isinstance(given, dict):
         return {"dict": [[key, _output(program, item, plan, memory)] for key, item in given.items()]}
     if isinstance(given, (tuple, list)):
@@ -94,7 +94,7 @@ def _argument(given: Any, memory: "_Memory") -> Any:
 
 
 def _fields(structure: ctypes.Structure, memory: "_Memory", weights: dict[int, int], number: int | None) -> Any:
-    """The fields of a structure that are not zero. number: of the input that its data lies in, if it does."""
+    """Return the fields of a structure that are not zero. number: the input that its data lies in, or None."""
     found: dict[str, Any] = {}
     for name, kind, *_ in structure._fields_:
         value = getattr(structure, name)
@@ -113,9 +113,10 @@ def _fields(structure: ctypes.Structure, memory: "_Memory", weights: dict[int, i
 
 
 class _Memory:
-    """The places of addresses: in the work, which calls write, or in the constants.
+    """The place of each address, in the work, which calls write, or in the constants.
 
-    work: bytes of it; fills: [place in the work, place in the constants, bytes] of what is there before the first call.
+    work: the bytes of the work. fills: [offset in the work, offset in the constants, bytes] to copy before the first
+    call.
     """
 
     def __init__(self, plan: Plan):
@@ -142,9 +143,9 @@ class _Memory:
         return start
 
     def _locate(self, address: int, *, written: bool = False) -> tuple[str, int]:
-        """Region and offset of an address."""
+        """Return the region and offset of an address. written: True if a call writes to it."""
         base = self._addresses[bisect_right(self._addresses, address) - 1]
-        assert 0 <= address - base <= self._sizes[base], "an address of no memory of the plan"
+        assert 0 <= address - base <= self._sizes[base], "an address outside the memory of the plan"
         if base not in self._places:
             content = ctypes.string_at(base, self._sizes[base])
             start = self._constant(content)
@@ -168,7 +169,7 @@ class _Memory:
         return list(self._locate(address))
 
     def view(self, value: Tensor) -> dict[str, Any]:
-        """A tensor as `adalog.run` sees it."""
+        """Return the description of a tensor that `adalog.run` reads."""
         strides = [stride * value.element_size() for stride in value.stride()]
         dtype = str(value.dtype).removeprefix("torch.")
         return {"at": self.place(value.data_ptr()), "shape": list(value.shape), "strides": strides, "type": dtype}
@@ -178,7 +179,7 @@ class _Memory:
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory of all tensors in a nested value."""
+    """Yield the memory of all tensors in a nested value."""
     if isinstance(value, Tensor):
         yield value.untyped_storage()
     items: Iterable[Any] = value.values() if isinstance(value, dict) else value
@@ -188,7 +189,7 @@ def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _written(structure: ctypes.Structure) -> Iterator[int]:
-    """The addresses that a kernel writes to."""
+    """Yield the addresses that a kernel writes to."""
     for name, *_ in structure._fields_:
         value = getattr(structure, name)
         if isinstance(value, ctypes.Structure):

@@ -1,7 +1,7 @@
-// The roofs of this processor: how fast its instructions multiply, read and compute functions where nothing holds them up.
+// Peak rates of this processor: how fast its instructions multiply bytes, read memory and compute functions.
 //
-// `study/roof.py` times these loops. As native.cpp does, the file includes itself once for each instruction set. Values
-// stay in registers, and no result depends on the one before, so that only the instructions themselves take time.
+// `study/roof.py` times these loops. Like native.cpp, this file includes itself once for each instruction set. Values stay
+// in registers, and no result depends on the result before, so only the instructions themselves take time.
 
 #ifndef ADALOG_ROOF
 
@@ -21,7 +21,7 @@ extern "C" unsigned adalog_features(void);
 
 namespace {
 
-// Each returns how many products, bytes or values its loop took.
+// Each function returns the number of products, bytes or values that its loop processed.
 struct Roofs {
     int64_t (*dots)(int64_t rounds);
     int64_t (*bytes)(const uint8_t* data, int64_t size, int64_t rounds);
@@ -29,7 +29,7 @@ struct Roofs {
     int64_t (*erfs)(int64_t rounds);
 };
 
-constexpr int CHAINS = 12;  // independent accumulators, more than an instruction takes cycles
+constexpr int CHAINS = 12;  // independent accumulators, more than the latency of an instruction in cycles
 
 }  // namespace
 
@@ -65,8 +65,8 @@ namespace roof_amx {
 #undef ADALOG_ROOF
 #endif
 
-// One loop at a level: 0 products of bytes, 1 bytes read from `data`, 2 values of 2^x, 3 values of erf. Returns how many
-// of these it took; -1 where the level does not run here, or for other arguments that have no meaning.
+// Runs one loop at a level. what: 0 multiplies bytes, 1 reads bytes from `data`, 2 computes 2^x, 3 computes erf. Returns
+// the number of products, bytes or values, or -1 if the level does not run here or an argument is not valid.
 API int64_t adalog_roof(int level, int what, const uint8_t* data, int64_t size, int64_t rounds) {
     static const Roofs* all[] = {
         &roof_scalar::roofs,
@@ -74,7 +74,7 @@ API int64_t adalog_roof(int level, int what, const uint8_t* data, int64_t size, 
         &roof_avx2::roofs, &roof_avx512::roofs, &roof_amx::roofs,
 #endif
     };
-    static const unsigned features = adalog_features();  // on virtual machines asking takes longer than a loop
+    static const unsigned features = adalog_features();  // on virtual machines this query takes longer than a loop
     if (level < 0 || level >= int(sizeof all / sizeof *all) || !(features >> level & 1) || rounds < 0) return -1;
     if (what == 0) return all[level]->dots(rounds);
     if (what == 1) return data && size >= 0 ? all[level]->bytes(data, size, rounds) : -1;
@@ -88,7 +88,7 @@ namespace {
 
 // --- vectors of W floats ---------------------------------------------------------------------------------------------
 
-// The compiler is told that a value may have changed, and that it is needed: it neither hoists nor drops what is made.
+// `touch` makes the compiler assume that a value has changed and is needed, so it neither hoists nor drops the work.
 #if ADALOG_ROOF >= 2
 constexpr int W = 16;
 using F = __m512;
@@ -130,7 +130,7 @@ INLINE F power_of_two(F x) { return std::exp2(x); }
 INLINE void touch(F& x) { asm volatile("" : "+m"(x)); }
 #endif
 
-// erf to 3e-5: an odd polynomial up to 3, beyond which erf is one but for that much.
+// erf with an error of at most 3e-5: an odd polynomial up to 3, beyond which erf is 1 to within that error.
 INLINE F erf_of(F x) {
     x = clamped(x, set(3.0f));
     const F t = mul(x, x);
@@ -177,7 +177,7 @@ int64_t dots(int64_t rounds) {
     static const Tiles tiles;
     asm volatile("" : : "r"(&tiles) : "memory");
     _tile_loadconfig(&tiles);
-    for (int64_t round = 0; round < rounds; round++) {  // four accumulators of two by two operands, as products have them
+    for (int64_t round = 0; round < rounds; round++) {  // four accumulators of two by two operands
         _tile_dpbusd(0, 4, 6);
         _tile_dpbusd(1, 4, 7);
         _tile_dpbusd(2, 5, 6);
@@ -193,7 +193,7 @@ int64_t dots(int64_t rounds) {
     __m512i sums[CHAINS] = {}, left = _mm512_set1_epi32(0x01020304), right = _mm512_set1_epi32(0x7f010203);
     asm volatile("" : "+v"(left), "+v"(right));
 #pragma GCC unroll 12
-    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+v"(sums[i]));  // sums that start alike would be made once
+    for (int i = 0; i < CHAINS; i++) asm volatile("" : "+v"(sums[i]));  // else the compiler merges equal sums
     for (int64_t round = 0; round < rounds; round++)
 #pragma GCC unroll 12
         for (int i = 0; i < CHAINS; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], left, right);
@@ -204,7 +204,7 @@ int64_t dots(int64_t rounds) {
 
 #elif ADALOG_ROOF == 1
 
-// Bytes are multiplied in 16 bits, where products of two pairs do not saturate.
+// Bytes are multiplied as 16-bit numbers, so that a sum of two products does not saturate.
 int64_t dots(int64_t rounds) {
     __m256i sums[CHAINS] = {}, left = _mm256_set1_epi32(0x00020004), right = _mm256_set1_epi32(0x007f0003);
 #pragma GCC unroll 12

@@ -1,7 +1,7 @@
-"""The steps that a program is recognised as: what each of them reads, does and makes, before it has memory.
+"""Define the steps that a program is turned into, before they have memory.
 
-A step has the name of the value that it makes. `reads` names the values that it takes, which depend on the inputs;
-all that does not depend on them (weights, biases, factors) is in the step itself, or is named in `Steps.constants`.
+A step has the name of the value that it computes. `reads` names the values that it reads and that depend on the inputs.
+Values that do not depend on the inputs (weights, biases, factors) are in the step itself, or in `Steps.constants`.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from adalog.runtime.native.tables import Finish, Lookup
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each row of a value ends up after moves that have no other reader; `last` is what the last of them makes.
+    """The final place of each row of a value, after moves that have no other reader.
 
-    place: of each row, its number among the rows of `last`, or -1 where it is dropped; int32; None where rows stay.
-    whole: whether a row lands in every place of `last`; elsewhere there is `empty`, (columns,), or zeros where that is
-    None. gone: the values that nobody makes.
-    added: the value that is added on the way, if any; added_to: of each row, the number of the row of `added` that it
-    is added to, int32; None where that is its own.
+    last: the name of the value after the last move. place: for each row, its number among the rows of `last`, or -1 if
+    it is dropped; int32; None if all rows stay. whole: True if every place of `last` gets a row. empty: the value at
+    the other places, (columns,); None means zeros. gone: the names of the values that are no longer computed. added:
+    the name of a value that is added on the way, or None. added_to: for each row, the number of the row of `added` that
+    it is added to, int32; None if it is the row with the same number.
     """
 
     last: str
@@ -38,7 +38,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm over the last dimension. shape: of what it makes, after the moves of its rows."""
+    """LayerNorm over the last dimension. shape: the shape of its result after the moves of its rows."""
 
     name: str
     source: str
@@ -56,11 +56,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """A product with a stored weight, plus bias, times a factor per column, plus what `rows` adds.
+    """A product with a stored weight, plus bias, times a factor per column, plus the value that `rows` adds.
 
-    product: the name of the program's product. shape: of what it makes, after the moves of its rows; a convolution's
-    (B, L, O), and image is then its (height, width). activation: what is applied before the finish, one of
-    `abi.ACTIVATIONS`; the values of a `Lookup` have theirs in its tables.
+    product: the name of the program's product. shape: the shape of the result after the moves of its rows; (B, L, O)
+    for a convolution. image: the (height, width) of a convolution's output, or None. activation: the activation before
+    the finish, one of `abi.ACTIVATIONS`; a `Lookup` has the activation in its tables instead.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Attend:
     """softmax(factor * queries @ keys + bias) @ values.
 
     scores, product: the names of the program's two products. factor: one per head, without the scale of the codes.
-    bias: (tables, heads, rows, columns), and for each batch which of the tables it takes; None where nothing is added.
-    probabilities: from log2 of a probability to the bytes of its code.
+    bias: (tables, heads, rows, columns), and the number of the table for each batch; None if nothing is added.
+    probabilities: maps log2 of a probability to the bytes of its code.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Encode:
-    """The bytes of the codes of a float32 value. lookup: from a value to them, unless the quantizer is uniform."""
+    """The codes of a float32 value, as bytes. lookup: maps a value to the bytes; None if the quantizer is uniform."""
 
     name: str
     source: str
@@ -137,7 +137,7 @@ class Encode:
 
 @dataclass(frozen=True)
 class Activate:
-    """A function of a float32 value, one of `abi.ACTIVATIONS`."""
+    """An activation of a float32 value, one of `abi.ACTIVATIONS`."""
 
     name: str
     source: str
@@ -150,7 +150,7 @@ class Activate:
 
 @dataclass(frozen=True)
 class Same:
-    """A value under another name: what was to be done with it is done where it is made."""
+    """A value under another name. The step that computes the value has already done the work of this one."""
 
     name: str
     source: str
@@ -162,7 +162,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Torch:
-    """An operation that runs as torch runs it: a view is made once, all else by every call."""
+    """An operation without a kernel. A view is made once; every call computes any other result again."""
 
     name: str
     node: Node
@@ -177,10 +177,10 @@ Step = Norm | Linear | Matrices | Attend | Encode | Activate | Same | Torch
 
 @dataclass(frozen=True)
 class Steps:
-    """A program, recognised for inputs of one shape.
+    """The steps of a program for inputs of one shape.
 
-    steps: in order of execution. constants: the values that steps or outputs read and that no input changes, by name.
-    read_in_place: the inputs that only `Encode` steps read, so that nobody copies them.
+    steps: the steps, in order of execution. constants: the values that steps or outputs read and that no input changes,
+    by name. read_in_place: the inputs that only `Encode` steps read, so that they need no copy.
     """
 
     program: Program

@@ -1,7 +1,7 @@
-"""What a kernel does with each value before it stores it, and the tables that it uses for that.
+"""Define how a kernel encodes each value before it stores it, and build the tables for that.
 
-The code of GELU(x), or of a probability, takes few values. A kernel finds it by comparing x with thresholds, which are
-found here from the definition in float64.
+The code of GELU(x), or of a probability, takes few values. A kernel finds the code by comparing x with thresholds. This
+module computes the thresholds in float64 from the definition of the function.
 """
 
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from adalog.quantizers import LogQuantizer, Quantizer
 
-LEAST_BUCKETS, MOST_BUCKETS = 32, 2048  # of a function of few values
-EDGE = 1e-3  # of a bucket: more than the rounding of a place among so many
+LEAST_BUCKETS, MOST_BUCKETS = 32, 2048  # the fewest and the most buckets of a function of few values
+EDGE = 1e-3  # fraction of a bucket: larger than the rounding of a bucket number
 
 
 @dataclass(frozen=True)
 class Codes:
-    """A kernel stores a uniform quantizer's codes: clamp(round(y / scale) + zero, 0, top), (columns,) each."""
+    """Finish that stores a uniform quantizer's codes: clamp(round(y / scale) + zero, 0, top), (columns,) each."""
 
     scale: Tensor  # float64
     zero: Tensor
@@ -28,9 +28,10 @@ class Codes:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A kernel stores the bytes of a function of y that takes few values.
+    """Finish that stores the bytes of a function of y that takes few values.
 
-    thresholds: ascending, float32; values: int32, one more, each from one threshold on; planes: bytes per value.
+    thresholds: ascending, float32. values: int32, one more than the thresholds; values[0] holds below the first
+    threshold, and values[i + 1] from thresholds[i] on. planes: the bytes per value.
     """
 
     thresholds: Tensor
@@ -42,7 +43,7 @@ Finish = Codes | Lookup | None  # what a kernel does with its results y; None: i
 
 
 def entries_of(quantizer: Quantizer) -> Tensor:
-    """What each code of a left operand becomes, in bytes of one plane or two: int32, (2**bits,)."""
+    """Return the integer of each code of a left operand, which fits in one or two bytes: int32, (2**bits,)."""
     return (
         quantizer.table_integers().int()
         if isinstance(quantizer, LogQuantizer)
@@ -51,7 +52,7 @@ def entries_of(quantizer: Quantizer) -> Tensor:
 
 
 def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Lookup:
-    """The bytes of the code of function(x), for x in float32; quantizer and function compute in this type."""
+    """Return the lookup of the code of function(x), for x in float32. dtype: the type used to compute the codes."""
     entries, wide = entries_of(quantizer), quantizer.map(lambda value: value.to(dtype))
     thresholds, codes = steps_of(lambda x: wide.quantize(function(x.to(dtype))).long().reshape(-1))
     values = entries[codes]
@@ -61,14 +62,15 @@ def lookup_of(quantizer: Quantizer, function: Callable[[Tensor], Tensor], dtype:
 
 
 def _float_of(key: Tensor) -> Tensor:
-    """The float32 with this rank in the order of all float32, where zero has rank 0: int64 -> float32."""
+    """Return the float32 with this rank in the order of all float32, in which zero has rank 0: int64 -> float32."""
     return torch.where(key < 0, key ^ 0x7FFFFFFF, key).to(torch.int32).view(torch.float32)
 
 
 def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """A function of float32 as ascending thresholds, and the value from each on, one more: (float32, int64).
+    """Return a function of float32 as ascending thresholds, float32, and its values between them, int64, one more.
 
-    values: takes few values. It is sampled 256 times per octave, and is taken to be monotonic between two samples.
+    values: the function, which takes few values. It is sampled 256 times per octave, and must be monotonic between two
+    samples.
     """
     most = 0x7F7FFFFF
     keys = torch.arange(-most - 1, most, 1 << 15)
@@ -96,7 +98,7 @@ def steps_of(values: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(depth, heap, values) of a function of few values, as `Steps` in native.cpp defines them; values: int32."""
+    """Return (depth, heap, values) of a function of few values, as `Steps` in native.cpp defines them."""
     depth = max(4, len(thresholds).bit_length())
     count = 2**depth
     padded = torch.full((count - 1,), -math.inf)  # no value is below these
@@ -105,30 +107,34 @@ def search_tables(thresholds: Tensor, values: Tensor) -> tuple[int, Tensor, Tens
     for level in range(depth):  # 2**level thresholds, (count >> level) apart
         middle = (count >> (level + 1)) - 1
         heap[1 << level : 2 << level] = padded[middle :: count >> level]
-    entries = values[0].repeat(count + 32)  # kernels find -inf, which is no less than the padding, among these
+    entries = values[0].repeat(count + 32)  # padded with the value below all thresholds
     entries[: len(values)] = values.flip(0)
     return depth, heap, entries.to(torch.int32)
 
 
 def _within(thresholds: Tensor, count: int) -> tuple[Tensor, Tensor, float, float]:
-    """The thresholds within each of some buckets, from a first one to before a last: int64, (count,); slope, origin."""
+    """Return the range of thresholds in each of `count` equal buckets, [first, last), and the slope and origin.
+
+    first, last: int64, (count,). A value x falls into bucket slope * x + origin, without the fraction.
+    """
     cuts = thresholds.double()
     low, width = float(cuts[0]), float(cuts[-1] - cuts[0])
     slope = float(torch.tensor((count - 2) / width if width else 1.0).float())
     origin = float(torch.tensor(1 - low * slope).float())
-    if not abs(origin) < 2**30:  # so close to each other that places are no better than the heap
+    if not abs(origin) < 2**30:  # the thresholds are too close to each other: search the heap
         slope, origin = 2.0**-100, 0.0
     places, numbers = cuts * slope + origin, torch.arange(count, dtype=torch.float64)
-    # Kernels round their places, so a threshold near an end counts for both buckets.
+    # Kernels round bucket numbers, so a threshold near the end of a bucket counts for both buckets.
     first, last = (torch.searchsorted(places, numbers + edge) for edge in (-EDGE, 1 + EDGE))
-    first[0], last[-1] = 0, len(places)  # what lies beyond the ends falls into the outer ones
+    first[0], last[-1] = 0, len(places)  # values beyond the ends fall into the outer buckets
     return first, last, slope, origin
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which bucket a value falls into: of equal width, or, where `shift` is not 0, growing with the distance from
-    `center`; see `Steps` in native.cpp.
+    """The rule that assigns values to buckets, as `Steps` in native.cpp defines it.
+
+    Buckets have equal width, or grow with the distance from `center` if `shift` is not 0.
     """
 
     slope: float = 0.0
@@ -139,11 +145,12 @@ class Places:
 
 
 def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
-    """(buckets, places) of a function of few values, as `Steps` in native.cpp defines them.
+    """Return (buckets, places) of a function of few values, as `Steps` in native.cpp defines them.
 
-    buckets: int32, (count, 2): the bits of the threshold, a float32, and the two values, the one below it in the lower
-    half. There are as few as leave one threshold to each, and no more than fit the first cache; what is crowded then
-    has no number for its threshold. Codes of a logarithm crowd buckets of equal width, and those that grow less.
+    buckets: int32, (count, 2): the bits of the threshold, a float32, and the values below it (low 16 bits) and from it
+    on (high 16 bits). There are as few buckets as leave one threshold to each, and at most MOST_BUCKETS, which fit in
+    the first-level cache. A bucket with more thresholds has NaN as its threshold. Logarithmic codes crowd buckets of
+    equal width, and crowd growing buckets less.
     """
     values = values.int()
     if not len(thresholds):
@@ -165,16 +172,16 @@ def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
 
 
 def _crowd(first: Tensor, last: Tensor) -> int:
-    """How many thresholds share a bucket with another."""
+    """Return the number of thresholds that share a bucket with another threshold."""
     within = last - first
     return int(within[within > 1].sum())
 
 
 def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
-    """The thresholds within each of MOST_BUCKETS that grow with the distance from a centre, as of `_within`.
+    """Return the range of thresholds in each of MOST_BUCKETS buckets that grow with the distance from a centre.
 
-    The centre is a threshold, or lies in the middle of two, and leaves the fewest of them crowded. What a kernel
-    computes here has one rounding, that of float32, so that no threshold counts for two buckets.
+    The centre is a threshold or the middle of two thresholds, chosen so that the fewest thresholds share a bucket. A
+    kernel rounds only once here, to float32, so no threshold counts for two buckets.
     """
     half, middles = MOST_BUCKETS // 2, (thresholds[1:] + thresholds[:-1]) / 2
     centers = torch.cat([thresholds, middles])
@@ -198,7 +205,10 @@ def _around(thresholds: Tensor) -> tuple[Tensor, Tensor, Places]:
 
 
 def few_buckets_of(thresholds: Tensor) -> tuple[Tensor, int, float, float] | None:
-    """(near, most, near_slope, near_origin) of `Steps` in native.cpp, near (4, 32); None where 32 buckets do not do."""
+    """Return (near, most, near_slope, near_origin) of `Steps` in native.cpp, or None if 32 buckets are too few.
+
+    near: float32, (4, 32).
+    """
     if not 0 < len(thresholds) < 32:
         return None
     first, last, slope, origin = _within(thresholds, 32)

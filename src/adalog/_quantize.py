@@ -1,0 +1,125 @@
+"""Quantize a model: sample the images, calibrate the model on them, and return the quantized model.
+
+The module is private so that the name `adalog.quantize` is the function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from adalog.calibration.calibration import MEMORY, Calibration, digest
+from adalog.calibration.schedule import Progress
+from adalog.choices import check_whole
+from adalog.config import Config
+from adalog.errors import CalibrationError
+from adalog.graph.capture import Sizes, batched, take
+from adalog.graph.submodule import as_function, check_shareable, exchange, of_first_call, record_calls
+from adalog.inputs.images import draw_indices
+from adalog.model import QuantizedModel
+from adalog.ranks import ALONE, Ranks
+
+Images = Tensor | tuple[Tensor, ...]  # one input, or several inputs with equally many images each
+
+
+def quantize(
+    model: nn.Module,
+    images: Images,
+    config: Config | None = None,
+    *,
+    within: nn.Module | None = None,
+    partial: Path | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    memory: int = MEMORY,
+    sizes: Sizes = "fixed",
+    progress: Progress | None = None,
+    ranks: Ranks = ALONE,
+) -> QuantizedModel:
+    """Quantize a trained vision transformer, calibrated on a few unlabelled images.
+
+    The model is not changed. A model in half precision is quantized in float32.
+
+    Args:
+        model: The model to quantize, in evaluation mode.
+        images: Images (N, 3, H, W), normalised as the model expects; or a tuple of the model's inputs, (N, ...) each.
+            N is at least `config.images_needed`. A random subset of that many is used: the first `config.images` of
+            it calibrate, and stages that fit weights may use all of it.
+        config: The bits, quantizers and search. Default: `Config.preset("w4a4")`.
+        within: A model that contains `model` and takes the images. Then `model` is calibrated on the inputs that it
+            gets there, in all its calls, and the quantized model takes its place in `within`.
+        partial: A file that records finished searches, so that an interrupted call can go on. Remove it once the
+            result is saved.
+        seed: Seed of the random subset and of all random choices of the search.
+        jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
+        memory: Bytes for operands and temporaries, on each rank, besides the model, the images and the results.
+        sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
+        progress: Called as `progress(done, total, name)` whenever a site or step is done.
+        ranks: The processes that share the searches (`adalog.ranks.Ranks.of_environment()`). Each of them makes the
+            same call, and all get the same model. Default: this process alone.
+
+    Returns:
+        The quantized model.
+
+    Raises:
+        CaptureError: If the model cannot be exported, or uses an operation that adalog does not support.
+        CalibrationError: If there are too few images, or if they or the values inside the model are not finite.
+        ValueError: If `within` does not contain the model, if a pattern of `config.pinned` matches no site, or if
+            the memory is too small.
+
+    Examples:
+        >>> import adalog
+        >>> from adalog import demo
+        >>> model, images = demo.load_model(), demo.calibration_images()
+        >>> qmodel = adalog.quantize(model, images, adalog.Config.preset("w4a4"))
+        >>> size = qmodel.save("vit.w4a4.safetensors")  # bytes
+    """
+    config = config or Config.preset("w4a4")
+    if not isinstance(config, Config):
+        raise ValueError(f"config = {config!r} is not a Config: give one such as Config.preset('w4a4')")
+    check_whole("jobs", jobs, 1)
+    whole = batched(sample_images(images, config.images_needed, seed))
+    sample = take(whole, range(config.images))
+    if within is None:
+        calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
+        return calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
+    call, calls = record_calls(model, within, sample)
+    more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
+    given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
+    sizes = sizes if len(calls) == 1 else "free"
+    part = as_function(model, call, len(calls))
+    calibration = Calibration(part, given, unlabelled=unlabelled, seed=seed, memory=memory, sizes=sizes)
+    if len(calls) > 1:
+        check_shareable(model, calibration.sites)
+    # Each call, or each window of a call, counts as an image here.
+    own = config.with_fitted_images(len(unlabelled[0])) if config.images_fitted else config
+    result = calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks)
+    if len(calls) > 1:
+        program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
+        result = QuantizedModel(replace(result.quantized, program=program, example=example))
+    result.note(calibration=digest(sample), images=config.images)
+    result.call = call
+    exchange(model, within, result)
+    return result
+
+
+def _count(inputs: Sequence[object]) -> int:
+    """Return the number of images in the inputs. Inputs that are not tensors are shared by all images."""
+    return next((len(value) for value in inputs if isinstance(value, Tensor)), 0)
+
+
+def sample_images(images: Images, count: int, seed: int) -> Images:
+    """Return a random subset of `count` images, without replacement; the same images of every input.
+
+    The subset depends on the seed and the number of images only, not on the state of global generators.
+    """
+    inputs = batched(images)
+    found = _count(inputs)
+    if found < count:
+        raise CalibrationError(
+            f"calibration takes {count} images, got {found}: give more, or set Config(images={found}), and use "
+            f"Config.with_fitted_images({found}) if stages fit images"
+        )
+    sample = take(inputs, draw_indices(found, count, seed))
+    return sample[0] if isinstance(images, Tensor) else sample
