@@ -165,7 +165,7 @@ def assert_codes_are_stored(calibration, config, images):
         (group, with_other_codes(each, index) if isinstance(each.right, QuantizedTensor) else each)
         for index, (group, each) in enumerate(assigned)
     ]
-    nearest, program = (calibration.finished(which, config) for which in (assigned, changed))
+    nearest, program = (calibration.build_program(which, config) for which in (assigned, changed))
     stored = deserialise(serialise(program))
     for (group, assignment), (_, before) in zip(changed, assigned, strict=True):
         if group.first.role in ("qk", "av"):
@@ -199,7 +199,7 @@ def test_chosen_codes_of_one_site_leave_the_others(calibration, fast):
     )
     changed = [*assigned]
     changed[place] = (assigned[place][0], with_other_codes(assigned[place][1], 0))
-    before, after = (calibration.finished(each, fast).program for each in (assigned, changed))
+    before, after = (calibration.build_program(each, fast).program for each in (assigned, changed))
     names = {site.right for site in assigned[place][0].sites}
     assert before.weights.keys() == after.weights.keys()
     assert {
@@ -221,7 +221,7 @@ def test_chosen_codes_of_other_layers_end_up_in_the_file(kind, shape, fast):
 def test_an_assignment_without_codes_stores_the_nearest(small, fast):
     config = replace(fast, search=replace(fast.search, refit=False))
     assigned = small.assign(config)
-    stored = deserialise(serialise(small.finished(assigned, config))).program
+    stored = deserialise(serialise(small.build_program(assigned, config))).program
     for group, assignment in assigned:
         if group.first.role not in ("linear", "conv"):
             continue
@@ -307,7 +307,7 @@ def test_sqnrs_of_what_starts_are_those_of_its_assignments(small, fast):
 def test_a_start_of_other_bits_is_no_start(small, fast):
     """It would leave less error, with codes that these choices do not allow."""
     start = small.assign(replace(fast, weight_bits=8, activation_bits=8, softmax_bits=8))
-    plain = small.finished(small.assign(fast), fast).ledger
-    begun = small.finished(small.assign(fast, start=start), fast).ledger
+    plain = small.build_program(small.assign(fast), fast).ledger
+    begun = small.build_program(small.assign(fast, start=start), fast).ledger
     bits = [[side.split("-")[0] for row in ledger for side in (row.left, row.right)] for ledger in (plain, begun)]
     assert bits[0] == bits[1]

@@ -123,7 +123,7 @@ def test_widths_that_are_given_stay():
     kinds = {kind: {bits[kind] for bits in plan.widths.values() if kind in bits} for kind in ("activation", "input")}
     assert kinds["activation"] == {4}
     assert kinds["input"] <= {8}
-    with pytest.raises(DataError, match=r"was not measured with activation at 5 bits: name that width too"):
+    with pytest.raises(DataError, match=r"with activation at 5 bits is missing: measure that width too"):
         choose(found, Budget(5000), {"activation": 5})
 
 
@@ -137,7 +137,7 @@ def test_a_budget_that_nothing_meets_says_what_could_be():
     found = problem(5)
     least = int(every_choice(found)[:, 1].min())
     with pytest.raises(
-        DataError, match=f"no widths were found that meet the budget; each limit alone can come to {least:,} bytes"
+        DataError, match=f"no choice of widths meets the budget; each limit alone can be as low as {least:,} bytes"
     ):
         choose(found, Budget(least - 1))
     assert choose(found, Budget(least)).totals.bytes == least
@@ -147,9 +147,9 @@ def test_a_budget_that_nothing_meets_says_what_could_be():
     ("limits", "told"),
     [
         ({}, "a budget needs a limit"),
-        ({"bytes": 0}, "a budget of 0 bytes is not positive and finite"),
-        ({"bops": float("inf")}, "a budget of inf BOPs is not positive"),
-        ({"loss": float("nan")}, "a budget of nan loss is not positive"),
+        ({"bytes": 0}, "the limit of bytes is 0: give a positive, finite number"),
+        ({"bops": float("inf")}, "the limit of BOPs is inf: give a positive"),
+        ({"loss": float("nan")}, "the limit of loss is nan: give a positive"),
     ],
 )
 def test_limits_of_another_kind_are_refused(limits, told):
@@ -178,7 +178,7 @@ def test_a_model_within_a_budget(calibration, fast, found, quantized, images, tm
     assert loaded.provenance["preprocessing"] == {"size": [32, 32]}
     assert loaded.provenance["budget"]["limits"] == {"bytes": size + 300, "bops": bops, "loss": None}
     for name, bits in chosen.plan.widths.items():
-        at = loaded.config.at([name])
+        at = loaded.config.for_sites([name])
         assert {kind: getattr(at, f"{kind}_bits") for kind in bits} == bits
     again = quantize_within(calibration, fast, found, Budget(size + 300, bops), notes=notes)
     assert artifact.serialise(again.model.quantized) == artifact.serialise(chosen.model.quantized)
@@ -207,7 +207,7 @@ def test_pinned_sites_count_but_are_not_chosen(calibration, fast):
 
 
 def test_rows_of_another_model_are_refused(calibration, fast):
-    with pytest.raises(DataError, match=r"is of another model, in which patch_embed.conv1 is otherwise: measure this"):
+    with pytest.raises(DataError, match=r"is of another model, whose patch_embed.conv1 differs: measure this"):
         quantize_within(calibration, fast, problem(0), Budget(10**6))
 
 
@@ -223,7 +223,7 @@ def test_rows_of_other_weights_are_refused(images, tiny, calibration, fast, foun
     with torch.no_grad():
         other.head.bias[0] += 1
     again = Calibration(other, images)
-    told = f"digest {found.tensors[:16]}, this one's have [0-9a-f]{{16}}: measure this one with `adalog sensitivity`"
+    told = f"digest {found.tensors[:16]} instead of [0-9a-f]{{16}}: measure this model with `adalog sensitivity`"
     with pytest.raises(DataError, match=told):
         quantize_within(again, fast, found, Budget(10**6))
     with pytest.raises(DataError, match=told):
@@ -232,17 +232,17 @@ def test_rows_of_other_weights_are_refused(images, tiny, calibration, fast, foun
 
 def test_rows_of_another_method_are_refused(calibration, fast, found):
     minmax = dataclasses.replace(Config.preset("w4a4", "minmax"), images=4)
-    with pytest.raises(DataError, match=r'of another method, in which "\w+" is .*, here it is .*: measure this one'):
+    with pytest.raises(DataError, match=r'of another method, in which "\w+" is .* instead of .*: measure this model'):
         quantize_within(calibration, minmax, found, Budget(10**6))
     slower = dataclasses.replace(fast, search=dataclasses.replace(fast.search, steps=2))
-    with pytest.raises(DataError, match=r'in which "search\.steps" is 1, here it is 2: measure this one'):
+    with pytest.raises(DataError, match=r'in which "search\.steps" is 1 instead of 2: measure this model'):
         curve(calibration, slower, found, calibration.program.run, JUDGED)
     stages = Config.preset("w3a3", "adalog+").stages
     found.check(calibration, dataclasses.replace(fast, images=2, weight_bits=3, pinned=(("*", 8),), stages=stages))
 
 
 def test_a_budget_below_everything(calibration, fast, found):
-    with pytest.raises(DataError, match="no widths were found that meet the budget; each limit alone can come to"):
+    with pytest.raises(DataError, match="no choice of widths meets the budget; each limit alone can be as low as"):
         quantize_within(calibration, fast, found, Budget(1000))
 
 
@@ -297,7 +297,7 @@ GIVEN = (*SEARCHED, "--judged", 8)
 @pytest.mark.slow
 def test_commands_from_rows_to_curves(place):
     told = run("sensitivity", *GIVEN, "--widths", "2,4,8", "-o", "rows.json", cwd=place)
-    assert "Each operand alone: KL divergence" in told
+    assert "Each operand quantized alone: KL divergence" in told
     rows = json.loads((place / "rows.json").read_text())
     assert (rows["measure"], rows["images"], len(rows["rows"])) == ("kl", 8, 18)
     assert not list(place.glob("*.partial*"))
@@ -341,33 +341,39 @@ def test_commands_from_rows_to_curves(place):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("quantize", *GIVEN, "--budget", "small"), "--budget 'small' is no size: give one like 2GiB"),
-        (("quantize", *GIVEN, "--target-bops", "4 gigs"), "--target-bops '4 gigs' is no number: give one like 40G"),
-        (("quantize", *GIVEN, "--target-bops", "4", "--target-fixops", "4"), "are one limit: give one of them"),
-        (("quantize", *GIVEN, "--max-kl", "-1"), "a budget of -1.0 loss is not positive and finite"),
-        (("quantize", *SEARCHED, "--sensitivity", "x"), "--sensitivity serves a budget: give --budget"),
-        (("quantize", *GIVEN), "--judged counts the images that a budget measures its own losses on"),
-        (("quantize", *GIVEN, "--budget", "1kB", "--sensitivity", "x"), "--judged counts the images"),
+        (("quantize", *GIVEN, "--budget", "small"), "--budget 'small' is not a size: give one like 2GiB"),
+        (("quantize", *GIVEN, "--target-bops", "4 gigs"), "--target-bops '4 gigs' is not a number: give one like 40G"),
+        (
+            ("quantize", *GIVEN, "--target-bops", "4", "--target-fixops", "4"),
+            "set the same limit: give only one of them",
+        ),
+        (("quantize", *GIVEN, "--max-kl", "-1"), "the limit of loss is -1.0: give a positive, finite number"),
+        (("quantize", *SEARCHED, "--sensitivity", "x"), "--sensitivity needs a budget: give --budget"),
+        (("quantize", *GIVEN), "--judged has no effect unless a budget measures its losses now"),
+        (("quantize", *GIVEN, "--budget", "1kB", "--sensitivity", "x"), "--judged has no effect"),
         (("quantize", *SEARCHED, "--budget", "1kB", "--sensitivity", "x"), "x cannot be read: No such file"),
-        (("quantize", "demo:detector", "--budget", "1MB"), "a detector has no budget yet: give --bits"),
-        (("sensitivity", *GIVEN, "--widths", "1,4"), "--widths '1,4' are not bits from 2 to 8 with commas"),
-        (("sensitivity", "nothing"), "model 'nothing' is none of"),
+        (("quantize", "demo:detector", "--budget", "1MB"), "budgets do not support detectors: give --bits"),
+        (("sensitivity", *GIVEN, "--widths", "1,4"), "--widths '1,4' is not a list of bits from 2 to 8"),
+        (("sensitivity", "nothing"), "unknown model 'nothing': give"),
         (
             ("sensitivity", "demo", "--judged", 1000),
-            "has 960 images beside those that calibrate, --judged 1000",
+            "has only 960 images besides the calibration images, but --judged is 1000",
         ),
         (
             ("sensitivity", *GIVEN[:5], "--judged", 30),
-            "images has 32 images, and --images, --judged and the method want 38",
+            "images has only 32 images, but --images, --judged and the method need 38",
         ),
-        (("pareto", *GIVEN, "--widths", "4"), "--widths 4: a curve takes two widths or more"),
-        (("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"), "--widths says what is measured"),
-        (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif is none of .png, .svg: name such a file"),
+        (("pareto", *GIVEN, "--widths", "4"), "--widths 4 has only one width: give two or more"),
+        (
+            ("pareto", *GIVEN, "--widths", "3,4", "--sensitivity", "x"),
+            "--widths has no effect on the measured file of --sensitivity",
+        ),
+        (("pareto", *GIVEN, "-o", "curve.gif"), "curve.gif does not end in .png or .svg: give --out such a file"),
         (("pareto", *GIVEN, "--val", "nowhere"), "nowhere"),
-        (("pareto", "own.py:two", *GIVEN[1:]), "the model has 2 outputs, and a curve judges one"),
+        (("pareto", "own.py:two", *GIVEN[1:]), "the model has 2 outputs, but a curve needs a single one"),
         (("pareto", "own.py:maps", *GIVEN[1:]), "(1, 4, 8, 8), not logits"),
-        (("quantize", "own.py:maps", *GIVEN[1:], "--max-kl", "0.1"), "--max-kl is of a classifier"),
-        (("pareto", *GIVEN, "--val", "two"), "two has 2 subfolders, one a class, and own.py:small tells"),
+        (("quantize", "own.py:maps", *GIVEN[1:], "--max-kl", "0.1"), "--max-kl needs a model that outputs logits"),
+        (("pareto", *GIVEN, "--val", "two"), "two has 2 subfolders, one per class, but own.py:small has"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(place, arguments, told, monkeypatch, capsys, tmp_path):
@@ -388,7 +394,7 @@ def test_a_limit_of_kl_takes_a_classifier(place, monkeypatch, capsys, tmp_path):
     code, told = call(monkeypatch, capsys, "quantize", *SEARCHED, "--max-kl", "0.1", "--sensitivity", file)
     assert (code, told) == (
         2,
-        "error: --max-kl is of a classifier, and the model has no logits: give --budget or --target-bops\n",
+        "error: --max-kl needs a model that outputs logits: use --budget or --target-bops for this model\n",
     )
 
 
@@ -398,7 +404,7 @@ def test_only_what_a_run_left_counts_as_left(tmp_path):
         (tmp_path / name).write_text("")
     (tmp_path / "m[1].st.partial.folder").mkdir()
     (tmp_path / "m[1].st.partial.bak").write_text("a copy")
-    with pytest.raises(DataError, match=r"m\[1\].st.partial holds what an earlier run has finished"):
+    with pytest.raises(DataError, match=r"m\[1\].st.partial holds results of an unfinished run"):
         check_unfinished(partial, resume=False)
     check_unfinished(partial, resume=True)
     remove_finished(partial)
@@ -446,7 +452,9 @@ def test_what_an_earlier_run_left_is_not_lost(place, monkeypatch, capsys):
     left.write_text("searches")
     code, told = call(monkeypatch, capsys, "sensitivity", *GIVEN, "-o", "rows2.json")
     assert (code, left.read_text()) == (2, "searches")
-    assert "rows2.json.partial.4 holds what an earlier run has finished: go on with --resume, or remove it" in told
+    assert (
+        "rows2.json.partial.4 holds results of an unfinished run: continue it with --resume, or remove the file" in told
+    )
     left.unlink()
 
 
@@ -469,7 +477,7 @@ def test_pins_stay_whatever_the_rows_say(calibration, fast, found):
     bits = {row.site: (row.left.split(" ")[0], row.right.split(" ")[0]) for row in chosen.model.ledger}
     assert {bits[name] for name in bits if name.startswith("blocks.0.")} == {("8-bit", "8-bit")}
     assert not [name for name in chosen.plan.widths if name.startswith("blocks.0.")]
-    with pytest.raises(DataError, match="all sites are pinned, so there is nothing to choose"):
+    with pytest.raises(DataError, match="all sites are pinned, so no width is left to choose"):
         quantize_within(calibration, dataclasses.replace(fast, pinned=(("*", 8),)), found, Budget(size))
 
 

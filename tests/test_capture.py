@@ -394,7 +394,7 @@ def test_an_einsum_of_two_operands_is_a_product(equation):
 @pytest.mark.parametrize("equation", ["bchw,bcvu->bcv", "bchh,bcvu->bcv", "...w,wv->...v"])
 def test_refuses_other_einsums(equation):
     function = lambda m, x: torch.einsum(equation, x, m.weight if "wv" in equation else x)  # noqa: E731
-    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\(".*"\), which this version cannot'):
+    with pytest.raises(CaptureError, match=r'uses aten.einsum.default\(".*"\), which this version of adalog cannot'):
         capture(Toy(function, weight=nn.Parameter(torch.randn(32, 5))), IMAGES)
 
 

@@ -80,7 +80,7 @@ def test_standard_output_that_takes_nothing(quantized, tmp_path, monkeypatch, ca
         monkeypatch.setattr(sys, "stdout", None if out is None else target)
         assert call(monkeypatch, capsys, "inspect", tmp_path / "file") == (
             1,
-            f"failed: standard output cannot be written: {why}\n",
+            f"failed: cannot write to standard output: {why}\n",
         )
 
 
@@ -99,7 +99,7 @@ def test_standard_output_of_a_process_that_takes_nothing(quantized, tmp_path, ou
             text=True,
             check=False,
         )
-    assert (result.returncode, result.stderr) == (1, f"failed: standard output cannot be written: {why}\n")
+    assert (result.returncode, result.stderr) == (1, f"failed: cannot write to standard output: {why}\n")
 
 
 def damaged(folder):
@@ -119,25 +119,46 @@ def damaged(folder):
         (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["evaluate", damaged], "damaged.safetensors is not an adalog artifact"),
         (["cost", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
-        (["cost", "tim:vit"], "model 'tim:vit' is none of timm:NAME"),
-        (["cost", "x.safetensors", "--no-pretrained"], "take a model, x.safetensors is none of timm:NAME"),
-        (["evaluate", "x.safetensors", "--no-pretrained"], "are of a full-precision model: give --model"),
-        (["evaluate", "x.safetensors", "--support", "."], "--support goes with the images of --data: give both"),
+        (["cost", "tim:vit"], "unknown model 'tim:vit': give timm:NAME"),
+        (["cost", "x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),
+        (["evaluate", "x.safetensors", "--no-pretrained"], "apply to the full-precision model: add --model"),
+        (["evaluate", "x.safetensors", "--support", "."], "--support needs the images of --data: give both"),
         (["evaluate", "x.safetensors", "--data", "nowhere"], "nowhere cannot be read: No such file or directory"),
         (["inspect", damaged], "damaged.safetensors is not an adalog artifact"),
         (["bench", damaged], "damaged.safetensors is not an adalog artifact"),
-        (["bench", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
-        (["inspect", "."], "is a folder: name the file in it"),
-        (["quantize", "demo", "-o", "."], "--out '.' names no file: give a name for it"),
-        (["vectors", "x.st", "--site", "a", "-o", "new", "--json", "new/a.json"], "new/a.json lies in the folder new"),
+        (["bench", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is also an input or another output of"),
+        (["inspect", "."], "is a folder: name a file in it"),
+        (["quantize", "demo", "-o", "."], "--out '.' does not name a file: give a file name"),
+        (
+            ["vectors", "x.st", "--site", "a", "-o", "new", "--json", "new/a.json"],
+            "new/a.json is inside the folder new",
+        ),
         (["inspect", "[/name].safetensors"], "[/name].safetensors cannot be read"),
         (["demo", "--bits", "w4a4,w1a4"], "weight_bits = 1"),
-        (["demo", "--methods", "adalog,adalog-paper"], "--methods 'adalog-paper' is none of the demo's: uniform, log2"),
-        (["demo", "--out", ".", "--json", "demo-w3a3.safetensors"], "demo-w3a3.safetensors is an input, or an output"),
-        (["quantize", "demo", "-o", "out", "--json", "./out"], "out is an input, or an output of another kind: choose"),
-        (["quantize", "x.py:model", "-o", "x.py"], "x.py is an input, or an output of another kind: choose another"),
-        (["inspect", "missing", "--json", "missing"], "missing is an input, or an output of another kind: choose"),
-        (["evaluate", "x.safetensors", "--json", "x.safetensors"], "x.safetensors is an input, or an output of"),
+        (
+            ["demo", "--methods", "adalog,adalog-paper"],
+            "--methods 'adalog-paper' is not a method of the demo: choose from uniform",
+        ),
+        (
+            ["demo", "--out", ".", "--json", "demo-w3a3.safetensors"],
+            "demo-w3a3.safetensors is also an input or another output",
+        ),
+        (
+            ["quantize", "demo", "-o", "out", "--json", "./out"],
+            "out is also an input or another output of this command: choose",
+        ),
+        (
+            ["quantize", "x.py:model", "-o", "x.py"],
+            "x.py is also an input or another output of this command: choose another",
+        ),
+        (
+            ["inspect", "missing", "--json", "missing"],
+            "missing is also an input or another output of this command: choose",
+        ),
+        (
+            ["evaluate", "x.safetensors", "--json", "x.safetensors"],
+            "x.safetensors is also an input or another output of",
+        ),
         (["inspect", "miss\udcff\x1b[2Jing"], "error: miss??[2Jing cannot be read: No such file or directory\n"),
     ],
 )
@@ -269,7 +290,7 @@ def test_inspect_tells_what_does_not_fold(tmp_path, monkeypatch, capsys):
     (tmp_path / "own.py").write_text(OWN)
     lines = say(monkeypatch, capsys, "inspect", f"{tmp_path / 'own.py'}:refused").splitlines()
     assert "not folded: norm: it also feeds add.Tensor in the model" in lines
-    assert "in float32, since they multiply no two stored or computed tensors: add x 1, layer_norm x 1" in lines
+    assert "in float32, because they do not multiply two tensors: add x 1, layer_norm x 1" in lines
 
 
 @pytest.mark.slow
@@ -286,21 +307,21 @@ def test_weights_that_cannot_be_downloaded(tmp_path, environment):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["inspect", "own.py:broken"], "own.py:broken failed: no [luck] today; mend it"),
+        (["inspect", "own.py:broken"], "own.py:broken failed: no [luck] today; correct it"),
         (["inspect", "own.py:nothing"], "own.py has no function 'nothing': it has model, Refused, refused and 1 more"),
         (["inspect", "own.py"], "own.py is not an adalog artifact"),
         (["inspect", "none.py:model"], "none.py cannot be read: No such file or directory"),
-        (["inspect", "own.py:model", "--no-pretrained"], "whose function makes its own weights"),
+        (["inspect", "own.py:model", "--no-pretrained"], "whose function creates its own weights"),
         (
             ["inspect", "own.py:model", "--bytes"],
-            "--bytes takes an artifact, own.py:model is a model: quantize it first",
+            "--bytes needs an artifact, and own.py:model is a model: quantize it first",
         ),
-        (["inspect", "x.safetensors", "--no-pretrained"], "take a model, x.safetensors is none of timm:NAME"),
-        (["inspect", "x.safetensors", "--checkpoint", "y"], "take a model, x.safetensors is none of timm:NAME"),
-        (["inspect", "tim:vit"], "model 'tim:vit' is none of timm:NAME"),
+        (["inspect", "x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),
+        (["inspect", "x.safetensors", "--checkpoint", "y"], "path.py:function), not to x.safetensors: leave them out"),
+        (["inspect", "tim:vit"], "unknown model 'tim:vit': give timm:NAME"),
         (["inspect", "hf:."], ". has no config.json"),
         (["inspect", "demo", "--checkpoint", "none.pt"], "none.pt cannot be read: No such file or directory"),
-        (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or holds other things than tensors"),
+        (["inspect", "demo", "--checkpoint", "own.py"], "own.py is damaged, or contains more than tensors"),
     ],
 )
 def test_models_that_are_refused(tmp_path, monkeypatch, capsys, arguments, told):

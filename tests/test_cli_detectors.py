@@ -119,7 +119,7 @@ def test_commands_for_models_name_those_for_detectors(file, monkeypatch, capsys)
     for arguments in (("inspect", file), ("evaluate", file), ("bench", file)):
         code, told = call(monkeypatch, capsys, *arguments)
         assert code == 2
-        assert "it holds a detector, for `adalog evaluate --coco` and `adalog detect`" in told
+        assert "holds a detector, which only `adalog evaluate --coco` and `adalog detect` can use" in told
 
 
 @pytest.mark.slow
@@ -138,29 +138,38 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("quantize", "mmdet:mask-swin-x", "--data", "."), "is none of mmdet:NAME with NAME one of mask-swin-t"),
-        (("quantize", "mmdet:mask-swin-t", "--data", "."), "brings no weights: give --checkpoint FILE"),
-        (("quantize", "mmdet:mask-swin-t"), "mmdet:mask-swin-t brings no images: give --data FOLDER"),
-        (("quantize", "demo:detector", "--parts", "tail"), "--parts 'tail' is none of backbone, neck, rpn, box, mask"),
-        (("sensitivity", "demo:detector", "--parts", "tail"), "--parts 'tail' is none of backbone, neck, rpn"),
-        (("sensitivity", "mmdet:mask-swin-t"), "mmdet:mask-swin-t brings no images: give --data FOLDER"),
-        (("sensitivity", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
-        (("quantize", "demo", "--parts", "box"), "--parts are of a detector, demo is none of"),
-        (("quantize", "demo:detector", "--no-pretrained"), "has weights of its own: leave out"),
+        (
+            ("quantize", "mmdet:mask-swin-x", "--data", "."),
+            "unknown detector 'mmdet:mask-swin-x': give mmdet:NAME (NAME is one of mask-swin-t",
+        ),
+        (("quantize", "mmdet:mask-swin-t", "--data", "."), "has no weights: give --checkpoint FILE"),
+        (("quantize", "mmdet:mask-swin-t"), "mmdet:mask-swin-t has no images of its own: give --data FOLDER"),
+        (
+            ("quantize", "demo:detector", "--parts", "tail"),
+            "--parts 'tail' is unknown: choose from backbone, neck, rpn, box, mask",
+        ),
+        (
+            ("sensitivity", "demo:detector", "--parts", "tail"),
+            "--parts 'tail' is unknown: choose from backbone, neck, rpn",
+        ),
+        (("sensitivity", "mmdet:mask-swin-t"), "mmdet:mask-swin-t has no images of its own: give --data FOLDER"),
+        (("sensitivity", "demo", "--parts", "box"), "--parts applies only to a detector (mmdet:NAME"),
+        (("quantize", "demo", "--parts", "box"), "--parts applies only to a detector (mmdet:NAME"),
+        (("quantize", "demo:detector", "--no-pretrained"), "has its own weights: leave out"),
         (("quantize", "demo:detector", "--free-sizes"), "takes images of any size"),
-        (("quantize", "demo:detector", "--images", "2000"), "has 1024 images that calibrate it, 2000 are wanted"),
+        (("quantize", "demo:detector", "--images", "2000"), "has 1024 calibration images, but 2000 are needed"),
         (("evaluate", "demo:detector"), "is a detector: give --coco instances.json and --data FOLDER"),
         (("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--executor", "torch"), "is not quantized"),
         (
             ("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--model", "demo"),
-            "which takes no --model: leave",
+            "which does not support --model: leave",
         ),
         (
             ("evaluate", "demo:detector", "--coco", "x", "--data", ".", "--model", "demo", "--support", "y"),
-            "demo:detector is a detector, which takes no --model and no --support: leave it out",
+            "demo:detector is a detector, which does not support --model, --support: leave that out",
         ),
         (("detect", "demo:detector", "nowhere.png"), "nowhere.png cannot be read as an image"),
-        (("detect", "demo:detector", "x.png", "--out", "x.gif"), "x.gif is none of .png, .jpg"),
+        (("detect", "demo:detector", "x.png", "--out", "x.gif"), "x.gif must end in one of .png, .jpg"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments, told, monkeypatch, capsys, tmp_path):
@@ -201,7 +210,7 @@ def test_too_few_images_name_the_folder_and_the_option(monkeypatch, capsys, tmp_
     arguments = ("sensitivity", "demo:detector", "--data", tmp_path, "--images", 2, "--judged", 2)
     code, told = call(monkeypatch, capsys, *arguments)
     assert code == 2
-    assert f"{tmp_path} has 3 images, --images plus --judged 4 are wanted" in told
+    assert f"{tmp_path} has only 3 images, but --images plus --judged is 4" in told
 
 
 @pytest.fixture
@@ -236,7 +245,7 @@ def one_seen(seeing, monkeypatch, tmp_path):
 
 def test_names_are_no_markup(one_seen, monkeypatch, capsys):
     said = say(monkeypatch, capsys, "detect", "demo:detector", one_seen, "-o", "drawn[b].png")
-    assert "1 objects in x[/foo].png, drawn in drawn[b].png" in " ".join(said.split())
+    assert "1 objects in x[/foo].png, drawn into drawn[b].png" in " ".join(said.split())
     assert "[red]" in said
     table = detectors.ap_table("4 images of val[red]2017.json", [("", "x[/foo].json", dict.fromkeys(SHOWN, 0.5))])
     console = Console(file=io.StringIO(), width=200)
@@ -278,6 +287,6 @@ def test_a_model_is_no_detector(monkeypatch, capsys, tmp_path, content):
     Image.new("RGB", (64, 64)).save(tmp_path / "x.png")
     out = ("--out", tmp_path / "drawn.png")
     code, told = call(monkeypatch, capsys, "detect", tmp_path / "model", tmp_path / "x.png", *out)
-    assert (code, "holds no detector: give what `adalog quantize mmdet:NAME` has made" in told) == (2, True)
+    assert (code, "is not a detector: give a file that `adalog quantize mmdet:NAME` wrote" in told) == (2, True)
     code, told = call(monkeypatch, capsys, "evaluate", tmp_path / "model", "--coco", "x.json", "--data", ".")
-    assert (code, "--coco judges a detector" in told) == (2, True)
+    assert (code, "--coco evaluates a detector" in told) == (2, True)

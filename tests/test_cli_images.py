@@ -114,7 +114,7 @@ def test_native_has_threads_of_its_own(folder, monkeypatch, capsys):
 def test_an_executor_that_is_none(folder, monkeypatch, capsys):
     folder = folder[0]
     arguments = ["evaluate", folder / "out.safetensors", "--data", folder / "images", "--executor", "quick"]
-    told = f"error: executor = 'quick' is none of {', '.join(EXECUTORS)}\n"
+    told = f"error: executor = 'quick' is not one of {', '.join(EXECUTORS)}\n"
     assert call(monkeypatch, capsys, *arguments) == (2, told)
 
 
@@ -128,11 +128,11 @@ def test_vectors(folder, monkeypatch, capsys, tmp_path):
     assert description["site"] == site
     assert np.load(out / "left_codes.npy").shape[0] == 2
     code, error = call(monkeypatch, capsys, *arguments)
-    assert (code, error) == (2, f"error: {out} is there already: name a folder to make, or remove it\n")
+    assert (code, error) == (2, f"error: {out} exists already: name a new folder, or remove it\n")
     arguments[-1] = tmp_path / "other"
     arguments[3] = "nothing"
     code, error = call(monkeypatch, capsys, *arguments)
-    assert (code, error.startswith("error: site = 'nothing' is none of the ")) == (2, True)
+    assert (code, error.startswith("error: site = 'nothing' is not one of the ")) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
@@ -149,8 +149,8 @@ def test_evaluate_a_folder_beside_full_precision(folder, monkeypatch, capsys, fi
     assert (told["lost"], told["gained"]) == (int((before & ~right).sum()), int((right & ~before).sum()))
     assert told["full_precision"]["top1"]["value"] == before.double().mean().item()
     text = say(monkeypatch, capsys, *arguments)
-    assert f"agreement with {arguments[-1]} in full precision {100 * told['agreement']:.1f} %, KL divergence" in text
-    assert f"right only in full precision {told['lost']}, right only quantized {told['gained']}: McNemar" in text
+    assert f"agreement with full-precision {arguments[-1]} {100 * told['agreement']:.1f} %, KL divergence" in text
+    assert f"images correct only in full precision {told['lost']}, only quantized {told['gained']}: McNemar" in text
 
 
 def test_evaluate_features_by_their_nearest(folder, monkeypatch, capsys):
@@ -180,29 +180,32 @@ def test_images_without_labels_are_compared(folder, monkeypatch, capsys):
     assert 0 <= told["agreement"] <= 1
     code, message = call(monkeypatch, capsys, "evaluate", folder / "out.safetensors", *flat)
     assert (code, message.count("\n")) == (2, 1)
-    assert "known has no labels to judge by: give them, or --model to compare with" in message
+    assert "known has no labels: add them, or give --model to compare with" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["out.safetensors"], "is not of the bundled model, whose images are the only ones here: give --data FOLDER"),
-        (["bare.safetensors", "--data", "images"], "does not say how its images are prepared: give --model MODEL"),
+        (["out.safetensors"], "was not made from the bundled model, so the bundled images do not fit it: give"),
+        (
+            ["bare.safetensors", "--data", "images"],
+            "does not record how to prepare images: give `adalog evaluate` a --model",
+        ),
         (
             ["wrong.safetensors", "--data", "images"],
-            "wrong.safetensors takes inputs of (3, 8, 8), images are prepared to (3, 9, 8) for wrong.safetensors: give",
+            "inputs of shape (3, 8, 8), but the preprocessing of wrong.safetensors outputs (3, 9, 8): give",
         ),
         (
             ["out.safetensors", "--data", "some"],
-            "some has 2 subfolders, one a class, and out.safetensors tells 7",
+            "some has 2 subfolders, one per class, but out.safetensors has 7",
         ),
-        (["out.safetensors", "--data", "more"], "label 7 is none of the model's classes, 0 to 6"),
+        (["out.safetensors", "--data", "more"], "label 7 is not a class of the model, 0 to 6"),
         (
             ["out.safetensors", "--data", "images", "--model", "demo"],
-            "takes inputs of (3, 8, 8), images are prepared to (3, 32, 32) for demo: give",
+            "takes inputs of shape (3, 8, 8), but the preprocessing of demo outputs (3, 32, 32): give",
         ),
         (["out.safetensors", "--data", "images", "--model", "own.py:other"], "cannot be compared"),
-        (["out.safetensors", "--data", "images", "--device", "abacus"], "device = 'abacus' is not one of this machine"),
+        (["out.safetensors", "--data", "images", "--device", "abacus"], "--device 'abacus' is not available"),
     ],
 )
 def test_images_that_do_not_go_with_the_artifact(folder, monkeypatch, capsys, arguments, told):
@@ -223,7 +226,7 @@ def test_a_preprocessing_that_is_none_is_told(quantized, tmp_path, monkeypatch, 
     quantized.save(tmp_path / "out.safetensors")
     code, message = call(monkeypatch, capsys, "evaluate", tmp_path / "out.safetensors")
     assert code == 2
-    assert "out.safetensors says wrongly how its images are prepared: a preprocessing has the fields" in message
+    assert "out.safetensors records an invalid preprocessing: a preprocessing has the fields" in message
 
 
 def record_reads(monkeypatch):
@@ -261,7 +264,7 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
     folder = folder[0]
     save_file(zoo.load_model(f"{folder / 'own.py'}:model").module.state_dict(), tmp_path / "w.safetensors")
     arguments = ["quantize", f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 9, "--seed", 3]
-    arguments += ["--bits", "w3a4", "--method", "log2", "--keep", "3=8", "--threads", 1]
+    arguments += ["--bits", "w3a4", "--method", "log2", "--pin", "3=8", "--threads", 1]
     text = say(monkeypatch, capsys, *arguments, "-o", tmp_path / "a")
     told = say(
         monkeypatch, capsys, *arguments, "-o", tmp_path / "b", "--checkpoint", tmp_path / "w.safetensors", "--json", "-"
@@ -274,20 +277,20 @@ def test_quantize_a_folder(folder, tmp_path, monkeypatch, capsys):
         ("8-bit log 2^(1/1) u8", "8-bit uniform x 7"),
     ]
     assert (model.provenance["seed"], model.provenance["images"]) == (3, 9)
-    assert told["config"]["keep"] == [["3", 8]]
+    assert told["config"]["pinned"] == [["3", 8]]
     assert model.summary() in text
     assert f"{tmp_path / 'a'}: {(tmp_path / 'a').stat().st_size:,} bytes, in " in text
 
 
-def test_pin_is_another_name_of_keep(tmp_path, monkeypatch, capsys):
+def test_pins_are_kept_in_order(tmp_path, monkeypatch, capsys):
     given = []
 
     def record(model, images, config, **named):
-        given.append(json.loads(config.to_json())["keep"])
+        given.append(json.loads(config.to_json())["pinned"])
         raise ValueError("enough")
 
     monkeypatch.setattr(adalog, "quantize", record)
-    call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--keep", "head=8", "--pin", "*.qk=32")
+    call(monkeypatch, capsys, "quantize", "demo", "-o", tmp_path / "out", "--pin", "head=8", "--pin", "*.qk=32")
     assert given == [[["head", 8], ["*.qk", 32]]]
 
 
@@ -307,7 +310,7 @@ def test_what_is_left_of_an_earlier_run(tmp_path, monkeypatch, capsys, resume):
     if resume:
         assert (code, message, given["partial"]) == (2, "error: enough\n", partial)
     else:
-        told = f"error: {partial} holds what an earlier run has finished: go on with --resume, or remove it\n"
+        told = f"error: {partial} holds results of an unfinished run: continue it with --resume, or remove the file\n"
         assert (code, message, given) == (2, told, {})
     assert partial.read_text() == "left"
 
@@ -338,14 +341,14 @@ def test_a_size_of_memory(monkeypatch, capsys, tmp_path, text, size):
 @pytest.mark.parametrize("text", ["", "much", "-1GB", "2 gb", "1e9", "2GBs", "GiB", "1..5GB", "٣GB", "9" * 400])
 def test_what_is_no_size_of_memory(monkeypatch, capsys, tmp_path, text):
     code, message = call(monkeypatch, capsys, "quantize", "demo", f"--memory={text}", "--out", tmp_path / "out")
-    assert (code, message) == (2, f"error: --memory {text!r} is no size: give one like 2GiB, 1.5GB or 500MB\n")
+    assert (code, message) == (2, f"error: --memory {text!r} is not a size: give one like 2GiB, 1.5GB or 500MB\n")
 
 
 @pytest.mark.slow
 def test_too_little_memory(monkeypatch, capsys, tmp_path):
     code, message = call(monkeypatch, capsys, "quantize", "demo", "--memory", "1MB", "--out", tmp_path / "out")
     assert code == 2
-    assert message.startswith("error: memory = 1,000,000 bytes are too few for patch_embed.conv")
+    assert message.startswith("error: memory = 1,000,000 bytes is too little for patch_embed.conv")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -404,7 +407,7 @@ def test_inspect(made):
     assert told == json.loads(json.dumps(artifact.inspect(file.read_bytes())))
     text = run("inspect", file)
     assert adalog.load(file).summary() in text
-    assert f"{file.stat().st_size:,} bytes in all" in text
+    assert f"{file.stat().st_size:,} bytes in total" in text
 
 
 @pytest.mark.slow
@@ -425,7 +428,7 @@ def test_inspect_an_artifact_by_bytes(quantized, tmp_path):
     weight = quantized.program.weights["head.weight"]
     outputs = len(weight.codes)
     assert cells["head.weight"][:3] == [-(-weight.codes.numel() * weight.quantizer.bits // 8), 4 * outputs, outputs]
-    assert f"{size:,} bytes in all" in text
+    assert f"{size:,} bytes in total" in text
 
 
 @pytest.mark.slow

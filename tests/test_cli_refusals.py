@@ -136,18 +136,18 @@ def test_tables_take_a_name_with_a_comma(monkeypatch, capsys, tmp_path):
     code, error = call(monkeypatch, capsys, "tables", "C", "1")
     assert (code, "measure it without 1" in error.replace("\n", " ")) == (2, True), error
     code, error = call(monkeypatch, capsys, "tables", "1", "--out", ".")
-    assert (code, "names no file" in error) == (2, True), error
+    assert (code, "does not name a file" in error) == (2, True), error
 
 
 def test_detectors_where_none_is_taken(monkeypatch, capsys, tmp_path):
     code, error = call(monkeypatch, capsys, "pareto", "demo:detector", "--out", tmp_path / "p.png")
-    assert (code, "is a detector, which this command does not take" in error) == (2, True), error
+    assert (code, "is a detector, which this command does not support" in error) == (2, True), error
 
 
 def test_reports_of_two_artifacts_draw_no_images(place, monkeypatch, capsys):
     two = (place / "made.safetensors", place / "bare.safetensors")
     code, error = call(monkeypatch, capsys, "report", *two, "--seed", 3, "-o", place / "both.html")
-    assert (code, "--seed is of one artifact" in error) == (2, True), error
+    assert (code, "--seed does not apply to a comparison" in error) == (2, True), error
 
 
 def test_names_of_files_do_not_reach_the_terminal_as_they_are(place, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_annotations_may_have_any_numbers(scenes, told, tmp_path, number):
     assert coco.average_precision(read.told, results)["box_ap"] == pytest.approx(1)
     twice = [{**each, "id": 1} for each in told["categories"]]
     file.write_text(json.dumps({**told, "categories": twice}))
-    with pytest.raises(DataError, match="categories of one number twice"):
+    with pytest.raises(DataError, match="two categories with the same id"):
         coco.read_annotations(file, tmp_path)
 
 
@@ -193,18 +193,18 @@ def test_annotations_are_read(told, tmp_path):
         (lambda told: told["annotations"][0].update(bbox=[1, 2, 3]), r"the box \[1, 2, 3\] is not"),
         (lambda told: told["annotations"][0].update(image_id=77), "image 77 is not in the file"),
         (lambda told: told["annotations"][0].update(category_id=77), "category 77 is not in the file"),
-        (lambda told: told["annotations"][0].pop("bbox"), "is not of COCO's form: 'bbox'"),
+        (lambda told: told["annotations"][0].pop("bbox"), "is not in the format of COCO: 'bbox'"),
         (lambda told: told["annotations"][0].pop("area"), "annotation 1: the area None is not a number of pixels"),
         (lambda told: told["annotations"][0].update(area=-1), "annotation 1: the area -1 is not"),
         (lambda told: told["annotations"][0].pop("iscrowd"), "annotation 1: iscrowd is None; give 0"),
         (lambda told: told["annotations"][0].update(iscrowd=[]), r"annotation 1: iscrowd is \[\]; give 0"),
-        (lambda told: told["images"][0].pop("height"), "image 0: its size of 256 x None is none"),
-        (lambda told: told["images"][0].update(width=0), "image 0: its size of 0 x 192 is none"),
-        (lambda told: told["images"].append(told["images"][0]), "of one number twice"),
-        (lambda told: told["images"][0].update(id="0"), "images: the id '0' is not a whole number; mend it"),
-        (lambda told: told["categories"][0].update(id="1"), "categories: the id '1' is not a whole number; mend it"),
+        (lambda told: told["images"][0].pop("height"), "image 0: width 256, height None are not positive"),
+        (lambda told: told["images"][0].update(width=0), "image 0: width 0, height 192 are not positive"),
+        (lambda told: told["images"].append(told["images"][0]), "two images with the same id"),
+        (lambda told: told["images"][0].update(id="0"), "images: the id '0' is not a whole number; correct it"),
+        (lambda told: told["categories"][0].update(id="1"), "categories: the id '1' is not a whole number; correct it"),
         (lambda told: told.pop("categories"), "lacks images, annotations or categories"),
-        (lambda told: told.update(images=[], annotations=[]), "names no images"),
+        (lambda told: told.update(images=[], annotations=[]), "lists no images"),
     ],
 )
 def test_wrong_annotations_are_refused(told, change, words, tmp_path):
@@ -242,7 +242,7 @@ def test_an_image_of_another_size_than_annotated(told, tmp_path):
     found = coco.read_annotations(written(told, tmp_path), tmp_path)
     assert found.image(0).size == (256, 192)
     Image.new("RGB", (192, 256)).save(found.paths[1])
-    with pytest.raises(DataError, match=r"1\.png has 192 x 256 pixels, its annotations are of 256 x 192"):
+    with pytest.raises(DataError, match=r"1\.png has 192 x 256 pixels, but its annotations are for 256 x 192"):
         found.image(1)
 
 

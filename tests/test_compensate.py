@@ -241,7 +241,7 @@ def distance(model, reference, images):
 def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitted):
     """On the images that are fitted, and on others."""
     calibration, before = searched
-    plain, after = (QuantizedModel(calibration.finished(each, LOW)) for each in (before, fitted))
+    plain, after = (QuantizedModel(calibration.build_program(each, LOW)) for each in (before, fitted))
     for images in (pool[:24], pool[24:]):
         assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
 
@@ -334,7 +334,7 @@ def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
     calibration, before = searched
     choices = replace(STAGE, target="stream")
     after = corrected(calibration.program, [pool[:24]], before, choices)
-    plain, better = (QuantizedModel(calibration.finished(each, LOW)) for each in (before, after))
+    plain, better = (QuantizedModel(calibration.build_program(each, LOW)) for each in (before, after))
     assert distance(better, tiny, pool[:24]) < 0.7 * distance(plain, tiny, pool[:24])
     with pytest.raises(ValueError, match="target = 'block' is none of output, stream"):
         Correction(target="block")
@@ -410,7 +410,7 @@ def test_without_ridge_and_compensation_only_the_bias_changes(pool, searched):
 @pytest.mark.slow
 def test_mean_outputs_are_those_of_the_float_network(tiny, pool, searched, fitted):
     """A bias takes what the means leave, so that the head's outputs have the float network's mean."""
-    model = QuantizedModel(searched[0].finished(fitted, LOW))
+    model = QuantizedModel(searched[0].build_program(fitted, LOW))
     means = (predict(each, pool[:24]).mean(dim=0) for each in (model, tiny))
     assert torch.allclose(*means, atol=1e-4)
 
@@ -461,22 +461,16 @@ def test_too_few_images_are_refused(tiniest, pool):
         calibration.quantize(replace(LOW, stages=(STAGE,)))
 
 
-def test_stages_are_written_as_format_3_has_them():
-    """None, one object, or a list: earlier files have the first two."""
+def test_stages_are_written_as_a_list():
     some = (adalog.Evolution(passes=2), Correction(images=8))
-    for stages, told in ((), None), (some[1:], "correction"), (some, ["evolution", "correction"]):
+    for stages, kinds in ((), []), (some[1:], ["correction"]), (some, ["evolution", "correction"]):
         config = Config(stages=stages)
-        fields = json.loads(config.to_json())["refine"]
-        kinds = [each["kind"] for each in fields] if isinstance(fields, list) else fields and fields["kind"]
-        assert kinds == told
+        assert [each["kind"] for each in json.loads(config.to_json())["stages"]] == kinds
         assert Config.from_json(config.to_json()) == config
-    earlier = json.loads(Config(stages=some[1:]).to_json())
-    del earlier["refine"]["target"]  # which files had no word of
-    assert Config.from_json(json.dumps(earlier)).stages == some[1:]
     with pytest.raises(ValueError, match=r"stages = \[\] is not a tuple of stages"):
         Config(stages=[])
     with pytest.raises(ValueError, match="stages that fit images come last"):
         Config(stages=some[::-1])
-    assert Config.preset("w2a2", "adalog+").fitting(1024).images_wanted == 1024
-    with pytest.raises(ValueError, match="no stage fits any: choose the method adalog"):
-        Config().fitting(64)
+    assert Config.preset("w2a2", "adalog+").with_fitted_images(1024).images_needed == 1024
+    with pytest.raises(ValueError, match="no stage fits images, so 64 images cannot be fitted: choose"):
+        Config().with_fitted_images(64)

@@ -111,25 +111,26 @@ def test_json_names_the_search():
         ("scales", ScaleSearch("cosine", (0.5, 2.0), 7, 1, row_scales=True, probes=3, released=True)),
     ],
 )
-@pytest.mark.parametrize("refine", [None, Evolution(passes=2, radius=0.1), BlockRefinement(3, (0.9, 1.1), 0.25)])
-def test_json_names_the_rivals_searches(kind, search, refine):
-    config = Config(search=search, stages=(refine,) if refine else (), post_softmax="uniform", post_gelu="uniform")
+@pytest.mark.parametrize("stage", [None, Evolution(passes=2, radius=0.1), BlockRefinement(3, (0.9, 1.1), 0.25)])
+def test_json_names_the_rivals_searches(kind, search, stage):
+    config = Config(search=search, stages=(stage,) if stage else (), post_softmax="uniform", post_gelu="uniform")
     text = config.to_json()
     assert json.loads(text)["search"]["kind"] == kind
     assert Config.from_json(text) == config
     assert hash(Config.from_json(text)) == hash(config)
-    kinds = {None: None, Evolution: "evolution", BlockRefinement: "blocks"}
-    assert (json.loads(text)["refine"] or {"kind": None})["kind"] == kinds[refine and type(refine)]
+    kinds = {Evolution: "evolution", BlockRefinement: "blocks"}
+    assert [each["kind"] for each in json.loads(text)["stages"]] == [kinds[type(stage)] for stage in config.stages]
 
 
 def test_json_of_another_refinement_is_refused():
     for text, told in (
         (
-            '{"refine": {"kind": "train"}}',
+            '{"stages": [{"kind": "train"}]}',
             "stages of the kind 'train' is none of blocks, evolution, correction, reconstruction",
         ),
-        ('{"refine": 3}', "stages = 3 is no object"),
-        ('{"refine": {"kind": "blocks", "cycles": 3}}', "cycles: no such choice in BlockRefinement"),
+        ('{"stages": 3}', "stages = 3 is not a list"),
+        ('{"stages": [3]}', "stages = 3 is not an object"),
+        ('{"stages": [{"kind": "blocks", "cycles": 3}]}', "cycles: no such choice in BlockRefinement"),
         ('{"search": {"kind": "ranges", "steps": 3}}', "steps: no such choice in RangeSearch"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -142,7 +143,7 @@ def test_methods_tell_their_sources_and_choices():
     plain = METHODS["apq-vit"].to_json(Config.defaults())
     assert plain["post_softmax"] == "max-kept"
     assert plain["search"] == {"kind": "scales", "rounds": 1}
-    assert plain["refine"] == {"kind": "blocks"}
+    assert plain["stages"] == [{"kind": "blocks"}]
     assert METHODS["adalog"].to_json(Config.defaults()) == {}
     for name, method in METHODS.items():
         again = Config.from_json(json.dumps(method.to_json(Config.defaults())))
@@ -152,7 +153,7 @@ def test_methods_tell_their_sources_and_choices():
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: RangeSearch(()), r"percentiles = \(\) is not a tuple of shares"),
+        (lambda: RangeSearch(()), r"percentiles = \(\) is not a tuple of numbers"),
         (lambda: RangeSearch([1.0]), r"percentiles = \[1.0\] is not a tuple"),
         (lambda: RangeSearch((0.5,)), "percentiles = 0.5 is not above 0.5 and at most 1.0"),
         (lambda: RangeSearch(("1",)), "percentiles = '1' is not above"),
@@ -262,18 +263,18 @@ def test_preset_refuses_an_unknown_method():
         ("init", '{"search": {"init": [16, 4, 2]}}'),
         ("init", '{"search": {"init": 5}}'),
         ("search", '{"search": 5}'),
-        ("pinned", '{"keep": 5}'),
+        ("pinned", '{"pinned": 5}'),
         ("offset", '{"offset": "a"}'),
         ("reach", '{"search": {"reach": "x"}}'),
         ("per_head", '{"per_head": "no"}'),
         ("progressive", '{"search": {"kind": "released", "progressive": 1}}'),
-        ("parents", '{"search": {"keep": 5}}'),
+        ("parents", '{"search": {"parents": 5}}'),
         ("steps", '{"search": {"steps": -1}}'),
         ("reach", '{"search": {"reach": 0}}'),
         ("reach", '{"search": {"reach": 0.51}}'),
         ("steps", '{"search": {"kind": "released", "steps": 0}}'),
         ("rounds", '{"search": {"kind": "released", "rounds": 1.0}}'),
-        ("parents", '{"search": {"kind": "released", "keep": 16}}'),
+        ("parents", '{"search": {"kind": "released", "parents": 16}}'),
         ("kind 'magic' is none of bounds, released", '{"search": {"kind": "magic"}}'),
         ("bitz", '{"bitz": 4}'),
         ("stepz", '{"search": {"stepz": 4}}'),
@@ -294,7 +295,7 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
     assert hash(Config.from_json(kept.to_json())) == hash(kept)
     widths = {}
     for name in ("blocks.0.fc1", "blocks.0.qkv", "head", "neck", "heads"):
-        at = kept.at([name])
+        at = kept.for_sites([name])
         widths[name] = (at.weight_bits, at.activation_bits, at.softmax_bits, at.input_bits)
     assert widths == {
         "blocks.0.fc1": (6, 6, 6, 6),
@@ -303,8 +304,8 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
         "neck": (3, 4, 5, 8),
         "heads": (3, 4, 5, 8),
     }
-    assert kept.at(["neck"]) is kept
-    assert kept.at(["neck", "blocks.1.k"]).weight_bits == 6
+    assert kept.for_sites(["neck"]) is kept
+    assert kept.for_sites(["neck", "blocks.1.k"]).weight_bits == 6
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_the_last_pattern_that_matches_gives_both_operands_their_bits():
 def test_a_pin_names_the_operands_whose_bits_it_gives(pinned, widths):
     config = dataclasses.replace(Config.preset("w3a4s5"), pinned=tuple(("x.*", bits) for bits in pinned))
     assert Config.from_json(config.to_json()) == config
-    at = config.at(["x.y"])
+    at = config.for_sites(["x.y"])
     assert (at.weight_bits, at.activation_bits, at.softmax_bits, at.input_bits) == widths
 
 
@@ -350,12 +351,11 @@ def test_pins_of_another_form_are_refused(pinned, told):
 
 
 def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
-    """A file says so; files that do not were written before there was a choice, and have the default."""
+    """The choice is stored, and it is not the default."""
     config = Config.preset("w8a8", "adalog-paper")
     assert config.search.fold_ranges == "own"
     assert json.loads(config.to_json())["search"]["fold_ranges"] == "own"
     assert Config.from_json(config.to_json()) == config
-    assert "fold_ranges" not in json.loads(Config().to_json())["search"]
-    assert Config.from_json(Config().to_json()).search.fold_ranges == "by-bits"
+    assert json.loads(Config().to_json())["search"]["fold_ranges"] == "by-bits"
     with pytest.raises(ValueError, match="fold_ranges = 'widest' is none of own, deviations, by-bits"):
         Search(fold_ranges="widest")

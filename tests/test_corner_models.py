@@ -78,7 +78,7 @@ def test_a_kernel_that_is_put_out_is_not_folded():
     ],
 )
 def test_a_path_of_large_batches_is_refused(function, most):
-    with pytest.raises(CaptureError, match=f"another path for more than {most} images"):
+    with pytest.raises(CaptureError, match=f"another code path for more than {most} images"):
         capture(Toy(function, fc=nn.Linear(8, 3)).eval(), IMAGES)
 
 

@@ -198,8 +198,11 @@ def test_requantization_is_one_multiplication_an_element(mixed, images):
     ],
 )
 def test_what_multiplies_after_the_softmax(calibration, fast, method, tables, bits):
-    """A table's integers. Without one log2 has one mantissa, so nothing is multiplied; log-sqrt2 has exact powers,
-    floats; AdaLog has bits + 1 of them."""
+    """The integers of a table are multiplied.
+
+    Without a table, log2 has a single mantissa and nothing to multiply, log-sqrt2 multiplies floats, and AdaLog has
+    bits + 1 mantissas.
+    """
     config = replace(Config.preset("w4a4", method), images=4, search=fast.search, tables=tables)
     found = cost(calibration.quantize(config).program, TINY)
     assert {row.left_bits for row in found.rows if row.role == "av"} == {bits}

@@ -214,8 +214,8 @@ def test_what_is_no_file_is_named(tmp_path):
     ("values", "told"),
     [
         (np.full((4, 4), 0.5, np.float32), "floating-point"),
-        (np.full((4, 4), 70_000, np.int32), "integers of 32 bits"),
-        (np.full((4, 4), 200, np.int32), "integers of 32 bits"),
+        (np.full((4, 4), 70_000, np.int32), "32-bit integers"),
+        (np.full((4, 4), 200, np.int32), "32-bit integers"),
     ],
 )
 def test_numbers_without_a_range_are_refused(tmp_path, values, told):

@@ -264,7 +264,7 @@ def test_images_of_a_batch_do_not_meet():
 def test_parts_that_are_missing():
     parts = make().parts
     del parts["mask"]
-    with pytest.raises(DataError, match="has the parts backbone, neck, rpn, box, mask, got backbone, neck, rpn, box"):
+    with pytest.raises(DataError, match="needs the parts backbone, neck, rpn, box, mask, got backbone, neck, rpn, box"):
         Detector(parts, SETTINGS)
 
 
@@ -320,11 +320,11 @@ def test_a_public_checkpoint_loads_whole(stages, suffix, tmp_path):
         (lambda state: state.update({"rpn_head.more": torch.ones(1)}), "unexpected rpn_head.more"),
         (
             lambda state: state.update({"backbone.norm0.bias": torch.ones(5)}),
-            r"wrong shape backbone.norm0.bias \[5\] for \[8\]",
+            r"wrong shape backbone.norm0.bias \[5\] instead of \[8\]",
         ),
         (
             lambda state: state["backbone.layers.0.blocks.0.attn.relative_position_index"].add_(1),
-            "counts positions in another order",
+            "relative_position_index has another order",
         ),
     ],
 )
@@ -342,6 +342,6 @@ def test_reading_a_checkpoint_runs_no_code(tmp_path):
             return (open, (str(tmp_path / "written"), "w"))
 
     torch.save({"state_dict": public_state(1), "meta": Hostile()}, tmp_path / "weights.pth")
-    with pytest.raises(DataError, match="is not read, because unpickling may run code"):
+    with pytest.raises(DataError, match="adalog does not load, because unpickling may run code"):
         load_parts(make().parts, tmp_path / "weights.pth", "mmdet:mask-swin-t")
     assert not (tmp_path / "written").exists()

@@ -188,7 +188,7 @@ def test_heads_are_calibrated_where_nothing_is_found():
     assert found.settings.score == 0.999
     blind = make()
     blind.parts["rpn"].scores.bias.data[:] = math.nan
-    with pytest.raises(CalibrationError, match="finds no region in these images, so that box is never called"):
+    with pytest.raises(CalibrationError, match="finds no region in these images, so box has no inputs"):
         quantize(blind, batches(), CONFIG)
 
 
@@ -215,16 +215,16 @@ def changed(content, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda told: told["settings"].update(score=math.inf), "Infinity is no number of JSON"),
-        (lambda told: told["settings"].update(stages=2), "stages = 2 is no setting"),
-        (lambda told: told["settings"].update(stages=3), "has the parts backbone, neck, rpn, box_0"),
-        (lambda told: told["settings"].update(proposals=10**9), "proposals = 1000000000 is no setting"),
+        (lambda told: told["settings"].update(score=math.inf), "Infinity is not a number of JSON"),
+        (lambda told: told["settings"].update(stages=2), "stages = 2 is not a valid setting"),
+        (lambda told: told["settings"].update(stages=3), "needs the parts backbone, neck, rpn, box_0"),
+        (lambda told: told["settings"].update(proposals=10**9), "proposals = 1000000000 is not a valid setting"),
         (lambda told: told["settings"].update(names=[]), "names of a detector's classes"),
         (lambda told: told["settings"]["resizing"].update(divisor=0), "divisor = 0"),
-        (lambda told: told["settings"]["resizing"].update(std=[0, 1, 1]), "std positive"),
-        (lambda told: told["settings"].pop("mask"), "a detector has the settings"),
-        (lambda told: told["parts"].pop(), "other parts than it says"),
-        (lambda told: told.update(format=99), "another format"),
+        (lambda told: told["settings"]["resizing"].update(std=[0, 1, 1]), "positive std"),
+        (lambda told: told["settings"].pop("mask"), "the settings of a detector must be"),
+        (lambda told: told["parts"].pop(), "its parts do not match its header"),
+        (lambda told: told.update(format=99), "its format is not 1"),
         (lambda told: told["settings"].update(names=["a\x1b[2J", *told["settings"]["names"][1:]]), "does not print"),
         (lambda told: told["settings"].update(names=["x" * 2**23]), "more than 8388608"),
     ],

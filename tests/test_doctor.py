@@ -76,9 +76,9 @@ def test_without_a_library_native_is_off(monkeypatch, capsys, exchange):
     assert (found["library"], found["level"], set(found["kernels"].values())) == (None, None, {False})
     assert found["interface"] == {"library": None, "package": library.ABI}
     text = " ".join(say(monkeypatch, capsys, "doctor").split())
-    assert "native is off: " + " ".join(found["why"].split()) in text
+    assert "native is not available: " + " ".join(found["why"].split()) in text
     assert "C++17 compiler" in text
-    assert "install the package again" in text
+    assert "install adalog again" in text
 
 
 def test_a_library_that_is_none(tmp_path, exchange):
@@ -87,7 +87,7 @@ def test_a_library_that_is_none(tmp_path, exchange):
     exchange(file)
     told = doctor.examine()["native"]
     assert (told["library"], told["level"], told["interface"]["library"]) == (str(file), None, None)
-    assert told["why"].startswith(f"{file} is no library of kernels: ")
+    assert told["why"].startswith(f"{file} is not a library of kernels: ")
 
 
 @pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
@@ -98,7 +98,7 @@ def test_a_library_of_another_version(monkeypatch, exchange):
     monkeypatch.setattr(library, "ABI", library.ABI + 1)
     told = doctor.examine()["native"]
     assert told["interface"] == {"library": library.ABI - 1, "package": library.ABI}
-    assert "install it again" in told["why"]
+    assert "install adalog again" in told["why"]
     assert told["level"] is None
 
 
@@ -113,7 +113,7 @@ def test_the_environment_holds_kernels_to_a_level(monkeypatch, capsys):
         told = doctor.examine()["native"]
         assert (told["held"], told["level"]) == (level, library.levels()[-1])
         assert Context(1).level == library.levels()[-1]
-        assert f"ADALOG_LEVEL holds the kernels to {level}" in " ".join(say(monkeypatch, capsys, "doctor").split())
+        assert f"ADALOG_LEVEL limits the kernels to {level}" in " ".join(say(monkeypatch, capsys, "doctor").split())
     monkeypatch.setenv("ADALOG_LEVEL", "fast")
     error = say(monkeypatch, capsys, "doctor", code=2)
     names = ", ".join(library.LEVELS)
@@ -205,7 +205,7 @@ def test_bench_beside_full_precision(quantized, monkeypatch, capsys, tmp_path):
     ]
     assert told["absent"] == {}
     error = say(monkeypatch, capsys, *only, "--no-pretrained", code=2)
-    assert error == "error: --checkpoint and --no-pretrained are of a full-precision model: give --model\n"
+    assert error == "error: --checkpoint and --no-pretrained apply to the full-precision model: add --model\n"
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_bench_refuses_what_does_not_run(quantized, monkeypatch, capsys, tmp_pat
     file = tmp_path / "file.safetensors"
     quantized.save(file)
     error = say(monkeypatch, capsys, "bench", file, "--executor", "quick", code=2)
-    assert error == f"error: executor = 'quick' is none of fake, {', '.join(EXECUTORS)}\n"
+    assert error == f"error: --executor 'quick' is not one of fake, {', '.join(EXECUTORS)}\n"
     exchange("")
     error = say(monkeypatch, capsys, "bench", file, "--executor", "native", code=2)
     assert error.startswith("error: executor = 'native' does not run here: there is no adalog/_native*.so")
@@ -259,4 +259,4 @@ def test_installing_takes_no_compiler(tmp_path, compiler):
         assert found["why"] is None
     else:
         assert found["library"] is None
-        assert "installed without a C++17 compiler" in found["why"]
+        assert "there was no C++17 compiler" in found["why"]

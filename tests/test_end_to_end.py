@@ -30,7 +30,7 @@ def searched(tiniest, pool):
 
 def errors(calibration, assigned, reference, images):
     """The squared error of the model's output for each image."""
-    found = predict(QuantizedModel(calibration.finished(assigned, LOW)), images)
+    found = predict(QuantizedModel(calibration.build_program(assigned, LOW)), images)
     return (found - predict(reference, images)).square().sum(1)
 
 
@@ -179,12 +179,10 @@ def test_both_reconstructions_follow_each_other_and_go_on_after_a_kill(tiniest, 
     assert abs(len(serialise(without)) - len(content)) < 512  # what tells of the stage
 
 
-def test_the_scope_is_written_where_it_is_the_model_alone():
-    """Files that were written before there was a choice read as they did."""
+def test_the_scope_is_written_and_read():
     configs = {scope: Config(stages=(replace(STAGE, scope=scope),)) for scope in ("block", "model")}
     fields = {scope: json.loads(config.to_json()) for scope, config in configs.items()}
-    assert "scope" not in fields["block"]["refine"]
-    assert fields["model"]["refine"]["scope"] == "model"
+    assert [each["stages"][0]["scope"] for each in fields.values()] == ["block", "model"]
     for scope, each in fields.items():
         assert Config.from_json(json.dumps(each)).stages == (replace(STAGE, scope=scope),)
     with pytest.raises(ValueError, match="scope = 'site' is none of block, model"):
@@ -201,4 +199,4 @@ def test_the_model_is_trained_last():
     kinds = [getattr(stage, "scope", "correction") for stage in Config.preset("w4a4", "adalog++").stages]
     assert kinds == ["correction", "block", "model"]
     assert "end to end" in METHODS["adalog++"].source
-    assert Config.preset("w4a4", "adalog++").fitting(64).images_fitted == 64
+    assert Config.preset("w4a4", "adalog++").with_fitted_images(64).images_fitted == 64

@@ -108,16 +108,16 @@ def test_batches_are_not_read_far_ahead(jobs):
 @pytest.mark.parametrize(
     ("wrap", "told"),
     [
-        (lambda logits: logits[:, :, None], r"for 4 images the model gives torch\.float32 \(4, 7, 1\), not logits"),
+        (lambda logits: logits[:, :, None], r"for 4 images the model returned torch\.float32 \(4, 7, 1\), not logits"),
         (lambda logits: logits[:-1], r"\(3, 7\), not logits \(4, classes\): give a classifier"),
         (lambda logits: logits.argmax(1), r"torch\.int64 \(4,\)"),
         (lambda logits: logits.long(), r"torch\.int64 \(4, 7\)"),
         (lambda logits: logits.sum(), r"torch\.float32 \(\)"),
-        (lambda _: {"hidden": 1}, "gives dict, not"),
-        (lambda _: (), "gives tuple, not"),
-        (lambda _: ("text",), "gives tuple, not"),
-        (lambda _: None, "gives NoneType, not"),
-        (lambda logits: logits / 0 * 0, "Model gives NaN: check its weights"),
+        (lambda _: {"hidden": 1}, "returned dict, not"),
+        (lambda _: (), "returned tuple, not"),
+        (lambda _: ("text",), "returned tuple, not"),
+        (lambda _: None, "returned NoneType, not"),
+        (lambda logits: logits / 0 * 0, "Model returned NaN: check its weights"),
     ],
 )
 def test_other_outputs_are_refused(wrap, told):
@@ -297,16 +297,16 @@ def test_equal_logits_count_in_the_order_of_classes():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((torch.zeros(3, 4), [0, 1, 4]), "label 4 is none of the model's classes, 0 to 3"),
-        ((torch.zeros(3, 4), [0, -1, 2]), "label -1 is none"),
-        ((torch.zeros(3, dtype=torch.long), [0, -1, 2]), "label -1 is none"),
-        ((torch.zeros(3, 4), [0, 1]), r"3 answers have labels \(2,\)"),
+        ((torch.zeros(3, 4), [0, 1, 4]), "label 4 is not a class of the model, 0 to 3"),
+        ((torch.zeros(3, 4), [0, -1, 2]), "label -1 is not a class"),
+        ((torch.zeros(3, dtype=torch.long), [0, -1, 2]), "label -1 is not a class"),
+        ((torch.zeros(3, 4), [0, 1]), r"3 predictions have labels of the shape \(2,\)"),
         (
             (torch.zeros(3, 4), None, torch.zeros(2, 4)),
             r"\(3, 4\) cannot be compared with full-precision ones \(2, 4\)",
         ),
         ((torch.zeros(3, 4), None, torch.zeros(3, 5)), "cannot be compared"),
-        ((torch.zeros(0, 4), []), "no answers"),
+        ((torch.zeros(0, 4), []), "no predictions"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(arguments, told):
@@ -341,7 +341,7 @@ def test_nearest_is_a_loop():
 @pytest.mark.parametrize(
     ("support", "labels", "query", "told"),
     [
-        (torch.zeros(3, 4), [0, 1], torch.zeros(2, 4), r"3 support features have labels \(2,\)"),
+        (torch.zeros(3, 4), [0, 1], torch.zeros(2, 4), r"3 support features have labels of the shape \(2,\)"),
         (torch.zeros(0, 4), [], torch.zeros(2, 4), "0 support features"),
         (torch.zeros(2, 4), [0, 1], torch.zeros(2, 5), r"\(2, 4\) and \(2, 5\) cannot be compared"),
         (torch.zeros(2, 4, 1), [0, 1], torch.zeros(2, 4, 1), "cannot be compared"),
@@ -362,5 +362,5 @@ def test_logits_that_are_no_numbers_are_never_right():
 
 @pytest.mark.parametrize("labels", [torch.zeros(4), torch.zeros(4, dtype=torch.bool)])
 def test_labels_are_integers(labels):
-    with pytest.raises(DataError, match="give the number of each image's class, an integer"):
+    with pytest.raises(DataError, match="give the number of each image's class as an integer"):
         score(torch.eye(4), labels)

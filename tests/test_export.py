@@ -218,13 +218,13 @@ def test_every_changed_number_is_noticed(one):
     assert named >= 20
     copy = damaged(model, 0)
     found = certify(quantized, "digest", copy.SerializeToString(), [(torch.zeros(1, 3, 32, 32),)])
-    assert found.failures[0] == "the file was changed after it was written"
+    assert found.failures[0] == "The file was changed after adalog wrote it."
 
 
 def test_another_artifact_and_a_changed_node_are_noticed(one, images):
     quantized, _, content = one
     found = certify(quantized, "another", content, [(images,)])
-    assert found.failures == ["the file was made of another artifact"]
+    assert found.failures == ["The file was made from another artifact."]
     model, about = read(content)
     for node in model.graph.node:
         if node.op_type == "Add":
@@ -260,7 +260,7 @@ def test_all_outputs_are_compared_and_the_first_has_the_largest():
     assert found.argmax_changed == 0
     assert found.error == {"median": 0.0, "largest": pytest.approx((6 / 7) ** 0.5)}
     judge(found, [[(logits, logits), (maps, maps * float("nan"))]])
-    assert found.failures == ["the outputs have a median relative error of nan"]
+    assert found.failures == ["The median relative error of the outputs is too large: nan."]
     assert json.loads(json.dumps(found.json(), allow_nan=False))["error"] == {"median": None, "largest": None}
 
 
@@ -275,7 +275,7 @@ def test_outputs_that_no_file_has(images):
     parts = {"conv": nn.Conv2d(3, 4, 16, 16), "table": nn.Buffer(torch.arange(3.0))}
     model = Toy(lambda self, x: (self.conv(x).flatten(1), self.table), **parts)
     quantized = Calibration(model.eval(), images).quantize(FAST).quantized
-    with pytest.raises(ArtifactError, match="the program has no form in ONNX"):
+    with pytest.raises(ArtifactError, match="The program cannot be exported to ONNX"):
         written.to_onnx(quantized, "integer", "digest")
 
 
@@ -307,8 +307,8 @@ def test_models_of_other_outputs_than_logits(images, count):
         return
     found = certify(quantized, "digest", written.to_onnx(quantized, "integer", "digest"), [(images,)])
     assert found.failures[0] == (
-        "the model puts out no floats of each image to compare: quantize it without the argmax, or the mean of all "
-        "images, that it ends in"
+        "The model does not return a float output per image, so there is nothing to compare. Quantize it without the "
+        "argmax, or the mean of all images, at its end."
     )
     assert not found.passed
 
@@ -340,18 +340,18 @@ def test_bad_input_is_refused_in_a_line(tmp_path, monkeypatch, capsys, quantized
     code, error = call(monkeypatch, capsys, "export", model, "-o", tmp_path)
     assert (code, "cannot be written" in error) == (2, True)
     code, error = call(monkeypatch, capsys, "export", model, "--form", "fast")
-    assert (code, "is none of mixed, integer" in error) == (2, True)
+    assert (code, "is not one of mixed, integer" in error) == (2, True)
     code, error = call(monkeypatch, capsys, "export", model, "--to", "openvino", "-o", tmp_path / "a.onnx")
     assert (code, "NAME.xml" in error) == (2, True)
     code, error = call(monkeypatch, capsys, "certify", model, model)
-    assert (code, "is no ONNX model that adalog exported" in error) == (2, True)
+    assert (code, "is not an ONNX model that adalog exported" in error) == (2, True)
     code, error = call(monkeypatch, capsys, "certify", model, model, "--images", 5000)
-    assert (code, "2000 images are bundled, --images 5000 are wanted: give fewer" in error) == (2, True)
+    assert (code, "only 2000 images are bundled, but --images is 5000: give fewer" in error) == (2, True)
     noted = adalog.load(model)
     noted.note(preprocessing=asdict(replace(DEMO_PREPROCESSING, mean=(0.5, 0.5, 0.5))))
     noted.save(other)
     code, error = call(monkeypatch, capsys, "certify", other, model)
-    assert (code, "is not of the bundled model" in error) == (2, True)
+    assert (code, "was not made from the bundled model" in error) == (2, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "split.safetensors"]
 
 
@@ -389,23 +389,23 @@ def test_a_file_that_fails_is_not_written(tmp_path, monkeypatch, capsys, quantiz
     monkeypatch.setattr(export.certificate, "graph_digest", lambda model: "other")
     code, error = call(monkeypatch, capsys, "export", model, "-o", file)
     assert code == 1
-    assert "fails its certificate" in error
+    assert "was not written, because the export differs from the artifact" in error
     assert not file.exists()
 
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capsys, quantized, images):
-    """docs/export.md, with the files that its commands make."""
+    """Run docs/reference/exports.md on the files that its commands write."""
     pytest.importorskip("openvino")
     monkeypatch.chdir(tmp_path)
     quantized.save("vit.safetensors")
     say(monkeypatch, capsys, "export", "vit.safetensors", "-o", "vit.onnx")
     say(monkeypatch, capsys, "export", "vit.safetensors", "--to", "openvino", "-o", "vit.xml")
-    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "exports.md").read_text(encoding="utf-8")
     names = {"images": images}
     exec("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)), names)
     wanted = quantized.compile("reference")(images)
-    for got in (names["logits"], names["answer"]):
+    for got in (names["logits"], names["prediction"]):
         assert got.shape == wanted.shape
         assert torch.equal(torch.as_tensor(got).argmax(1), wanted.argmax(1))
 

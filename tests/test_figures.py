@@ -276,8 +276,8 @@ def test_what_is_not_drawn_is_told():
     calibration = Calibration(model[:2], images)
     drawn, left_out = figures.of_model(calibration, "tiny", "w3a3", ["adalog"])
     assert [each.name for each in drawn] == ["landscape", "sqnr"]
-    assert left_out["histograms"] == "nothing follows a softmax or a GELU"
-    with pytest.raises(ValueError, match="site = 'head' is none of the 1 sites"):
+    assert left_out["histograms"] == "no product follows a softmax or a GELU"
+    with pytest.raises(ValueError, match="site = 'head' is not one of the 1 sites"):
         figures.of_model(calibration, "tiny", "w3a3", ["adalog"], site="head")
 
 
@@ -314,23 +314,23 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
     }
     assert {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}.keys() == names
     assert f"{tmp_path / 'out' / 'sqnr.svg'}: {(tmp_path / 'out' / 'sqnr.svg').stat().st_size:,} bytes\n" in out
-    assert out.endswith("not drawn: landscape: an artifact does not hold what was searched: give the model\n")
+    assert out.endswith("not drawn: landscape: an artifact does not store the search: give the model instead\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
-        (["own.py:model"], "own.py:model brings no images: give --data FOLDER"),
-        (["own.py:model", "--data", "images"], "images has 4 images, --images 32 are wanted"),
+        (["own.py:model"], "own.py:model has no images of its own: give --data FOLDER"),
+        (["own.py:model", "--data", "images"], "images has only 4 images, but --images is 32"),
         (["demo", "--methods", "adalog,magic"], "method = 'magic' is none of uniform"),
         (["demo", "--bits", "w4"], "bits = 'w4' is not of the form w4a4"),
         (
             ["own.py:model", "--data", "images", "--images", "4", "--site", "head"],
-            "site = 'head' is none of the 2 sites",
+            "site = 'head' is not one of the 2 sites",
         ),
-        (["x.safetensors", "--bits", "w4a4"], "--bits is of a model, x.safetensors is none of"),
-        (["x.safetensors", "--no-pretrained"], "take a model, x.safetensors is none of timm:NAME"),
+        (["x.safetensors", "--bits", "w4a4"], "path.py:function), not to x.safetensors: leave it out"),
+        (["x.safetensors", "--no-pretrained"], "path.py:function), not to x.safetensors: leave them out"),
         (["demo", "--out", "own.py"], "own.py/histograms.png cannot be written: Not a directory"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from adalog import CalibrationError, DataError
+from adalog._quantize import sample_images
 from adalog.inputs.images import (
     ImageSet,
     Preprocessing,
@@ -20,7 +21,6 @@ from adalog.inputs.images import (
     find_images,
     find_support,
 )
-from adalog.quantize import sample_images
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def test_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("file,label\na.png,1\nmissing.png,2\n", r"labels\.csv, line 3: .*missing\.png is not there"),
+        ("file,label\na.png,1\nmissing.png,2\n", r"labels\.csv, line 3: .*missing\.png does not exist"),
         ("file,label\na.png,cat\n", r"line 2: label 'cat' is not a class index"),
         ("file,label\na.png,-1\n", "label '-1' is not"),
         ("file,label\na.png,1.0\n", "label '1.0' is not"),
@@ -97,9 +97,9 @@ def test_a_table(tmp_path):
         ("file,label\ns/../../other.png,3\n", "is not a path below"),
         ("file,label\n/etc/passwd,3\n", "'/etc/passwd' is not a path below"),
         ("file,label\nC:\\a.png,3\n", "is not a path below"),
-        ("file,label\na.png,3\na.png,3\n", r"line 3: a\.png is named a second time"),
+        ("file,label\na.png,3\na.png,3\n", r"line 3: a\.png is listed a second time"),
         (f"file,label\n{'a' * 999}.png,3\n", "cannot be read: File name too long"),
-        ("file,label\n", "names no images"),
+        ("file,label\n", "lists no images"),
         ("", "does not begin with the columns file,label"),
         ("a.png,3\n", "does not begin with the columns file,label"),
         ("file,label\n" + "a" * 200_000 + ",3\n", "not a CSV file"),
@@ -182,7 +182,9 @@ def test_samples(ten):
     assert first != ten.sample(6, 2)
     assert len(set(first.paths)) == 6
     assert set(ten.sample(10, 3).paths) == set(ten.paths)
-    with pytest.raises(DataError, match="11 images are wanted, 10 are there: give more images, or ask for fewer"):
+    with pytest.raises(
+        DataError, match="11 images are needed, but there are only 10: give more images, or ask for fewer"
+    ):
         ten.sample(11, 0)
 
 
@@ -275,10 +277,10 @@ def test_support_in_the_folder_and_beside_it(tmp_path):
     queries, known = find_support(tmp_path / "all", tmp_path / "beside")
     assert (len(queries), known.labels) == (5, (0, 1))
     assert find_support(tmp_path / "all", None) == (find_images(tmp_path / "all"), None)
-    with pytest.raises(DataError, match="has no images but those of"):
+    with pytest.raises(DataError, match="has no images other than those of"):
         find_support(tmp_path / "beside", tmp_path / "beside")
     fill(tmp_path / "bare", "1.png")
-    with pytest.raises(DataError, match=r"bare has no labels: give it one subfolder per class, or a CSV file"):
+    with pytest.raises(DataError, match=r"bare has no labels: make one subfolder per class, or add a CSV file"):
         find_support(tmp_path / "all", tmp_path / "bare")
 
 
@@ -304,7 +306,7 @@ def test_support_by_another_path_is_support(tmp_path, monkeypatch):
 def test_an_image_has_one_line_of_a_table(tmp_path):
     fill(tmp_path, "a.png")
     (tmp_path / "labels.csv").write_text("file,label\na.png,0\n./a.png,1\n")
-    with pytest.raises(DataError, match=r"line 3: ./a.png is named a second time"):
+    with pytest.raises(DataError, match=r"line 3: ./a.png is listed a second time"):
         find_images(tmp_path)
 
 

@@ -187,7 +187,7 @@ def mutant(seed):
 
 
 def outcome(content, images):
-    """ "refused", "fails" or "runs"; anything else that loading or running does is an error of ours."""
+    """Return "refused", "fails" or "runs". Anything else that loading or running does is an error of adalog."""
     try:
         model = deserialise(content, "some.file")
     except ArtifactError as error:
@@ -363,7 +363,7 @@ HOSTILE = {
         program(aten("unsqueeze.default", X, 1), aten("upsample_nearest2d.vec", LAST, [2**16, 2**16], None)),
         "takes",
     ),
-    "pieces": (program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)), "makes 134217728 tensors of one"),
+    "pieces": (program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)), "one tensor into 134217728"),
     "many": (many, r"aten.zeros.default \(n1\) takes [\d,]+ elements"),
     "patches": (
         program(
@@ -381,9 +381,9 @@ HOSTILE = {
         ),
         "takes",
     ),
-    "powers": (doubled, "whole numbers of 64 bits"),
-    "text": (text_arithmetic, "whole numbers of 64 bits"),
-    "another device": (program(aten("zeros_like.default", X, device="cuda:0")), "says where its value lies"),
+    "powers": (doubled, "sizes must be 64-bit integers"),
+    "text": (text_arithmetic, "sizes must be 64-bit integers"),
+    "another device": (program(aten("zeros_like.default", X, device="cuda:0")), "chooses the device or layout of its value"),
     "another argument": (program(aten("relu.default", X, slope=2)), "aten.relu.default"),
     "another kind of argument": (program(aten("relu.default", "x")), "aten.relu.default"),
     "another operation": (program(("aten.set_.source_Storage", [X], {})), "is not one that a program can hold"),
@@ -392,7 +392,7 @@ HOSTILE = {
     "escape": (lambda content: edited(content, lambda header: header["refusals"].update({"\x1b[2J": ""})), "print"),
     "channels": (
         lambda content: edited(content, lambda header: header["quantizers"]["qk.left"].update(shape=[1, 1, 1, 1, 1])),
-        "are not for a value",
+        "do not fit a value",
     ),
 }
 
@@ -484,5 +484,5 @@ def test_the_command_line_refuses_another_models_file(tmp_path):
     words = [sys.executable, "-m", "adalog", "evaluate", "some.file"]
     run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert run.stderr.startswith("error: some.file is not of the bundled model, whose images are the only ones here")
+    assert run.stderr.startswith("error: some.file was not made from the bundled model")
     assert run.stderr.count("\n") == 1

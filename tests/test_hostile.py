@@ -89,7 +89,7 @@ def test_fields_of_another_type(content, field, value):
 
 @pytest.mark.parametrize("version", [0, FORMAT + 1, "1", None])
 def test_other_versions(content, version):
-    refused(rebuilt(content, lambda header: header.update(format=version)), f"has format version {version}")
+    refused(rebuilt(content, lambda header: header.update(format=version)), f"has the format {version}")
 
 
 def first(header, op):
@@ -174,19 +174,19 @@ def unknown_tensor(header):
         (forbidden, "operation 'aten.set_.source_Storage' is not one"),
         (python_call, "operation 'os.system' is not one"),
         (dangling, r"reads \['nothing'\]"),
-        (later, "which is not there before it"),
+        (later, "which does not exist before it"),
         (repeated, "two values have the name"),
         (shadowing, "two values have the name"),
         (shadowed_input, "an input and a tensor have the same name"),
         (dangling_output, "the output reads"),
-        (no_quantizer, "names no quantizer of the file"),
-        (no_value, "quantizes no value"),
+        (no_quantizer, "names a quantizer that the file does not have"),
+        (no_value, "does not quantize a value"),
         (unknown_kind, "of the unknown kind 'code'"),
         (name_of_a_reference, "a value has the name"),
         (two_keys, "ValueError"),
         (unknown_dtype, "the type 'object' is not one of"),
         (weight_without_type, "a weight is not among the tensors"),
-        (unknown_tensor, "tensors and header do not name the same: float/nothing"),
+        (unknown_tensor, "tensors and header do not have the same names: float/nothing"),
     ],
 )
 def test_programs_that_no_model_has(content, change, match):
@@ -203,7 +203,7 @@ def test_an_input_larger_than_all_that_is_computed(content):
         header["nodes"] += [["z", "aten.slice.Tensor", [{"ref": "y"}, 2, 0, 1], {}, ""]]
         header["output"] = {"ref": "z"}
 
-    refused(rebuilt(content, change), r"takes [0-9,]+ elements; a batch like this may take")
+    refused(rebuilt(content, change), r"takes [0-9,]+ elements, but a batch of this size may take")
 
 
 @pytest.mark.parametrize("depth", [5_000, 100_000])
@@ -236,17 +236,17 @@ def weight_of(content):
         ("scale", lambda value: value * torch.inf, "scale that is not positive and finite"),
         ("scale", lambda value: value * 0, "scale that is not positive and finite"),
         ("scale", lambda value: value.int(), "of the types torch.uint8 and torch.int32"),
-        ("scale", lambda value: value[1:], r"the shape \[10, 32\] and \[9\] parameters"),
-        ("scale", lambda value: value[:, None], r"the shape \[10, 32\] and \[10, 1\] parameters"),
-        ("scale", lambda value: value[0], r"the shape \[10, 32\] and \[\] parameters"),
+        ("scale", lambda value: value[1:], r"the shape \[10, 32\], but its scale has the shape \[9\]"),
+        ("scale", lambda value: value[:, None], r"the shape \[10, 32\], but its scale has the shape \[10, 1\]"),
+        ("scale", lambda value: value[0], r"the shape \[10, 32\], but its scale has the shape \[\]"),
         ("zero_point", lambda value: value * 0 + 16, "zero point that is not a whole number from 0 to 15"),
         ("zero_point", lambda value: value.float(), "zero points of the type torch.float32"),
-        ("zero_point", lambda value: value[1:], r"the shape \[10, 32\] and \[9\] parameters"),
+        ("zero_point", lambda value: value[1:], r"the shape \[10, 32\], but its zero_point has the shape \[9\]"),
         ("codes", lambda value: value[1:], "codes of 4 bits take 160 bytes, the file has 159"),
         ("codes", lambda value: torch.cat([value, value]), "the file has 320"),
         ("codes", lambda value: value.float(), "of the types torch.float32"),
-        ("codes", lambda value: None, "do not name the same: codes/head.weight"),
-        ("float", lambda value: None, "do not name the same: float/head.bias"),
+        ("codes", lambda value: None, "do not match: only one of them names codes/head.weight"),
+        ("float", lambda value: None, "do not have the same names: float/head.bias"),
         ("float", lambda value: value * torch.nan, "tensor head.bias holds NaN"),
     ],
 )
@@ -256,14 +256,14 @@ def test_damaged_tensors(content, part, spoil, match):
 
 
 def test_tensors_that_nothing_names(content):
-    refused(rebuilt(content, tensors={"float/more": torch.ones(3)}), "do not name the same: float/more")
+    refused(rebuilt(content, tensors={"float/more": torch.ones(3)}), "do not have the same names: float/more")
 
 
 @pytest.mark.parametrize(
     ("bits", "shape", "match"),
     [
         (4, [10, 33], "320 bytes|take 165 bytes"),
-        (4, [32, 10], r"the shape \[32, 10\] and \[10\] parameters"),
+        (4, [32, 10], r"the shape \[32, 10\], but its \w+ has the shape \[10\]"),
         (4, [2**20, 2**30], "codes of 4 bits take"),
         (4, [-10, -32], "has the shape"),
         (4, [0], "has the shape"),
@@ -366,7 +366,7 @@ def test_a_quantizer_with_a_field_of_its_own(content):
     def change(header):
         next(iter(header["quantizers"].values()))["note"] = "x"
 
-    refused(rebuilt(content, change), "lacks the fields, or has fields of its own: note")
+    refused(rebuilt(content, change), "has missing or unknown fields: note")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int32"])

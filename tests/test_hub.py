@@ -48,7 +48,7 @@ def test_a_folder_holds_what_the_hub_asks_for(folder, noted):
 def test_the_card_says_what_is_in_the_file(folder, noted):
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: adalog\n")
-    assert f"{len(noted.ledger)} multiplications, 0 of which stay float" in card
+    assert f"{len(noted.ledger)} multiplications; 0 of them stay float" in card
     assert f"takes {(folder / hub.FILE).stat().st_size:,} bytes" in card
     assert "| top-1 \\| &lt;b> | 90 % of 2,000 |" in card
     for row in noted.ledger:
@@ -82,7 +82,7 @@ WHOLE = dataclasses.asdict(adalog.Preprocessing((16, 16), 16))
 @pytest.mark.parametrize("told", [{"size": [16, 16]}, WHOLE | {"interpolation": "slow"}, WHOLE | {"size": 3}])
 def test_preprocessing_that_is_told_wrongly_is_one_error(quantized, tmp_path, told):
     wrong = dataclasses.replace(quantized.quantized, provenance={"preprocessing": told})
-    with pytest.raises(ArtifactError, match="says wrongly how its images are prepared"):
+    with pytest.raises(ArtifactError, match="the preprocessing that the artifact notes is not valid"):
         adalog.QuantizedModel(wrong).save_pretrained(tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
@@ -134,7 +134,7 @@ def test_what_the_hub_holds_is_read_as_any_file(fake, tmp_path):
 def test_a_repository_that_cannot_be_had(fake):
     fake.answers["hf_hub_download"] = OSError("no network\nat all")
     with pytest.raises(
-        ArtifactError, match=r"hf:owner/name cannot be loaded: .*no network.*; give a repository"
+        ArtifactError, match=r"hf:owner/name cannot be loaded: .*no network.*; name a repository"
     ) as told:
         adalog.load("hf:owner/name")
     assert len(str(told.value).splitlines()) == 1
@@ -215,10 +215,10 @@ def test_names_that_no_file_has(name):
 
 def test_what_is_no_model_of_the_hub(tmp_path, folder):
     with pytest.raises(
-        ArtifactError, match=r"has no model.adalog.safetensors: give a folder that save_pretrained wrote"
+        ArtifactError, match=r"has no model.adalog.safetensors: name a folder that save_pretrained wrote"
     ):
         adalog.load(tmp_path)
-    with pytest.raises(ValueError, match="revision = 'v1' is of a repository of the Hub"):
+    with pytest.raises(ValueError, match="revision = 'v1' is only for a repository of the Hub"):
         adalog.load(folder / hub.FILE, revision="v1")
     with pytest.raises(ValueError, match="is a folder: leave it out"):
         adalog.load(folder, revision="v1")

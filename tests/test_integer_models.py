@@ -175,7 +175,7 @@ def test_published_readings_keep_float_tables(calibration, images, name):
     preset = Config.preset("w4a4", name)
     short = ReleasedSearch(steps=1, rounds=1) if name == "adalog-released" else Search(rounds=1, steps=0)
     model = calibration.quantize(replace(preset, images=4, search=short))
-    with pytest.raises(ArtifactError, match=r"site blocks\.0\.attn\.av has logarithmic codes with levels in float"):
+    with pytest.raises(ArtifactError, match=r"site blocks\.0\.attn\.av has logarithmic codes with float levels"):
         model.compile("torch")
 
 
@@ -186,7 +186,7 @@ def test_other_codes_that_have_no_integers(calibration):
     fractions = replace(published.search, round_zero_point=False)
     for config, message in (
         (split, "split uniform"),
-        (published, "levels in float"),
+        (published, "float levels"),
         (replace(published, post_softmax="uniform", search=fractions), "zero point that is not a whole number"),
     ):
         with pytest.raises(ArtifactError, match=rf"site blocks\.0\.attn\.\w+ has .*{message}"):
@@ -256,11 +256,11 @@ def test_convolutions_with_channels_last(fast, images):
 
 
 def test_refusals(quantized, images):
-    with pytest.raises(ValueError, match="executor = 'fpga' is none of reference, torch, native"):
+    with pytest.raises(ValueError, match="executor = 'fpga' is not one of reference, torch, native"):
         quantized.compile("fpga")
-    with pytest.raises(ValueError, match="threads, batch and level are of the executor 'native'"):
+    with pytest.raises(ValueError, match="only executor = 'native' takes threads, batch and level"):
         quantized.compile("torch", threads=2)
-    with pytest.raises(ValueError, match="site = 'nothing' is none of the"):
+    with pytest.raises(ValueError, match="site = 'nothing' is not one of the"):
         quantized.compile().trace("nothing", images)
     with pytest.raises(ValueError, match="the model takes"):
         quantized.compile()(images[:, :1])
@@ -293,7 +293,7 @@ def test_sums_that_grow_with_the_batch():
     for executor in EXECUTORS:
         found = model.compile(executor)
         assert found(torch.ones(1, 3)).tolist() == [[1.0] * 3] * 3
-        with pytest.raises(ProgramError, match="sums 2 products, its accumulators are for 1"):
+        with pytest.raises(ProgramError, match="it sums 2 products, but its accumulators are made for at most 1"):
             found(torch.ones(2, 3))
 
 

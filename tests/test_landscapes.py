@@ -152,10 +152,10 @@ def test_a_drawn_landscape_shows_its_path(drawn):
     points = {line.get_label(): line.get_xydata() for line in axis.lines}
     path = drawn[0].path
     assert np.array_equal(points["first grid"], path.steps[0].numpy())
-    assert np.array_equal(points["kept of it"], path.parents.numpy())
+    assert np.array_equal(points["parents"], path.parents.numpy())
     assert np.array_equal(points["children"], torch.cat(path.steps[1:]).numpy())
     assert np.array_equal(points["walk"], path.walk.numpy())
-    assert np.array_equal(points["found"], path.final[None].numpy())
+    assert np.array_equal(points["result"], path.final[None].numpy())
     shown = axis.images[0].get_array()
     assert np.unravel_index(shown.argmin(), shown.shape)[::-1] == np.unravel_index(
         int(drawn[0].whole.losses.argmin()), (6, 6)

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "model": CHOICES | {"graph", "ledger", "quantized", "artifact", "runtime", "export", "hub"},
     "calibration": CHOICES | {"graph", "search", "ledger", "quantized", "model"},
     "inputs": CHOICES | {"graph"},
-    "quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs"},
+    "_quantize": CHOICES | {"graph", "search", "calibration", "ledger", "quantized", "model", "inputs"},
 }
 MAY_IMPORT["adalog"] = {part for part in MAY_IMPORT if part not in BASE}
 MAY_IMPORT["pipeline"] = MAY_IMPORT["adalog"] | {"adalog"}
@@ -139,14 +139,21 @@ def test_benchmarks_do_not_import_the_command_line():
     assert not failures
 
 
+def lines_of(tree: ast.Module | ast.ClassDef, count: int) -> int:
+    """Count the lines of a module or class that has `count` lines in all, without docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docstrings = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    return count - sum(each.end_lineno - each.lineno + 1 for each in docstrings)
+
+
 def test_files_and_classes_are_short():
-    """Up to 500 lines, and 250; quantize.py, which tells the story, is under 150."""
+    """Up to 500 lines, and 250; the module of `adalog.quantize` has fewer than 150. Docstrings do not count."""
     failures = []
     for file in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
-        text, name = file.read_text(), str(file.relative_to(ROOT))
-        most = 149 if file == SOURCE / "quantize.py" else 500
-        if len(text.splitlines()) > most:
+        tree, name = tree_of(file), str(file.relative_to(ROOT))
+        most = 149 if file == SOURCE / "_quantize.py" else 500
+        if lines_of(tree, len(file.read_text().splitlines())) > most:
             failures.append(f"{name}: more than {most} lines")
-        long = [node.name for node in classes(tree_of(file)) if node.end_lineno - node.lineno >= 250]
+        long = [node.name for node in classes(tree) if lines_of(node, node.end_lineno - node.lineno) >= 250]
         failures += [f"{name}: class {each}: more than 250 lines" for each in long]
     assert not failures

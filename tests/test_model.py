@@ -207,7 +207,7 @@ def test_refuses_values_that_overflow_inside(images):
     """Infinite where a product reads them, though not in the output."""
     model = Toy(lambda m, x: 1 / (1 + m.fc((1000 * x).exp())), fc=nn.Linear(32, 4, bias=False)).eval()
     nn.init.ones_(model.fc.weight)
-    with pytest.raises(CalibrationError, match="exp puts out NaN or infinite values on these images"):
+    with pytest.raises(CalibrationError, match="exp outputs NaN or infinite values on these images"):
         quantize(model, images, BITS4)
 
 

@@ -162,7 +162,7 @@ def test_timm_may_pad_which_is_refused(monkeypatch):
 
 def test_other_channels_are_refused(monkeypatch):
     changed_cfg(monkeypatch, input_size=(1, 160, 160))
-    assert refused(TINY, pretrained=False).startswith("timm:test_vit takes images of 1 channels")
+    assert refused(TINY, pretrained=False).startswith("timm:test_vit takes images with 1 channels")
 
 
 @pytest.mark.slow
@@ -175,15 +175,21 @@ def test_torchvision_preprocessing():
 @pytest.mark.parametrize(
     ("spec", "told"),
     [
-        ("timm:deit_tny_patch16_224", "timm has no model 'deit_tny_patch16_224': is it deit_tiny_patch16_224 or"),
-        ("timm:test_vit.r160_in1", "timm has no model 'test_vit.r160_in1': is it test_vit.r160_in1k?"),
+        (
+            "timm:deit_tny_patch16_224",
+            "timm has no model 'deit_tny_patch16_224': did you mean deit_tiny_patch16_224 or",
+        ),
+        ("timm:test_vit.r160_in1", "timm has no model 'test_vit.r160_in1': did you mean test_vit.r160_in1k?"),
         ("timm:@@@", "timm has no model '@@@': see timm's list_models()"),
-        ("torchvision:swim_t", "torchvision has no model 'swim_t': is it swin_t"),
+        ("torchvision:swim_t", "torchvision has no model 'swim_t': did you mean swin_t"),
         ("torchvision:fasterrcnn_resnet50_fpn", "torchvision has no model"),
-        ("torchvison:swin_t", "model 'torchvison:swin_t' is none of timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo"),
-        ("resnet50", "model 'resnet50' is none of"),
-        ("timm:", "model 'timm:' is none of"),
-        ("", "model '' is none of"),
+        (
+            "torchvison:swin_t",
+            "unknown model 'torchvison:swin_t': give timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo",
+        ),
+        ("resnet50", "unknown model 'resnet50': give timm:NAME"),
+        ("timm:", "unknown model 'timm:': give timm:NAME"),
+        ("", "unknown model '': give timm:NAME"),
     ],
 )
 def test_unknown_names(spec, told):
@@ -275,7 +281,7 @@ def test_without_a_preprocessing(own):
         ("nothing", "has no function 'nothing': it has Shape, Model, plain and 6 more"),
         ("number", "has no function 'number'"),
         ("", "has no function ''"),
-        ("needs", "missing a required argument: 'width'; give its arguments defaults"),
+        ("needs", "missing a required argument: 'width'; give all its arguments default values"),
         ("text", "own.py:text returns str: return a torch.nn.Module, or (module, Preprocessing)"),
         ("swapped", "own.py:swapped returns tuple"),
         ("broken", "own.py:broken failed: 'lost'"),
@@ -306,7 +312,7 @@ def test_a_file_that_does_not_run(tmp_path, content, told):
 
 
 def test_no_pretrained_does_not_fit_a_function(own):
-    assert "whose function makes its own weights" in refused(f"{own}:sized", pretrained=False)
+    assert "whose function creates its own weights" in refused(f"{own}:sized", pretrained=False)
 
 
 # --- names and files -------------------------------------------------------------------------------------------------
@@ -321,5 +327,5 @@ def test_what_is_meant_as_a_model(tmp_path, monkeypatch):
 
 
 def test_a_name_longer_than_that_of_any_file_is_refused():
-    assert "is none of timm:NAME" in refused("a:" + "x" * 5000)
+    assert ": give timm:NAME" in refused("a:" + "x" * 5000)
     assert "hf:" in refused("hf:" + "x" * 5000)

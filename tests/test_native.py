@@ -332,8 +332,8 @@ def test_a_loaded_model_gives_the_same(quantized, images):
 @needs_kernels
 def test_refusals(quantized):
     for choices, match in (
-        ({"level": "neon"}, "level = 'neon' is none of scalar"),
-        ({"threads": 0}, "threads = 0 is no whole number from 1 to 1024"),
+        ({"level": "neon"}, "level = 'neon' does not run on this machine: choose one of scalar"),
+        ({"threads": 0}, "threads = 0 is not a whole number from 1 to 1024"),
         ({"batch": 0}, "batch = 0: only 'native' prepares"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -343,7 +343,7 @@ def test_refusals(quantized):
 
 
 @pytest.mark.parametrize(
-    ("content", "match"), [(None, "is no library of kernels"), (b"\x7fELF", "is no library of kernels")]
+    ("content", "match"), [(None, "is not a library of kernels"), (b"\x7fELF", "is no library of kernels")]
 )
 def test_no_library(quantized, monkeypatch, tmp_path, content, match):
     path = tmp_path / "_native.so"

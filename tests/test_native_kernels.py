@@ -214,7 +214,7 @@ def test_a_library_with_other_structures_is_refused(monkeypatch, changed):
     library.load.cache_clear()
     try:
         assert library.levels() == []  # so that nothing takes the kernels for there
-        told = "executor = 'native' does not run here: .* has other structures than this package.*: install it again"
+        told = "executor = 'native' does not run here: .* belongs to another version of adalog.*: install adalog again"
         with pytest.raises(ValueError, match=told):
             native.Context(1)
     finally:
@@ -234,19 +234,19 @@ def test_kernels_refuse_sizes_that_do_not_fit():
     for field, value in (("rows", 5), ("rows", -1), ("rows", 2**62), ("row", 69), ("row", 2**62), ("bytes", 279)):
         kept = getattr(good, field)
         setattr(good, field, value)
-        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+        with pytest.raises(ValueError, match="a kernel's sizes do not match"):
             context.run("linear", good)
         setattr(good, field, kept)
     for field, value in (("bytes", 79), ("row", 4), ("kind", 7), ("kind", abi.CODES)):
         kept = getattr(good.out, field)
         setattr(good.out, field, value)
-        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+        with pytest.raises(ValueError, match="a kernel's sizes do not match"):
             context.run("linear", good)
         setattr(good.out, field, kept)
     for places, count in (([0, 1, 2, 4], 4), ([0, 1, 2, -2], 4), ([0, 1, 2, 2**31 - 1], 4), ([0, 1, 2, 3], 3)):
         kept = torch.tensor(places, dtype=torch.int32)
         good.out.place, good.out.places = kept.data_ptr(), count
-        with pytest.raises(ValueError, match="sizes of a kernel do not fit"):
+        with pytest.raises(ValueError, match="a kernel's sizes do not match"):
             context.run("linear", good)
 
 
@@ -454,5 +454,5 @@ def test_hostile_tapes_stay_within_their_memory(under_sanitizers, quantized, tmp
     """Tapes with numbers and places changed at random, which load and run, or are refused."""
     path = tmp_path / "model.safetensors"
     quantized.save(path)
-    run.tape_beside(path).write_bytes(to_tape(path, 3))
+    run.tape_path(path).write_bytes(to_tape(path, 3))
     under_sanitizers(HOSTILE, path, tmp_path / "tape", 1, 150)

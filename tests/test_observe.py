@@ -287,10 +287,12 @@ def test_too_little_memory_is_told_with_how_much_is_enough():
             break
         except ValueError as error:
             told.append(str(error))
-            more = int(told[-1].split("give ")[1].split(" ")[0].replace(",", "")) // 2
+            more = int(told[-1].split("Use ")[1].split(" ")[0].replace(",", "")) // 2
             assert more > memory
             memory = more
-    assert told[0].startswith("memory = 200,000 bytes are too few for patch_embed.conv2, which reads (33, 8, 32, 32): ")
+    assert told[0].startswith(
+        "memory = 200,000 bytes is too little for patch_embed.conv2, which reads values of shape (33, 8, 32, 32). "
+    )
     assert memory < size_of(program, [IMAGES]) / 2
 
 
@@ -303,7 +305,7 @@ def test_a_value_that_is_not_finite_is_told_whenever_it_is_met():
     first, *_, last = needs_of(program)
     for _ in range(2):
         assert all(bool(value.isfinite().all()) for value in seen.seen(first.names).values())
-        with pytest.raises(CalibrationError, match="add puts out NaN or infinite values on these images"):
+        with pytest.raises(CalibrationError, match="add outputs NaN or infinite values on these images"):
             seen.seen(last.names)
 
 
@@ -322,7 +324,7 @@ def test_what_is_found_does_not_depend_on_the_memory(name, count, memory, tmp_pa
     for row, whole in zip(result.ledger, wanted.ledger, strict=True):
         assert row.sqnr == pytest.approx(whole.sqnr, abs=0.01)
     assert result.ledger[-1].sqnr == found.assignment.sqnr
-    assert calibration.judge(found, config).mean_square_error() == found.mean_square_error()
+    assert calibration.evaluate(found, config).mean_square_error() == found.mean_square_error()
     again = Calibration(model, images, memory=memory)
     assert serialise(again.quantize(config)) == serialise(result)
     resumed = Calibration(model, images).quantize(config, partial=tmp_path / "partial")
@@ -348,5 +350,5 @@ def test_few_rows_of_many_find_as_good_quantizers():
     every, some = Calibration(model, images), Calibration(model, images, memory=14_000_000)
     for best, found in zip(every.search(config, sites), some.search(config, sites), strict=True):
         assert found.product.left.values.numel() < 0.4 * best.product.left.values.numel()
-        error = every.judge(found, config).mean_square_error()
+        error = every.evaluate(found, config).mean_square_error()
         assert error == pytest.approx(best.mean_square_error(), rel=0.05)

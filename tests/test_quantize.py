@@ -78,7 +78,7 @@ def test_the_same_images_of_every_input(masked):
 
 def test_refuses_an_input_that_all_images_share(masked):
     model, (images, mask, kind) = masked
-    with pytest.raises(CaptureError, match=r"\(6, 3, 32, 32\), \(1, 1, 32, 32\), \(6,\).*repeat an input"):
+    with pytest.raises(CaptureError, match=r"\(6, 3, 32, 32\), \(1, 1, 32, 32\), \(6,\).*Repeat an input"):
         adalog.quantize(model, (images, mask[:1], kind), CONFIG)
 
 
@@ -258,8 +258,8 @@ def test_sites_keep_other_bits(calibration, images, tmp_path):
     special |= dict.fromkeys(("blocks.0.mlp.fc1", "blocks.1.mlp.fc1", "blocks.0.mlp.fc2"), ("6-bit", "6-bit"))
     special |= dict.fromkeys(("blocks.0.attn.av", "blocks.1.attn.av"), ("5-bit", "5-bit"))
     assert {site: bits for site, bits in found.items() if bits != ("4-bit", "4-bit")} == special
-    assert result.refusals["blocks.1.mlp.fc2"] == "stays float: kept at 32 bits"
-    assert "stays float: blocks.1.mlp.fc2: kept at 32 bits" in result.summary()
+    assert result.refusals["blocks.1.mlp.fc2"] == "stays float: pinned at 32 bits"
+    assert "stays float: blocks.1.mlp.fc2: pinned at 32 bits" in result.summary()
     assert result.float_sites() == ["blocks.1.mlp.fc2"]
     result.save(tmp_path / "model")
     loaded = adalog.load(tmp_path / "model")
@@ -271,7 +271,7 @@ def test_sites_keep_other_bits(calibration, images, tmp_path):
 def test_all_sites_kept_in_float_are_the_float_model(calibration, tiny, images):
     result = calibration.quantize(kept(("*", 32)))
     assert len(result.float_sites()) == len(result.ledger)
-    assert "\nbits w4a4 but where others are pinned; " in result.summary()
+    assert "\nbits w4a4, except at sites with pinned bits; " in result.summary()
     assert torch.allclose(result(images), tiny(images), atol=1e-5)
     other = calibration.quantize(kept(("patch_embed.conv1", 32)))
     assert other.ledger[0].left == "float"
@@ -322,7 +322,7 @@ def test_operands_keep_bits_of_their_own(calibration, images, tmp_path):
     assert (found["blocks.0.attn.av"], found["blocks.1.attn.av"]) == (("2-bit", "6-bit"), ("2-bit", "4-bit"))
     assert found["head"] == ("4-bit", "float")
     assert found["blocks.1.mlp.fc2"] == ("float", "4-bit")
-    assert not any("kept at 32" in reason for reason in result.refusals.values())
+    assert not any("pinned at 32" in reason for reason in result.refusals.values())
     result.save(tmp_path / "model")
     loaded = adalog.load(tmp_path / "model")
     assert loaded.config == result.config
@@ -439,10 +439,10 @@ def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
     config = with_bits("w4a4")
     found = calibration.search(config)
     other = Calibration(tiny, images.flip(0))
-    same = [calibration.judge(site, config).mean_square_error() for site in found]
+    same = [calibration.evaluate(site, config).mean_square_error() for site in found]
     assert same == [site.mean_square_error() for site in found]
     # The same images in another order; of a convolution's patches, that decides which quarter of them serves.
-    shuffled = [other.judge(site, config) for site in found]
+    shuffled = [other.evaluate(site, config) for site in found]
     for site, before in zip(shuffled, same, strict=True):
         if site.sites[0].role != "conv":
             assert site.mean_square_error() == pytest.approx(before, rel=1e-4)
@@ -455,7 +455,7 @@ def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
         error = (hat @ values_of(site.assignment.right, right).mT - left @ right.mT).square().mean().item()
         assert site.mean_square_error() == pytest.approx(error, rel=1e-3)  # of the patches that do
     noise = Calibration(tiny, torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(9)))
-    unseen = [noise.judge(site, config) for site in found]
+    unseen = [noise.evaluate(site, config) for site in found]
     assert [site.assignment for site in unseen] == [site.assignment for site in found]
     assert all(one.mean_square_error() != site.mean_square_error() for one, site in zip(unseen, found, strict=True))
 

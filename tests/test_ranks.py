@@ -235,7 +235,7 @@ def test_an_interface_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
 
     def work(ranks):
-        with pytest.raises(RankError, match=r"Gloo finds no way .* by the variable GLOO_SOCKET_IFNAME"):
+        with pytest.raises(RankError, match=r"Gloo cannot connect .* by the variable GLOO_SOCKET_IFNAME"):
             ranks.summed(2, lambda number: torch.ones(3), torch.ones(3))
         return True
 
@@ -259,7 +259,7 @@ def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
         monkeypatch.setenv(each, "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv(name, "two")
-    with pytest.raises(RankError, match=f"the variable {name} is 'two', no whole number: start the job by `torchrun`"):
+    with pytest.raises(RankError, match=f"the variable {name} is 'two', not a whole number: start the job by `torchrun`"):
         Ranks.of_environment()
 
 
@@ -437,7 +437,7 @@ def test_commands_for_one_process_say_so(monkeypatch, capsys):
     monkeypatch.setattr(Ranks, "expected", lambda: 2)
     monkeypatch.setattr(Ranks, "of_environment", lambda: pytest.fail("it waits for others"))
     told = (
-        "error: inspect is the work of one process: start it without torchrun, which serves quantize, evaluate, "
+        "error: inspect runs as one process: start it without torchrun, which only supports quantize, evaluate, "
         "sensitivity, pareto, tables\n"
     )
     assert call(monkeypatch, capsys, "inspect", "some.safetensors") == (2, told)

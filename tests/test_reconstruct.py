@@ -399,9 +399,9 @@ def distance(model, reference, images):
 def test_a_reconstructed_model_is_nearer_to_the_float_one(tiny, pool, spoilt):
     """On images that are fitted, and on others."""
     calibration, before = spoilt
-    plain = QuantizedModel(calibration.finished(before, LOW))
+    plain = QuantizedModel(calibration.build_program(before, LOW))
     found = reconstructed(calibration.program, [pool[:24]], before, STAGE)
-    after = QuantizedModel(calibration.finished(found, LOW))
+    after = QuantizedModel(calibration.build_program(found, LOW))
     for images in (pool[:24], pool[24:]):
         assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
 
@@ -465,7 +465,7 @@ def test_a_bias_is_read_back_to_the_bit(tmp_path, searched):
 
 def test_choices_that_cannot_be_are_refused():
     assert Config.from_json(Config(stages=(STAGE,)).to_json()).stages == (STAGE,)
-    assert json.loads(Config(stages=(STAGE,)).to_json())["refine"]["kind"] == "reconstruction"
+    assert json.loads(Config(stages=(STAGE,)).to_json())["stages"][0]["kind"] == "reconstruction"
     for changes in ({"images": 0}, {"weights": "nearest"}, {"loss": "cross-entropy"}, {"drop": 1.0}, {"rate": 0}):
         with pytest.raises(ValueError, match=next(iter(changes))):
             replace(STAGE, **changes)

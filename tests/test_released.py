@@ -421,7 +421,7 @@ def test_the_image_is_float_and_the_heads_norm_is_not_folded(calibration, images
     conv = next(row for row in result.ledger if row.role == "conv")
     assert (conv.left, conv.right) == ("float", "4-bit uniform x 8")
     assert all(row.left != "float" for row in result.ledger if row is not conv)
-    assert [why for why in result.refusals.values() if "not folded" in why] == ["not folded: it is the head's"]
+    assert [why for why in result.refusals.values() if "not folded" in why] == ["not folded: it belongs to the head"]
     assert sum("a zero beyond its codes" in row.left for row in rows.values()) == 4  # after softmax and GELU
     assert bool(torch.isfinite(result(images)).all())
 

@@ -273,8 +273,8 @@ def test_eight_bits_and_float(tiniest, images):
     assert line[4] == "float × 8"
     why = re.findall(r"<tr><td>stays float</td><th scope=.row.>(.*?)</th><td>(.*?)</td></tr>", report(subject).decode())
     assert why == [
-        ("blocks.0.mlp.fc1", "kept at 32 bits"),
-        ("patch_embed.conv1", "the choices give its left operand 32 bits"),
+        ("blocks.0.mlp.fc1", "pinned at 32 bits"),
+        ("patch_embed.conv1", "the settings give its left operand 32 bits"),
     ]
     assert "--pin blocks.0.mlp.fc1=32" not in page.text  # the bits of images are those of no method
 
@@ -300,7 +300,7 @@ def test_a_program_that_nothing_here_would_make_is_refused(content):
         node[3] = dict(zip(("input", "weight", "bias"), node[2], strict=True))
         node[2] = []
 
-    with pytest.raises(ArtifactError, match=r"^odd holds a program that cannot be told \(IndexError"):
+    with pytest.raises(ArtifactError, match=r"^odd holds a program that a report cannot show \(IndexError"):
         subject_of(rebuilt(content, change), "odd")
 
 
@@ -312,20 +312,21 @@ def test_what_is_measured_is_shown(whole, subject):
         "lies.safetensors",
         "native",
         "2.25 ms",
-        "torch is absent: no reason",
+        "torch was not measured: no reason",
     ):
         assert words in text
     assert "where/it" not in text
     bare = Page(report(subject)).text
-    assert "--evaluation JUDGED" in bare
-    assert "--bench TIMED" in bare
+    assert "--evaluation EVALUATION" in bare
+    assert "--bench TIMES" in bare
 
 
 def test_the_command_that_made_it(subject, content):
     quantized = subject.quantized
     assert _command(subject) is None  # the search was cut short
-    assert "those of no method" in Page(report(subject)).text
-    config = replace(Config.preset("w4a4s3", "adalog+").fitting(64), images=16, pinned=(("head", 8), ("a b", 32)))
+    assert "do not belong to a method" in Page(report(subject)).text
+    config = Config.preset("w4a4s3", "adalog+").with_fitted_images(64)
+    config = replace(config, images=16, pinned=(("head", 8), ("a b", 32)))
     made = replace(subject, quantized=replace(quantized, config=config, provenance={"seed": 3}), name="my file")
     assert _command(made) == (
         "adalog quantize MODEL --data IMAGES --bits w4a4s3 --method adalog+ --images 16 --reconstruct-images 64 "
@@ -420,18 +421,18 @@ def test_the_command_writes_the_page(file, measured, monkeypatch, capsys, whole)
     [
         (["none"], "none cannot be read: No such file or directory"),
         (["odd.json"], "odd.json is not an adalog artifact"),
-        (["detector"], "it holds a detector"),
+        (["detector"], "holds a detector, which only"),
         (["FILE", "odd.json"], "odd.json is not an adalog artifact"),
         (["FILE", "--evaluation", "odd.json"], "odd.json is not the JSON of `adalog evaluate`"),
         (["FILE", "--bench", "odd.json"], "odd.json is not the JSON of `adalog bench`"),
         (["FILE", "--sensitivity", "odd.json"], "is not the JSON of `adalog sensitivity`"),
         (["FILE", "--bench", "."], ". cannot be read: not a regular file"),
         (["FILE", "--sensitivity", "FILE"], "is not the JSON of `adalog sensitivity`"),
-        (["FILE", "FILE", "--bench", "odd.json"], "--bench is of one artifact"),
-        (["FILE", "FILE", "--data", "."], "--data is of one artifact"),
-        (["FILE", "FILE", "--images", "3"], "--images is of one artifact"),
-        (["FILE", "--images", "3"], "brings no images, give --data FOLDER with some"),
-        (["FILE", "-o", "FILE"], "is an input, or an output of another kind"),
+        (["FILE", "FILE", "--bench", "odd.json"], "--bench does not apply to a comparison"),
+        (["FILE", "FILE", "--data", "."], "--data does not apply to a comparison"),
+        (["FILE", "FILE", "--images", "3"], "--images does not apply to a comparison"),
+        (["FILE", "--images", "3"], "has none of its own: give --data FOLDER"),
+        (["FILE", "-o", "FILE"], "is also an input or another output"),
         (["FILE", "--data", "."], ". has no images"),
     ],
 )
@@ -452,30 +453,30 @@ def test_a_judgement_without_all_figures_is_shown(subject, measured, full, tmp_p
     told = {"images": 40, "sites": json.loads(measured["evaluation"].read_text())["sites"]}
     (tmp_path / "told.json").write_text(json.dumps(told if full is None else told | {"full_precision": full}))
     page = report(subject, evaluation=read_evaluation(tmp_path / "told.json", subject.quantized)).decode()
-    assert "On 40 images, by fake quantization" in page
+    assert "Measured on 40 images, with fake quantization" in page
     assert "Agreement with full precision" not in page
 
 
 WRONG = {
     "evaluation": [
         (lambda told: told.pop("sites"), '"sites" is missing'),
-        (lambda told: told["sites"].pop(), "judges another artifact"),
-        (lambda told: told.update(top1=3), "an entry is no object"),
-        (lambda told: told["top1"].update(high=2.0), '"top1" is no share'),
+        (lambda told: told["sites"].pop(), "is of another artifact, whose sites differ"),
+        (lambda told: told.update(top1=3), "an entry is not an object"),
+        (lambda told: told["top1"].update(high=2.0), '"top1" is not a fraction'),
         (lambda told: told.update(kl="x"), '"kl" is missing, of the wrong type'),
         (lambda told: told.update(images=True), '"images" is missing, of the wrong type'),
         (lambda told: told.update(lost=10**400), "too large"),
         (lambda told: told.pop("gained"), '"gained" is missing'),
     ],
     "bench": [
-        (lambda told: told.update(rows=[3]), "an entry is no object"),
+        (lambda told: told.update(rows=[3]), "an entry is not an object"),
         (lambda told: told["rows"][0].update(batch=0), "a batch has no images"),
-        (lambda told: told["rows"][0].update(wall_ms=float("nan")), "NaN is no number of JSON"),
+        (lambda told: told["rows"][0].update(wall_ms=float("nan")), "NaN is not a JSON number"),
         (lambda told: told.pop("absent"), '"absent" is missing'),
         (lambda told: told.update(sha256="d2"), "it is of another artifact"),
     ],
     "sensitivity": [
-        (lambda told: told.update(measure="top1"), "the measure is none of kl, relative squared error"),
+        (lambda told: told.update(measure="top1"), "the measure is not one of kl, relative squared error"),
         (lambda told: told["rows"].append(told["rows"][0]), "an operand has two losses at one width"),
         (lambda told: told["units"][0][0].update(macs=7), "is of another model, whose sites differ: patch_embed.conv1"),
         (lambda told: told["choices"].update({"search.rounds": 9}), 'another method, in which "search.rounds" is 9'),

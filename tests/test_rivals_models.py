@@ -146,9 +146,9 @@ def test_other_quantizers_go_with_either_search(calibrations, law, search):
 def test_methods_fold_as_they_say(calibrations):
     calibration = calibrations("timm_vit")
     reasons = {method: calibration.quantize(brief(method)).refusals for method in ("minmax", "fq-vit", "repq-vit")}
-    assert set(reasons["minmax"].values()) == {"not folded: this method folds no norm"}
+    assert set(reasons["minmax"].values()) == {"not folded: this method does not fold norms"}
     assert not reasons["fq-vit"]
-    assert reasons["repq-vit"] == {"norm": "not folded: it is the head's"}
+    assert reasons["repq-vit"] == {"norm": "not folded: it belongs to the head"}
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_released_zero_points_are_refused_by_files(calibrations, tmp_path):
     assert bool(torch.isfinite(model(zoo.IMAGES)).all())
     with pytest.raises(ArtifactError, match="has a zero point that is not a whole number from 0 to 15"):
         serialise(model.quantized)
-    with pytest.raises(ValueError, match="round_zero_point = False finds zero points that no file stores"):
+    with pytest.raises(ValueError, match="round_zero_point = False finds zero points that no file can store"):
         calibrations("timm_vit").quantize(config, partial=tmp_path / "searches")
     assert not list(tmp_path.iterdir())
 

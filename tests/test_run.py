@@ -32,7 +32,7 @@ def file(quantized, tmp_path_factory):
     """An artifact with its tape for three images beside it."""
     path = tmp_path_factory.mktemp("run") / "model.safetensors"
     quantized.save(path)
-    adalog.run.tape_beside(path).write_bytes(to_tape(path, 3))
+    adalog.run.tape_path(path).write_bytes(to_tape(path, 3))
     return path
 
 
@@ -94,7 +94,7 @@ def test_outputs_keep_their_structure(quantized, images, tmp_path):
     model = QuantizedModel(replaced(quantized.quantized, program=replaced(program, output=given)))
     path = tmp_path / "model.safetensors"
     model.save(path)
-    adalog.run.tape_beside(path).write_bytes(to_tape(path))
+    adalog.run.tape_path(path).write_bytes(to_tape(path))
     found, wanted = adalog.run.load(path)(images[:2].numpy()), model.compile("native")(images[:2])
     assert found.keys() == wanted.keys()
     assert isinstance(found["more"], list)
@@ -142,7 +142,7 @@ def test_a_mobile_network_has_a_tape(fast, tmp_path):
     x = torch.randn(5, 3, 16, 16)
     quantized, path = Calibration(Inverted().eval(), x).quantize(fast), tmp_path / "model.safetensors"
     quantized.save(path)
-    adalog.run.tape_beside(path).write_bytes(to_tape(path, 2))
+    adalog.run.tape_path(path).write_bytes(to_tape(path, 2))
     compiled = quantized.compile("native")
     assert np.array_equal(adalog.run.load(path)(x.numpy()), compiled(x).numpy())
     found, wanted = compiled.trace("each", x), quantized.compile("reference").trace("each", x)
@@ -164,14 +164,14 @@ class Mixing(nn.Module):
 @pytest.mark.parametrize(
     ("module", "shape", "why"),
     [
-        (Masked(torch.ones(7, 7).triu(1).bool()), (6, 7, 24), r"masked_fill.* \(aten.masked_fill.Scalar\), .*PyTorch"),
+        (Masked(torch.ones(7, 7).triu(1).bool()), (6, 7, 24), r"only PyTorch runs .*\(aten.masked_fill.Scalar\)"),
         (Mixing(), (6, 24), "the images of a batch change each other's outputs"),
     ],
 )
 def test_what_has_no_tape(fast, tmp_path, module, shape, why):
     torch.manual_seed(0)
     Calibration(module.eval(), torch.randn(shape)).quantize(fast).save(tmp_path / "model.safetensors")
-    with pytest.raises(ArtifactError, match=f"model.safetensors has no tape: .*{why}"):
+    with pytest.raises(ArtifactError, match=f"cannot make a tape of .*model.safetensors: .*{why}"):
         to_tape(tmp_path / "model.safetensors", 2)
 
 
@@ -180,7 +180,7 @@ def test_the_command(file, monkeypatch, capsys, tmp_path):
     assert told == {"file": str(tmp_path / "b"), "bytes": (tmp_path / "b").stat().st_size, "batch": 2}
     assert adalog.run.load(file, tape=tmp_path / "b").batch == 2
     code, error = call(monkeypatch, capsys, "tape", file, "--out", file)
-    assert (code, "is an input" in error) == (2, True)
+    assert (code, "is also an input" in error) == (2, True)
     other = tmp_path / "none.safetensors"
     assert call(monkeypatch, capsys, "tape", other)[0] == 2
 
@@ -190,7 +190,7 @@ def test_inputs_that_do_not_fit(file, images):
     for wrong in ([images[0]], [images.double()], [images, images], [], [images[:, :, :8]]):
         with pytest.raises(ValueError, match=r"the model takes \(B, 3, 32, 32\) of float32; got"):
             model(*(value.numpy() for value in wrong))
-    with pytest.raises(ValueError, match="level = 'fast' is none of"):
+    with pytest.raises(ValueError, match="level = 'fast' does not run on this machine: choose one of"):
         adalog.run.load(file, level="fast")
 
 
@@ -206,13 +206,13 @@ def refused(file, tmp_path, content, match):
 
 
 def test_files_that_do_not_go_together(file, quantized, tmp_path):
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
     other = tmp_path / "other.safetensors"
     quantized.save(other)
     other.write_bytes(other.read_bytes()[:-1] + b"\0")
-    with pytest.raises(ArtifactError, match=r"other.tape cannot be read: no such file; make it, where PyTorch is"):
+    with pytest.raises(ArtifactError, match=r"other.tape cannot be read: no such file; make it with `adalog tape"):
         adalog.run.load(other)
-    refused(other, tmp_path, tape, "it belongs to another artifact than")
+    refused(other, tmp_path, tape, "it belongs to another artifact, not to")
     refused(file, tmp_path, tape[: len(tape) // 2], "cannot be used")
     refused(file, tmp_path, file.read_bytes(), "it holds no tape")
     for name in ("x" * 300, "\0", "."):
@@ -249,47 +249,47 @@ ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "floa
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (setting(WHOLE, "format", 2), "it has the format 2, this package reads 1"),
-        (setting(WHOLE, "interface", 1), "it is for kernels of interface 1, this package has"),
-        (setting(WHOLE, "batch", 0), "it is for 0 images"),
-        (setting(WHOLE, "batch", 2), r"an input is \['images', \[3, 3, 32, 32\]\], no .* with 2 images"),
-        (setting(WHOLE, "work", 2**60), "it takes 1152921504606846976 bytes for 3 images"),
-        (setting(WHOLE, "own", 1), "it lacks the fields, or has fields of its own: own"),
+        (setting(WHOLE, "format", 2), "it has format 2, but adalog reads format 1"),
+        (setting(WHOLE, "interface", 1), "it is for kernel interface 1, but adalog has"),
+        (setting(WHOLE, "batch", 0), "its batch of 0 images is out of range"),
+        (setting(WHOLE, "batch", 2), r"an input is \['images', \[3, 3, 32, 32\]\], not a .* with 2 images"),
+        (setting(WHOLE, "work", 2**60), "its work takes 1152921504606846976 bytes for 3 images"),
+        (setting(WHOLE, "own", 1), "these fields are missing or unknown: own"),
         (setting(WHOLE, "artifact", "a\x1b"), "does not print"),
         (setting(WHOLE, "fills", [[0, 0, 2**40]]), "it fills"),
         (setting(WHOLE, "weights", 0, 2, 3), "codes of 3 bits take"),
         (setting(WHOLE, "weights", 0, 1, [1, 1]), "zero points"),
-        (setting(WHOLE, "weights", 0, 3, 256), r"has \[.*\] and \[4, 256"),
+        (setting(WHOLE, "weights", 0, 3, 256), r"has the shape \[.*\] and the numbers \[4, 256"),
         (
             setting(WHOLE, "calls", 0, 1, "aten.exp.default"),
             "calls 'aten.exp.default', which this package does",
         ),
-        (setting(WHOLE, "output", {"set": []}), "it puts out a set"),
+        (setting(WHOLE, "output", {"set": []}), "it outputs a set"),
         (setting(one("linear"), "weights", 99), "has the weight 99"),
         (setting(one("linear"), "rows", 2**64), "has rows = 18446744073709551616"),
         (setting(one("linear"), "row", 1.5), "has row = 1.5"),
         (setting(one("linear"), "bytes", 2**40), "bytes, not 1099511627776"),
         (setting(one("linear"), "bytes", -1), "bytes, not -1"),
-        (setting(one("linear"), "data", ["work", 2**40]), "lies behind the region"),
-        (setting(one("linear"), "data", ["stack", 0]), "'stack' is no region"),
-        (setting(one("linear"), "data", [7, 0]), "7 is no region"),
+        (setting(one("linear"), "data", ["work", 2**40]), "lies beyond the region"),
+        (setting(one("linear"), "data", ["stack", 0]), "'stack' is not a region"),
+        (setting(one("linear"), "data", [7, 0]), "7 is not a region"),
         (setting(one("linear"), "out", "data", ["constants", 0]), "is not in work"),
         (setting(one("linear"), "out", "data", [0, 0]), "is not in work"),
         (setting(one("norm"), "out", "scale", ["work", 0]), "is not in constants"),
-        (setting(one("norm"), "out", "scale", ["constants", 2]), "is not where a number starts"),
-        (setting(one("norm"), "data", ["work", 1]), "is not where a number starts"),
+        (setting(one("norm"), "out", "scale", ["constants", 2]), "is not aligned to the size of its numbers"),
+        (setting(one("norm"), "data", ["work", 1]), "is not aligned to the size of its numbers"),
         (setting(one("norm"), "epsilon", None), "has epsilon = None"),
         (setting(one("norm"), "out", "address", 1), "has fields that no kernel takes"),
-        (setting(one("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies behind the region"),
+        (setting(one("attention"), "scores", "left", "zero", ["constants", 10**9]), "lies beyond the region"),
         (setting(one("attention"), "scores", "heads", 10**9), "bytes, not 4000000000"),
         (setting(one("attention"), "steps", "length", 2**30), "bytes, not 4294967296"),
         (setting(one("patches"), "kernel", [1]), r"has kernel = \[1\]"),
-        (setting(one("aten.mean.dim"), 0, "at", ["constants", 0]), "is no view that may be used here"),
+        (setting(one("aten.mean.dim"), 0, "at", ["constants", 0]), "lies in a region that it may not use"),
         (setting(one("aten.mean.dim"), 1, "shape", [10**9]), "cannot be used"),
-        (setting(one("aten.mean.dim"), 1, "type", "object"), "is no view"),
-        (setting(one("aten.mean.dim"), 1, "strides", [0]), "is no view"),
+        (setting(one("aten.mean.dim"), 1, "type", "object"), "is not a view: its shape, strides or type are not valid"),
+        (setting(one("aten.mean.dim"), 1, "strides", [0]), "is not a view: its shape, strides or type are not valid"),
         (setting(WHOLE, "output", {**ONES, "shape": [3, 2**30]}), "shows 12884901888 bytes, more than 3221225472"),
-        (setting(WHOLE, "output", {"list": [ONES] * 3}), "it puts out 4831838208 bytes, more than 3221225472"),
+        (setting(WHOLE, "output", {"list": [ONES] * 3}), "its outputs take 4831838208 bytes, more than 3221225472"),
         (
             setting(WHOLE, "copies", 0, {**VIEW, "shape": [3, 3, 32, 31]}),
             r"copies an input \(3, 3, 32, 32\) of float32 to",
@@ -297,7 +297,7 @@ ONES = {"at": ["work", 0], "shape": [3, 2**27], "strides": [0, 0], "type": "floa
     ],
 )
 def test_what_a_tape_may_not_say(file, tmp_path, change, match):
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
     refused(file, tmp_path, changed(tape, change), match)
 
 
@@ -309,14 +309,14 @@ def test_views_lie_within_memory_without_a_byte(file, tmp_path, region):
         if region == "work":
             header["copies"] = [view]
 
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
     text = json.dumps(header_of(changed(tape, change)))
     empty = to_bytes({"constants": np.zeros(0, np.uint8)}, {tapes.KEY: text})
-    refused(file, tmp_path, empty, "takes 2097412 bytes, and 0 are there")
+    refused(file, tmp_path, empty, "takes 2097412 bytes, but only 0 are there")
 
 
 def test_equal_weights_are_laid_out_once(file, tmp_path, images):
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
     many = changed(tape, lambda header: header["weights"].extend(header["weights"] * 20))
     (tmp_path / "tape").write_bytes(many)
     model, wanted = adalog.run.load(file, tape=tmp_path / "tape"), adalog.run.load(file)
@@ -331,7 +331,7 @@ def test_equal_weights_are_laid_out_once(file, tmp_path, images):
 
 def test_the_order_of_fields_does_not_matter(file, tmp_path):
     """How many zero points the values have is told by the scores, which may come later."""
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
 
     def change(header):
         given = one("attention")(header)
@@ -343,9 +343,9 @@ def test_the_order_of_fields_does_not_matter(file, tmp_path):
 
 def test_sizes_that_do_not_fit_together(file, tmp_path, images):
     """Kernels find them when they are called, before they read or write."""
-    tape = changed(adalog.run.tape_beside(file).read_bytes(), setting(one("norm"), "rows", 10**6))
+    tape = changed(adalog.run.tape_path(file).read_bytes(), setting(one("norm"), "rows", 10**6))
     (tmp_path / "tape").write_bytes(tape)
-    with pytest.raises(AdalogError, match="step layer_norm fails: ValueError: the sizes of a kernel do not fit"):
+    with pytest.raises(AdalogError, match="step layer_norm fails: ValueError: a kernel's sizes do not match"):
         adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
 
 
@@ -353,7 +353,7 @@ def test_operands_of_the_wrong_kind(file, tmp_path, images):
     def change(header):
         one("aten.mean.dim")(header)[1:] = [0.5, []]
 
-    tape = changed(adalog.run.tape_beside(file).read_bytes(), change)
+    tape = changed(adalog.run.tape_path(file).read_bytes(), change)
     (tmp_path / "tape").write_bytes(tape)
     with pytest.raises(AdalogError, match="step mean fails: AttributeError: 'float"):
         adalog.run.load(file, tape=tmp_path / "tape")(images.numpy())
@@ -374,7 +374,7 @@ from adalog.run import tape as tapes
 from safetensors.numpy import load as parse, save as to_bytes
 
 file, place, seed, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-content = adalog.run.tape_beside(file).read_bytes()
+content = adalog.run.tape_path(file).read_bytes()
 length = int.from_bytes(content[:8], "little")
 text = json.loads(content[8 : 8 + length])["__metadata__"][tapes.KEY]
 chance, constants = random.Random(seed), parse(content)["constants"]
@@ -422,7 +422,7 @@ def test_hostile_tapes_do_no_harm(file, tmp_path):
 
 
 def test_the_header_names_weights_of_the_artifact(file):
-    tape = adalog.run.tape_beside(file).read_bytes()
+    tape = adalog.run.tape_path(file).read_bytes()
     assert {name for name, *_ in header_of(tape)["weights"]} == read_header(file.read_bytes())["weights"].keys()
 
 

@@ -232,7 +232,7 @@ def test_fpcs_keeps_no_more_than_there_are():
 @pytest.mark.parametrize("children", [0, 1, 7, 9, 16])
 def test_fpcs_refuses_children_that_are_no_neighbourhood(children):
     low, high = box((0, 1), (0, 1))
-    with pytest.raises(ValueError, match=f"children = {children} is no neighbourhood"):
+    with pytest.raises(ValueError, match=f"children = {children} does not equal"):
         fpcs(rough_sea, low, high, children=children)
 
 

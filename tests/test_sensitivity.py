@@ -201,7 +201,7 @@ def test_several_outputs_are_judged_by_their_mean_relative_error():
             float((outputs[name] - expected[name]).square().sum() / expected[name].square().sum()) for name in outputs
         ]
         assert row.loss == pytest.approx(sum(errors) / 2, rel=1e-4)
-    with pytest.raises(ValueError, match=r"the KL divergence is of logits \(images, classes\), the outputs are"):
+    with pytest.raises(ValueError, match=r"the KL divergence needs logits \(images, classes\), but the outputs are"):
         sensitivity(calibration, config, [ROWS], (3,), measure="kl")
 
 
@@ -284,6 +284,7 @@ def test_a_file_reads_back(found, tmp_path):
         lambda told: told["units"][0][0].update(macs=-1),
         lambda told: told["units"][0][0].update(left="top"),
         lambda told: told["units"][0][0].update(more=1),
+        lambda told: told.pop("tensors"),
     ],
 )
 def test_a_file_of_something_else_is_refused(found, tmp_path, change):
@@ -291,14 +292,6 @@ def test_a_file_of_something_else_is_refused(found, tmp_path, change):
     change(told)
     (tmp_path / "rows.json").write_text(json.dumps(told))
     with pytest.raises(DataError, match=r"is not the JSON of `adalog sensitivity`"):
-        read(tmp_path / "rows.json")
-
-
-def test_a_file_of_an_earlier_version_says_how_to_get_another(found, tmp_path):
-    told = found.to_json()
-    del told["tensors"], told["choices"]
-    (tmp_path / "rows.json").write_text(json.dumps(told))
-    with pytest.raises(DataError, match=r"rows\.json: it does not say of which weights .*: measure again with `adalog"):
         read(tmp_path / "rows.json")
 
 

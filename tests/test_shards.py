@@ -101,11 +101,11 @@ def test_images_beside_tar_files_count_alone(tmp_path):
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        ({"a.png": picture(1), "a.cls": b"1", "b.png": picture(2)}, r"a\.tar:b\.png has no label, others have one"),
+        ({"a.png": picture(1), "a.cls": b"1", "b.png": picture(2)}, r"a\.tar:b\.png has no label, but others have one"),
         ({"a.png": picture(1), "a.cls": b"cat"}, r"a\.tar:a\.cls: label 'cat' is not a class index"),
-        ({"a.png": picture(1), "a.cls": b"1" * 21}, r"a\.tar:a\.cls has 21 bytes: leave it out"),
-        ({"a.png": picture(1), "a.jpg": picture(1), "a.cls": b"1"}, r"several images a\.\*, and one label a\.cls"),
-        ({"a.txt": b"1"}, "a.tar has no images: give tar files with images, as KEY.jpg and KEY.cls"),
+        ({"a.png": picture(1), "a.cls": b"1" * 21}, r"a\.tar:a\.cls is too large, with 21 bytes: leave it out"),
+        ({"a.png": picture(1), "a.jpg": picture(1), "a.cls": b"1"}, r"several images a\.\*, but one label a\.cls"),
+        ({"a.txt": b"1"}, "a.tar has no images: give tar files with members such as KEY.jpg and KEY.cls"),
     ],
 )
 def test_odd_members_are_refused(tmp_path, members, told):
@@ -135,7 +135,7 @@ def test_damaged_tar_files_are_refused(tmp_path):
         found = answer(lambda: find_images(tmp_path).load(RAW))
         assert not isinstance(found, str) or "a.tar" in found
     (tmp_path / "a.tar").write_bytes(gzip.compress(whole))
-    with pytest.raises(DataError, match="it has to be whole, uncompressed"):
+    with pytest.raises(DataError, match="give a complete, uncompressed file"):
         find_images(tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_sizes_below_zero_are_refused(tmp_path, size):
     header[148:156] = b" " * 8
     header[148:156] = f"{sum(header):06o}\0 ".encode()
     (tmp_path / "a.tar").write_bytes(bytes(header) + bytes(1024))
-    with pytest.raises(DataError, match=r"a\.tar is damaged in 'x\.bin': fetch it again"):
+    with pytest.raises(DataError, match=r"a\.tar is damaged in 'x\.bin': download it again"):
         find_images(tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_other_images_have_no_ground_truth(tmp_path):
         ({"ILSVRC2012_validation_ground_truth.txt": "1\n"}, r"put the kit's meta\.mat or map_clsloc\.txt beside it"),
         (
             {"ILSVRC2012_validation_ground_truth.txt": "1\n", "map_clsloc.txt": "n1 1 x\n"},
-            r"map_clsloc\.txt has 1 numbered synsets, ImageNet has 1000",
+            r"map_clsloc\.txt has 1 numbered synsets, but ImageNet has 1000",
         ),
         (
             {"ILSVRC2012_validation_ground_truth.txt": "1\n", "map_clsloc.txt": KIT},

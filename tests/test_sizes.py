@@ -75,9 +75,7 @@ def test_sizes_for_which_the_model_takes_another_path_are_refused(size, fits):
     if fits:
         program.check([of_size(*size)])
         return
-    with pytest.raises(
-        ProgramError, match=rf"inputs of \(3, {size[0]}, {size[1]}\) are not what the program was captu"
-    ):
+    with pytest.raises(ProgramError, match=rf"program was not captured for inputs of \(3, {size[0]}, {size[1]}\)"):
         program.check([of_size(*size)])
 
 
@@ -104,7 +102,7 @@ def asserting(m, x):
 def test_what_a_model_asserts_is_asserted_of_new_sizes():
     program = capture(make(asserting), of_size(40, 56), sizes="free")
     program.check([of_size(48, 9)])
-    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+    with pytest.raises(ProgramError, match="program was not captured for inputs of"):
         program.check([of_size(44, 56)])
 
 
@@ -269,15 +267,13 @@ def test_a_model_without_maps_has_no_rule():
     program = capture(Toy(lambda m, x: m.head(x), head=nn.Linear(5, 5)).eval(), torch.randn(2, 5), sizes="free")
     assert (program.free, program.rule) == ({}, None)
     model = Toy(lambda m, x: m.head(x) if x.shape[0] < 100 else x, head=nn.Linear(5, 5)).eval()
-    with pytest.raises(CaptureError, match="another path for more than 99 images"):
+    with pytest.raises(CaptureError, match="another code path for more than 99 images"):
         capture(model, torch.randn(2, 5), sizes="free")
 
 
 def test_another_path_for_a_batch_that_is_compared_is_refused():
     model = make(asks(lambda x: x.shape[0] * x.shape[2] > 200))
-    with pytest.raises(
-        CaptureError, match=r"Toy takes another path for inputs of \(7, 3, 40, 56\): capture it for one"
-    ):
+    with pytest.raises(CaptureError, match=r"Toy takes another code path for inputs of \(7, 3, 40, 56\)\. Capture it"):
         capture(model, of_size(40, 56), sizes="free")
 
 
@@ -305,40 +301,40 @@ def test_maps_that_are_no_floats_are_stretched_too(dtype):
 def test_outputs_of_another_shape_are_told(made):
     """Neither shape is a part of the other's."""
     model = make(lambda m, x: made(mean_of(m, x)[:, :3] if x.shape[0] == 7 else mean_of(m, x)))
-    words = r"differ in the shape of an output on inputs of \(7, 3, 40, 56\): \(7, 5\) and \(7, 3\)"
+    words = r"differs .* in the shape of an output on inputs of \(7, 3, 40, 56\): \(7, 5\) instead of \(7, 3\)"
     with pytest.raises(CaptureError, match=words):
         capture(model, of_size(40, 56))
 
 
 def test_what_no_program_can_hold_is_told_by_its_sizes():
     model = make(asks(lambda x: x.shape[2] / x.shape[3] > 2))
-    with pytest.raises(CaptureError, match=r"x.shape\[2\].*nothing that a program can hold: capture it for one size"):
+    with pytest.raises(CaptureError, match=r"satisfy .*x.shape\[2\].*program cannot hold .*Capture it for one size"):
         capture(model, of_size(40, 56), sizes="free")
 
 
 def test_a_failed_export_with_free_sizes_names_both_ways_out():
     model = make(asks(lambda x: x.mean() > 0))
-    words = "Toy could not be exported: .* It may be that its sizes cannot be free: capture it for one size, or capture"
-    with pytest.raises(CaptureError, match=f"{words} the part that can be"):
+    words = r"Toy could not be exported \(.*\)\. Capture it for one size \(.*\), or capture the part that can be"
+    with pytest.raises(CaptureError, match=words):
         capture(model, of_size(40, 56), sizes="free")
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda m, x: m.head(m.embed(x).flatten(2) @ m.table), r"no other size than \(3, 40, 56\) serves this model: "),
+        (lambda m, x: m.head(m.embed(x).flatten(2) @ m.table), r"The model takes no other size than \(3, 40, 56\)\. "),
         (lambda m, x: m.head(m.embed(x).mean((2, 3))) if x.shape[2:] == (40, 56) else x, "Toy could not be exported"),
     ],
 )
 def test_models_of_one_size_say_so(function, why):
     model = make(function)
     model.table = nn.Parameter(torch.randn(140, 16))
-    with pytest.raises(CaptureError, match=f"{why}.*capture it for one size"):
+    with pytest.raises(CaptureError, match=f"{why}.*Capture it for one size"):
         capture(model, of_size(40, 56), sizes="free")
 
 
 def test_sizes_that_are_no_choice():
-    with pytest.raises(ValueError, match="sizes = 'any' is none of fixed, free"):
+    with pytest.raises(ValueError, match="sizes = 'any' is not one of fixed, free"):
         capture(make(), of_size(40, 56), sizes="any")
 
 
@@ -363,7 +359,7 @@ def test_a_loaded_model_is_the_same_at_every_size(free):
     assert loaded.program.free == {"x": (2, 3)}
     for size in SIZES:
         assert torch.equal(loaded(of_size(*size)), free(of_size(*size)))
-    with pytest.raises(ProgramError, match=r"inputs of \(3, 16, 16\) are not what the program was captured for"):
+    with pytest.raises(ProgramError, match=r"program was not captured for inputs of \(3, 16, 16\)"):
         loaded(of_size(16, 16))
     assert serialise(loaded) == serialise(free)
 
@@ -387,7 +383,7 @@ def test_native_holds_a_plan_for_each_shape(free):
     assert compiled.prepare(2, (3, 45, 83)) is plan
     assert compiled.prepare(2) is compiled.prepare(2, (3, 40, 56))
     assert compiled.prepare(2) is not plan
-    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+    with pytest.raises(ProgramError, match="program was not captured for inputs of"):
         compiled.prepare(1, (3, 16, 16))
 
 
@@ -406,8 +402,8 @@ def test_a_model_of_one_size_is_written_as_before(quantized):
         (lambda header: header["inputs"].__setitem__(0, header["inputs"][0][:3]), "no size is free"),
         (lambda header: header.update(rule=[]), "the rule for sizes is no"),
         (lambda header: header.update(rule=[[], []]), "no operations"),
-        (lambda header: header["rule"].__setitem__(1, [{"ref": "x"}]), "puts out something else than sizes"),
-        (lambda header: header["rule"].__setitem__(1, 1), "puts out something else than sizes"),
+        (lambda header: header["rule"].__setitem__(1, [{"ref": "x"}]), "outputs something other than sizes"),
+        (lambda header: header["rule"].__setitem__(1, 1), "outputs something other than sizes"),
         (
             lambda header: header["rule"][0].append(["big", "aten.relu.default", [{"ref": "x"}], {}, ""]),
             "the rule for sizes has the operations aten.relu.default",
@@ -417,13 +413,13 @@ def test_a_model_of_one_size_is_written_as_before(quantized):
                 header["rule"][0].append(["big", "sym.mul", [2**70, 2], {}, ""])
                 or header["rule"][1].append({"ref": "big"})
             ),
-            "are not what",  # products that do not fit 64 bits
+            "was not captured for",  # products that do not fit 64 bits
         ),
         (
             lambda header: (
                 header["rule"][0].append(["no", "sym.lt", [2, 1], {}, ""]) or header["rule"][1].append({"ref": "no"})
             ),
-            "are not what",
+            "was not captured for",
         ),
     ],
 )
@@ -441,7 +437,7 @@ def test_a_vit_that_interpolates_its_positions_takes_whole_patches():
     program = capture(model, of_size(64, 64), sizes="free")
     for size in [(64, 96), (32, 48), (128, 80)]:
         assert_same(model, program, of_size(*size))
-    with pytest.raises(ProgramError, match="are not what the program was captured for"):
+    with pytest.raises(ProgramError, match="program was not captured for inputs of"):
         program.check([of_size(70, 64)])
 
 

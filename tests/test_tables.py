@@ -336,7 +336,7 @@ def test_kept_rows_are_whole_and_of_this_code(tmp_path, monkeypatch):
         changed.setattr("torch.__version__", "0.1")
         assert kept(path, {"a": 2}, lambda: [4]) == [4]
     path.write_text(path.read_text()[:-5])
-    with pytest.raises(DataError, match="holds no finished row"):
+    with pytest.raises(DataError, match="does not hold a finished row"):
         kept(path, {"a": 2}, lambda: [2])
 
 
@@ -346,7 +346,7 @@ def test_a_search_that_is_shared_has_its_seconds_wherever_it_serves(calibration,
     shared = [name for name in first if not name.endswith("fc2")]
     assert all(first[name] > 0 for name in first)
     assert [other[name] for name in shared] == [first[name] for name in shared]
-    one_by_one = {each.group.sites[0].name: each.seconds for each in calibration.searched(fast)}
+    one_by_one = {each.group.sites[0].name: each.seconds for each in calibration.iter_search(fast)}
     assert one_by_one == first
 
 
@@ -382,9 +382,9 @@ def test_columns_that_say_nothing_are_left_out(bench, two_tables):
     assert "## Table B: other" in text
     assert "| W32/A32 | full precision |" in text
     assert re.search(r"\| W4/A4 \| percentile \| \d+\.\d\d ± \d+\.\d\d \| 69.03 \|", text)
-    assert re.search(r"\| symmetric \| \d+\.\d\d \(1 of 2 draws\) \|", text)
+    assert re.search(r"\| symmetric \| \d+\.\d\d \(1 of 2 seeds\) \|", text)
     assert "FixOPs [M]" in text
-    assert "over 2 draws of 32 calibration images" in text
+    assert "over 2 seeds, with 32 calibration images" in text
     unpublished = replace(bench, model=replace(bench.model, name="demo"))
     assert "published" not in markdown(tables.run(["1"], [unpublished]))
 
@@ -454,21 +454,21 @@ def test_a_table_from_the_command_line(place):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (["9"], "table '9' is none of 1, 2, 3, 4, 5, A, B"),
-        (["5", "--models", "resnet"], "model 'resnet' is none of timm:NAME"),
-        (["5", "--models", "models.py:small"], "brings no images: give --data DIR"),
+        (["9"], "table '9' is not one of 1, 2, 3, 4, 5, A, B"),
+        (["5", "--models", "resnet"], "unknown model 'resnet': give timm:NAME"),
+        (["5", "--models", "models.py:small"], "has no images of its own: give --data DIR"),
         (
             ["5", "--models", "models.py:bare", "--data", "data", "--images", "2"],
-            "does not say how its images are prepared",
+            "does not say how to prepare images",
         ),
-        (["5", "--models", "models.py:small", "--data", "data"], "6 images to calibrate with, --images 32 are wanted"),
+        (["5", "--models", "models.py:small", "--data", "data"], "has only 6 calibration images, but --images is 32"),
         (["5", "--models", "models.py:small", "--data", "data/val"], "has no folder train"),
-        (["5", "--models", "models.py:small", "--data", "flat", "--images", "2"], "has no labels to judge by"),
-        (["5", "--models", "models.py:small", "--data", "two", "--images", "2"], "has 2 subfolders, one a class"),
-        (["5", "--data", "two"], "the bundled model brings its own images: leave out --data two"),
-        (["5", "--images", "65"], "demo has 64 images to calibrate with, --images 65 are wanted"),
+        (["5", "--models", "models.py:small", "--data", "flat", "--images", "2"], "has no labels: make one subfolder"),
+        (["5", "--models", "models.py:small", "--data", "two", "--images", "2"], "has 2 subfolders, one per class"),
+        (["5", "--data", "two"], "the bundled model has its own images: leave out --data two"),
+        (["5", "--images", "65"], "demo has only 64 calibration images, but --images is 65"),
         (["5", "--out", "data"], "data.rows"),
-        (["5", "--device", "nonsense"], "device = 'nonsense' is not one of this machine"),
+        (["5", "--device", "nonsense"], "--device 'nonsense' is not available"),
     ],
 )
 def test_what_is_not_right(place, given, why, monkeypatch, capsys):

@@ -67,7 +67,7 @@ def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     assert result["models"]["demo:detector"]["box_ap"] > 0.5
     rows = {row["names"][0]: row for row in result["rows"]}
     assert 0.2 < rows["minmax"]["box_ap"]["mean"] <= 1
-    assert "images are wanted, 4 are there" in rows["adalog+"]["refusal"]
+    assert "images, but only 4 are available" in rows["adalog+"]["refusal"]
     text = detectors.markdown(result)
     assert "| W4/A4 | minmax |" in text
     assert "Not measured: adalog+ at W4/A4: " in text
@@ -90,12 +90,15 @@ def test_an_image_that_cannot_be_read_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("tables", "C", "1"), "table C is of detectors: measure it without 1"),
-        (("tables", "C", "--device", "cuda"), "table C is measured on the CPU: leave out --device cuda"),
-        (("tables", "C", "--data", "."), "the bundled detector brings its own images and weights: leave out --data"),
-        (("tables", "C", "--models", "timm:vit"), "table C is of detectors, and timm:vit is none of mmdet:NAME"),
-        (("tables", "C", "--models", "mmdet:mask-swin-t"), "brings no weights: give --checkpoint"),
-        (("tables", "1", "--checkpoint", "x"), "--checkpoint goes with table C"),
+        (("tables", "C", "1"), "table C is about detectors: measure it without 1"),
+        (("tables", "C", "--device", "cuda"), "table C is measured on the CPU only: leave out --device cuda"),
+        (("tables", "C", "--data", "."), "the bundled detector has its own images and weights: leave out --data"),
+        (
+            ("tables", "C", "--models", "timm:vit"),
+            "table C is about detectors, and timm:vit is not one: give mmdet:NAME",
+        ),
+        (("tables", "C", "--models", "mmdet:mask-swin-t"), "has no weights: give --checkpoint"),
+        (("tables", "1", "--checkpoint", "x"), "--checkpoint applies only to table C"),
     ],
 )
 def test_bad_input(arguments, told, monkeypatch, capsys, tmp_path):

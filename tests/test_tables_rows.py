@@ -36,7 +36,7 @@ def test_rows_are_chosen_by_bits_and_first_names():
         ("w3a3", "easyquant"),
     }
     assert len(plan(["1"], bits=["w3a3"])) < len(plan(["1"]))
-    with pytest.raises(ValueError, match="no row of table 1 has the bits 'w5a5': there are w4a4"):
+    with pytest.raises(ValueError, match="no row of table 1 has the bits 'w5a5': choose from w4a4"):
         plan(["1"], bits=["w5a5"])
 
 
@@ -59,7 +59,7 @@ def test_too_few_images_to_fit_are_refused_before_anything_is_measured():
     loaded = load_model("demo", False, None)
     assert paper.images_fitted(["4"]) == 1024
     assert len(Bench.of(loaded, None, 32, 1024).unlabelled(1024, 0, 1)) == 1024
-    with pytest.raises(DataError, match="demo has 1024 images to fit, rows of these tables want 1025"):
+    with pytest.raises(DataError, match="demo has only 1024 images for stages, but rows of these tables need 1025"):
         Bench.of(loaded, None, 32, 1025)
 
 

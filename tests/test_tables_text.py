@@ -34,7 +34,7 @@ def test_of_several_draws_p_is_the_median():
     text = markdown(result)
     titles, _, _, cells = ([cell.strip() for cell in line.split("|")] for line in text.splitlines() if "|" in line)
     assert (cells[titles.index("p, float")], cells[titles.index("p, adalog")]) == ("0.03", "0.04")
-    assert "of several draws the median" in text
+    assert "with several seeds, the median" in text
 
 
 def test_a_label_stands_beside_the_name_wherever_a_row_is_shown(monkeypatch, tmp_path):

@@ -102,7 +102,7 @@ def test_loops_that_there_are_not(monkeypatch):
     loop = abi.load().adalog_roof
     assert loop(-1, 0, None, 0, 1) == loop(99, 0, None, 0, 1) == loop(0, 9, None, 0, 1) == loop(0, 1, None, 64, 1) == -1
     assert loop(0, 0, None, 0, -1) == -1
-    with pytest.raises(ValueError, match="level = 'none' is none of"):
+    with pytest.raises(ValueError, match="level = 'none' is not one of"):
         roof.measure("none")
     monkeypatch.setattr(library, "LEVELS", (*library.LEVELS, "later"))
     monkeypatch.setattr(library, "levels", lambda: ["later"])

@@ -228,7 +228,7 @@ def test_hf_runs_no_code_of_the_folder(saved):
         (lambda folder: (folder / "config.json").write_text("{}"), "config of hf:"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "pretrained weights of hf:"),
         (lambda folder: (folder / "model.safetensors").unlink(), "pretrained weights of hf:"),
-        (lambda folder: vit_config(num_channels=1).save_pretrained(folder), "takes images of 1 channels"),
+        (lambda folder: vit_config(num_channels=1).save_pretrained(folder), "takes images with 1 channels"),
         (lambda folder: vit_config(hidden_size=96).save_pretrained(folder), "pretrained weights of hf:"),
     ],
 )
@@ -306,7 +306,7 @@ def test_a_checkpoint_for_a_config(saved, tmp_path):
         (lambda state: state.update(extra=torch.ones(2)), "unexpected extra; use"),
         (
             lambda state: state.update({"classifier.bias": torch.ones(3)}),
-            "wrong shape classifier.bias [3] for [10]; use",
+            "wrong shape classifier.bias [3] instead of [10]; use",
         ),
         (lambda state: state.update({"classifier.bias": torch.full((10,), torch.nan)}), "classifier.bias holds NaN"),
     ],
@@ -352,15 +352,15 @@ class Evil:
     [
         (lambda path, state: None, "cannot be read: No such file or directory"),
         (lambda path, state: path.mkdir(), "cannot be read: Is a directory"),
-        (lambda path, state: path.write_bytes(b""), "is neither safetensors nor a whole file of torch.save"),
-        (lambda path, state: path.write_bytes(b"<html>" * 9), "is damaged, or holds other things than tensors"),
-        (lambda path, state: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a whole safetensors file"),
+        (lambda path, state: path.write_bytes(b""), "is neither safetensors nor a complete file of torch.save"),
+        (lambda path, state: path.write_bytes(b"<html>" * 9), "is damaged, or contains more than tensors"),
+        (lambda path, state: path.write_bytes(b"\x10\0\0\0\0\0\0\0{}"), "is not a complete safetensors file"),
         (
             lambda path, state: torch.save(DemoViT(32, 1, 2), path),
-            "holds adalog.inputs.demo.model.DemoViT, which is not read",
+            "contains adalog.inputs.demo.model.DemoViT, which adalog does not load",
         ),
-        (lambda path, state: torch.save([1, 2], path), "holds no tensors by name"),
-        (lambda path, state: torch.save({"model": {"epoch": 1}}, path), "holds no tensors by name"),
+        (lambda path, state: torch.save([1, 2], path), "contains no named tensors"),
+        (lambda path, state: torch.save({"model": {"epoch": 1}}, path), "contains no named tensors"),
         (
             lambda path, state: save_file({key: state[key] for key in list(state)[5:]}, path),
             "does not fit demo: missing pos_embed, patch_embed.conv1.weight, patch_embed.conv1.bias and 2 more; use",
@@ -371,7 +371,7 @@ class Evil:
         ),
         (
             lambda path, state: save_file({**state, "head.weight": torch.ones(5, 192)}, path),
-            "does not fit demo: wrong shape head.weight [5, 192] for [10, 192]; use",
+            "does not fit demo: wrong shape head.weight [5, 192] instead of [10, 192]; use",
         ),
         (
             lambda path, state: save_file({**state, "head.bias": torch.full((10,), torch.nan)}, path),
@@ -426,7 +426,7 @@ def test_half_a_file(tmp_path, weights):
     file = tmp_path / "w.pt"
     torch.save(weights, file)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert "is neither safetensors nor a whole file of torch.save" in refused("demo", checkpoint=file)
+    assert "is neither safetensors nor a complete file of torch.save" in refused("demo", checkpoint=file)
 
 
 # --- strange checkpoints ---------------------------------------------------------------------------------------------
