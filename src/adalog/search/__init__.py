@@ -18,7 +18,7 @@ class SearchModule(Protocol):
         """Return the optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""
 
     def refuses_fold(self, search: Any, config: Config) -> str:
-        """Return the reason why the search folds no norm with these choices, or "" if it folds norms."""
+        """Return the reason why the search does not fold norms with these choices, or "" if it does."""
 
     def fold_channels(self, values: Tensor, bits: int, search: Any) -> tuple[Fold, UniformQuantizer | None]:
         """Return the fold of a norm's channels, and the quantizer that they then share.
