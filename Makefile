@@ -14,9 +14,8 @@ OTHER_THREADS := OMP_NUM_THREADS=1
 OTHER_LIBRARY := ADALOG_NATIVE=/nonexistent
 # The modules whose results hang on how a processor rounds: a machine that is two of these at once, without vectors and
 # without a compiler, runs them in every `make test`.
-ROUNDING := $(patsubst %,tests/test_%.py,assignment bounds candidates fused golden gradients integer integer_models \
-	objective paper quantizers refine released reparam replacement rival_quantizers rivals rivals_models search \
-	straight_through ties)
+ROUNDING := $(patsubst %,tests/test_%.py,assignment blockwise bounds convolution evolution fused golden gradients \
+	integer methods objective paper quantizers ranges released rewrite runtime scales strategies)
 
 .PHONY: help demo test check portable lint docs clean distclean
 

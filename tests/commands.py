@@ -1,20 +1,60 @@
 """The command line as tests call it: in a process of its own, or in this one."""
 
-import subprocess
+import functools
+import multiprocessing
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from adalog.cli import main
 
 
-def run(*arguments, cwd=None, code=0):
+@functools.cache
+def _context():
+    """Processes that fork from one that has imported the commands, since importing PyTorch takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["adalog.cli"])
+    return context
+
+
+def _child(arguments, folder, environment, prepare, out, error):
+    """Run `adalog ARGUMENTS` in a forked process, and write its outputs to two files."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, path in ((1, out), (2, error)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["adalog", *arguments]
+    if prepare is not None:
+        prepare()
+    main()
+
+
+def forked(*arguments, cwd=None, prepare=None, **environment):
+    """Return the exit code, standard output and standard error of `adalog ARGUMENTS`, in a process of its own.
+
+    prepare: a function of a module that the process calls first, to change what the package does.
+    environment: variables that are added to those of this process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("out", "error")]
+        given = [str(each) for each in arguments], cwd or Path.cwd(), {**os.environ, **environment}, prepare, *files
+        process = _context().Process(target=_child, args=given)
+        process.start()
+        process.join(600)
+        assert process.exitcode is not None, "the command did not end"
+        return process.exitcode, *(file.read_text() for file in files)
+
+
+def run(*arguments, cwd=None, code=0, prepare=None):
     """Standard output of `adalog ARGUMENTS`, which must exit with `code` and never show a traceback."""
-    command = [sys.executable, "-m", "adalog", *map(str, arguments)]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert "Traceback" not in result.stderr
-    assert result.returncode == code, result.stderr
-    return result.stdout if code == 0 else result.stderr
+    found, out, error = forked(*arguments, cwd=cwd, prepare=prepare)
+    assert "Traceback" not in error
+    assert found == code, error
+    return out if code == 0 else error
 
 
 def _inside(monkeypatch, capsys, arguments):

@@ -7,10 +7,7 @@ import torch
 from torch.nn.functional import gelu
 
 from adalog.choices import Search
-from adalog.quantizers import (
-    QuantizedTensor,
-    UniformQuantizer,
-)
+from adalog.quantizers import QuantizedTensor, UniformQuantizer
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -107,3 +104,27 @@ def weight_of(found):
 def error_of(found, left, right):
     hats = left.quantized(found.left), right.quantized(found.right)
     return output_error(left, right, *hats)[0]
+
+
+def rounded(value):
+    """Halves to even."""
+    return value.round()
+
+
+MARGIN = 1e-9  # relative; sums of some thousand products in float64 differ by less than 1e-12 between processors
+
+
+def pick(candidates, loss):
+    """The candidate of the least loss. The test's input is at fault where another candidate comes within the margin."""
+    losses = [loss(candidate) for candidate in candidates]
+    least = min(losses)
+    assert sum(other <= least * (1 + MARGIN) for other in losses) == 1, "the minimum is not unique by the margin"
+    return candidates[losses.index(least)]
+
+
+def assert_close(found, expected):
+    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def uniform_of(scale, bits=4):
+    return UniformQuantizer(torch.tensor(scale, dtype=torch.float64), torch.tensor(float(2 ** (bits - 1))), bits)

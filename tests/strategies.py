@@ -46,5 +46,6 @@ def log_fake_quantize(x: Tensor, scale: Tensor, q: Tensor | int, r: int, bits: i
     return log_dequantize(code, scale, q, r, bits, **of_levels).to(x.dtype)
 
 
-def f64(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+def f64(*values: float) -> Tensor:
+    """A float64 scalar, or a vector of several values."""
+    return torch.tensor(values if len(values) > 1 else values[0], dtype=torch.float64)

@@ -105,6 +105,24 @@ def test_folds_do_not_modify_their_inputs():
     assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
 
 
+def test_layer_norm_reparameterization() -> None:
+    """With r = s / mean(s) and beta = mean(s) (mean(z) - z), the fold into norm and linear leaves the output."""
+    scale, zero_point = normal(12, seed=1).exp(), torch.arange(12, dtype=torch.float64)
+    gamma, shift, weight, bias = normal(12, seed=2), normal(12, seed=3), normal(5, 12, seed=4), normal(5, seed=5)
+    fold = Fold.sharing(scale, zero_point)
+    r, beta = fold.ratio, fold.beta
+    mean, center = sum(scale.tolist()) / 12, round(sum(zero_point.tolist()) / 12)
+    assert r.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=1e-12)
+    assert beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=1e-12)
+
+    x = normal(30, 12, seed=6)
+    before = layer_norm(x, (12,), gamma, shift) @ weight.T + bias
+    new_gamma, new_shift = fold.norm(gamma, shift)
+    new_weight, new_bias = fold.linear(weight, bias)
+    after = layer_norm(x, (12,), new_gamma, new_shift) @ new_weight.T + new_bias
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-11)
+
+
 @pytest.fixture(scope="module")
 def small(tiniest, images):
     """One block; what is tested does not depend on the model."""

@@ -1,99 +1,431 @@
-"""The reference search and what `benchmarks/search.py` makes of it."""
+"""Every script of benchmarks/ runs on something tiny, and the code that measures is right."""
 
-from benchmarks import beside, direct, measure, tables
-from benchmarks import search as benchmark
+from benchmarks import (
+    accuracy_tables,
+    beside,
+    budgets,
+    cost,
+    detection,
+    detector_cost,
+    direct,
+    executors,
+    export,
+    folds,
+    limits,
+    load,
+    measure,
+    publish,
+    realbench,
+    reconstruct,
+    reconstruct_cost,
+    runtime,
+    scale,
+    search_tables,
+    sides,
+    speed_tables,
+    throughput,
+)
+from benchmarks import demo as demo_benchmark
+from benchmarks import search as search_benchmark
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import typer
+from PIL import Image
 
-from adalog import Calibration, Config, Search
+from adalog import Calibration, Config, Correction, Reconstruction, Search, library
 from adalog.calibration.calibration import Searched
 from adalog.choices import ReleasedSearch
+from adalog.detection import demo as detector_demo
+from adalog.inputs import demo
 from adalog.inputs.demo.model import DemoViT
-from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer
-from adalog.search import released
+from adalog.quantizers import Assignment, LogQuantizer, TwinUniformQuantizer, UniformQuantizer, elementwise
+from adalog.search import objective, released
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
+from adalog.study.roof import Roofs
 
-SHORT = replace(Config.preset("w4a4", "adalog-released"), search=ReleasedSearch(steps=2, rounds=1))
+SCRIPTS = Path(publish.__file__).parent
+QUICK = Search(init=(4, 2), parents=1, steps=0, rounds=1)
+needs_kernels = pytest.mark.skipif(not library.levels(), reason=f"no kernels: {library.why()}")
 
 
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def scales(*shape):
-    return normal(*shape, seed=2).abs() * 0.3 + 0.05
-
-
-SCRIPTS = Path(benchmark.__file__).parent
-
-
 # --- the package -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_script_run_by_its_path_hides_no_other_package(tmp_path):
-    """It finds its siblings in the package, and their names are no top-level modules."""
+def test_a_script_runs_by_its_path_and_hides_no_other_package(tmp_path):
+    """A script finds the other ones in the package, and their names are no top-level modules."""
     script = (
-        f"import sys, importlib.util; sys.path[0] = {str(SCRIPTS)!r}; import benchmarks.publish as found\n"
+        f"import runpy, sys, importlib.util; sys.path[0] = {str(SCRIPTS)!r}; sys.argv = ['search.py', '--help']\n"
+        "try:\n    runpy.run_path(sys.path[0] + '/search.py', run_name='__main__')\nexcept SystemExit: pass\n"
         "names = ('search', 'beside', 'demo', 'tables', 'cost', 'runtime', 'publish', 'direct')\n"
-        "print(found.__name__, found.__file__, [name for name in names if importlib.util.find_spec(name)])"
+        "print([name for name in names if importlib.util.find_spec(name)])"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout == f"benchmarks.publish {SCRIPTS / 'publish.py'} []\n"
+    assert "--ablation" in result.stdout
+    assert result.stdout.endswith("[]\n")
+
+
+# --- every script runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_presets(monkeypatch):
+    """Presets with short searches, stages of one iteration, and few images."""
+    preset = Config.preset
+
+    def quick(bits, method="adalog"):
+        config = preset(bits, method)
+        searches = {Search: QUICK, ReleasedSearch: ReleasedSearch(steps=1, rounds=1)}
+        return replace(config, search=searches.get(type(config.search), config.search))
+
+    monkeypatch.setattr(Config, "preset", staticmethod(quick))
+
+
+@pytest.fixture
+def tiny_demo(monkeypatch, quick_presets):
+    """The bundled model and its images are a model with one block and noise."""
+    torch.manual_seed(0)
+    model = DemoViT(width=16, depth=1, heads=2).eval()
+    images, labels = normal(47, 3, 32, 32, seed=1), torch.arange(7)
+    monkeypatch.setattr(demo, "load_model", lambda: model)
+    monkeypatch.setattr(demo, "test_images", lambda: (images[40:], labels))
+    for name in ("calibration_images", "unlabelled_images"):
+        monkeypatch.setattr(demo, name, lambda: images)
+    return model
+
+
+@pytest.fixture
+def result_of(monkeypatch, capsys, tmp_path):
+    """A function that runs a script with arguments, and returns the JSON object that it prints and saves."""
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
+    monkeypatch.setattr(publish, "commit", lambda: "0123456789")
+    monkeypatch.chdir(tmp_path)
+
+    def run(module, *arguments):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        if "typer" in vars(module):
+            with pytest.raises(SystemExit) as stopped:
+                typer.run(module.main)
+            assert not stopped.value.code
+        else:
+            module.main()
+        out = capsys.readouterr().out
+        result = json.loads(out)
+        assert result["commit"] == "0123456789"
+        assert out.encode() in [path.read_bytes() for path in tmp_path.glob("*.json")]
+        return result
+
+    return run
+
+
+@pytest.fixture
+def tiny_timm(monkeypatch):
+    """Whatever timm is asked for, it makes a narrow ViT for images of 224 x 224."""
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 224, "patch_size": 56, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: timm.models.VisionTransformer(**sizes, depth=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [[str(SCRIPTS / "search.py")], ["-m", "benchmarks.search"]])
-def test_a_script_runs_by_its_path_and_as_a_module(how):
-    """`search` imports most of the others."""
-    command = [sys.executable, *how, "--help"]
-    result = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, check=True)
-    assert "--ablation" in result.stdout
+def test_budgets(tiny_demo, result_of, monkeypatch):
+    monkeypatch.setattr(budgets, "MIXES", 3)
+    quick = partial(Config, search=QUICK)
+    quick.preset = Config.preset
+    monkeypatch.setattr(budgets, "Config", quick)
+    result = result_of(budgets, "--bits", "w4a4", "--judged", 8, "--widths", 3, 8, "--counts", 4)
+    (row,) = result["demo"]
+    assert row["bytes_budget"] <= row["bytes_uniform"]
+    assert row["bops_budget"] <= row["bops_uniform"]
+    assert len(result["mixes"]) == 3
+    assert [each["judged"] for each in result["counts"]] == [4]
 
 
-def test_no_script_imports_the_command_line():
-    for path in SCRIPTS.glob("*.py"):
-        assert "adalog.cli" not in path.read_text(), path
+def test_cost(tiny_timm, quick_presets, result_of):
+    result = result_of(cost)
+    assert [row["bits"] for row in result["rows"]] == ["fp32", "w6a6", "w4a4", "w3a3"]
+    assert search_tables.cost_table()
 
 
-# --- direct: quantizing in place -------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_demo(tiny_demo, result_of, monkeypatch, tmp_path, capsys):
+    """The command runs in this process."""
+
+    def inside(command, check):
+        from adalog.cli import main
+
+        monkeypatch.setattr(sys, "argv", command[2:])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+        capsys.readouterr()
+
+    monkeypatch.setattr(demo_benchmark, "LEVEL_METHODS", ["adalog", "uniform"])
+    monkeypatch.setattr(demo_benchmark.subprocess, "run", inside)
+    (tmp_path / "work").mkdir()
+    result = result_of(demo_benchmark, "--work", tmp_path / "work", "--seeds", "0")
+    assert {row["bits"] for row in result["rows"]} == {"w6a6", "w4a4", "w3a3"}
+    assert accuracy_tables.demo_table()
 
 
-@pytest.mark.parametrize("bits", [3, 8])
-@pytest.mark.parametrize("shape", [(), (6, 1), (1, 3, 1, 1)])
-def test_uniform_values_in_place_are_the_quantizers(bits, shape):
-    values = normal(2, 3, 6, 8) if len(shape) == 4 else normal(6, 8)
-    zero_point = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(0)).float()
-    quantizer = UniformQuantizer(scales(*shape), zero_point, bits)
-    out = torch.empty_like(values)
-    direct.quantize_into(quantizer, values, out)
-    assert torch.equal(out, quantizer.fake_quantize(values))
+class Detector:
+    """Stands in for a quantized detector."""
+
+    def __init__(self, found):
+        self.parts, self.found = {"backbone": mock.Mock(float_sites=list, refusals={})}, found
+
+    def __call__(self, batch):
+        return [self.found] * len(batch.images)
 
 
-@pytest.mark.parametrize("beyond", ["zero", "zero-coded", "saturate"])
-@pytest.mark.parametrize("rounding", ["log", "nearest"])
-@pytest.mark.parametrize("offset", [0.0, 0.17])
-def test_logarithmic_values_in_place_are_the_quantizers(beyond, rounding, offset):
-    values = torch.nn.functional.gelu(normal(40, 9)) if offset else normal(40, 9).softmax(1)
-    quantizer = LogQuantizer(torch.tensor(0.9), 31, 37, 4, beyond, rounding, offset=offset)
-    out = torch.empty_like(values)
-    direct.quantize_into(quantizer, values, out)
-    assert torch.equal(out, quantizer.fake_quantize(values))
-    assert len(out.unique()) > 8
+@pytest.mark.slow
+def test_detection(result_of, monkeypatch):
+    """The float detector stands in for the quantized ones."""
+    pytest.importorskip("pycocotools")
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(detector_demo, "TESTED", range(1000, 1002))
+    monkeypatch.setattr(detection, "RESAMPLED", 3)
+    monkeypatch.setattr(
+        detection, "quantize_detector", lambda detector, batches, configs, seed: [detector] * len(configs)
+    )
+    monkeypatch.setattr(detection, "save", lambda detector, file: file.write_bytes(b"12"))
+    monkeypatch.setattr(detection, "fastest", lambda detector, jobs: detector)
+    result = result_of(detection, "--bits", "w4a4", "--methods", "adalog,minmax")
+    assert [row["bytes"] for row in result["rows"]] == [2, 2]
+    assert [row["below_adalog"]["box_ap"] for row in result["rows"]] == [[0, 0, 0]] * 2
 
 
-# --- direct: losses --------------------------------------------------------------------------------------------------
+def test_detector_cost(result_of, monkeypatch):
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(detector_cost, "quantize_detector", lambda *_, **__: [Detector("")])
+    monkeypatch.setattr(detector_cost, "save", lambda detector, file: 7)
+    monkeypatch.setattr(detector_cost, "load", lambda file: lambda batch: [[]])
+    monkeypatch.setattr(detector_cost.zoo, "load_detector", lambda name, pretrained: detector_demo.load_detector())
+    result = result_of(detector_cost)
+    assert (result["bytes"], result["float_sites"]) == (7, {"backbone": []})
+
+
+@pytest.mark.slow
+def test_executors(tiny_demo, tiny_timm, result_of, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
+    result = result_of(executors, "--bits", "w4a4", "--images", 8, "--reference-images", 4, "--repeats", 1)
+    exact = [row for row in result["rows"] if row["dtype"] == "float64"]
+    assert [row["code_flip_fraction"] for row in exact] == [0]
+    assert {"fp32", "torch"} < set(result["speed"][0]["images_per_second"])
+    assert speed_tables.executors_table()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the exporters
+def test_export(tiny_demo, result_of, monkeypatch):
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package)
+    monkeypatch.setattr(export, "DAMAGED", 1)
+    monkeypatch.setattr(export, "ENGINES", ["onnxruntime"])
+    result = result_of(export, "--bits", "w4a4", "--images", 4, "--seconds", 0)
+    assert len(result["rows"]) == len(export.export.FORMS)
+    assert all(row["passed"] for row in result["rows"])
+    assert result["damaged_caught"] == result["damaged_tried"] > 0
+
+
+@pytest.mark.slow
+def test_folds(tiny_demo, result_of):
+    result = result_of(folds, "--json", "folds.json")
+    assert [row["bits"] for row in result["rows"]] == [3, 4, 6, 8]
+    assert search_tables.folds_table()
+
+
+@needs_kernels
+def test_limits(tiny_demo, result_of, monkeypatch):
+    roofs = Roofs(library.levels()[-1], 1e11, 1e10, 5e9, ((1 << 15, 2e11), (0, 1e10)))
+    monkeypatch.setattr(limits.roof, "measure", lambda level: roofs)
+    result = result_of(limits, "--model", "demo", "--batch", 1, "--seconds", 0)
+    assert result["rows"][0]["over_limit"] > 0
+
+
+@needs_kernels
+def test_load(tiny_demo, result_of, monkeypatch):
+    monkeypatch.delitem(load._WAYS, "native")
+    monkeypatch.setattr(load, "find_spec", lambda package: None)
+    (row,) = result_of(load, "--model", "demo", "--repeats", 1)["rows"]
+    assert row["ratios"].keys() == {"numpy"}
+    assert row["ways"]["run"]["ready_seconds"] > 0
+
+
+@pytest.fixture
+def real_folder(tmp_path, monkeypatch):
+    """36 images of noise, 4 of them queries, and a model that makes features of them."""
+    images = (normal(36, 3, 8, 8) * 60 + 128).clamp(0, 255).to(torch.uint8)
+    folder = tmp_path / "real"
+    for index, pixels in enumerate(images):
+        path = folder / ("query" if index < 4 else "support") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(path)
+    rows = [f"{path.relative_to(folder)},{index % 5}" for index, path in enumerate(sorted(folder.rglob("*.png")))]
+    (folder / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 56, 56), torch.nn.Flatten(), torch.nn.Linear(128, 12)).eval()
+    monkeypatch.setattr(realbench, "load_model", lambda folder: model)
+    return folder
+
+
+def test_realbench(real_folder, quick_presets, result_of):
+    result = result_of(realbench, "--realbench", real_folder, "--bits", "w4a4", "--methods", "adalog", "minmax")
+    assert [(row["method"], row["mcnemar_p_adalog"] is None) for row in result["rows"]] == [
+        ("adalog", True),
+        ("minmax", False),
+    ]
+    assert result["queries"] == 4
+    assert accuracy_tables.real_table()
+
+
+@pytest.mark.slow
+def test_reconstruct(tiny_demo, result_of, monkeypatch):
+    few = {"images": 8, "batch": 4, "iterations": 2}
+    stages = {
+        "correction": Correction(images=8),
+        "reconstruction": Reconstruction(**few),
+        "end-to-end": Reconstruction(**few, scope="model"),
+    }
+    monkeypatch.setattr(reconstruct, "choices_of", lambda stage, images: stages[stage])
+    result = result_of(reconstruct, "--bits", "w3a3", "--images", 8)
+    assert [row["stage"] for row in result["rows"]] == ["search", "correction", "reconstruction", "end-to-end"]
+
+
+def test_reconstruct_cost(tiny_timm, quick_presets, result_of):
+    result = result_of(reconstruct_cost, "--steps", 1, "--images", 2, "--json", "cost.json")
+    assert result["ratio"] > 0
+
+
+def test_runtime(tiny_demo, result_of):
+    """The images that judge do not fill the last batch."""
+    result = result_of(
+        runtime, "--model", "demo", "--bits", "w4a4", "--batch", 1, 4, "--peers", "torch", "--seconds", 0
+    )
+    names = ["torch", *["native/w4a4"] * bool(library.levels())]
+    assert [row["name"] for row in result["rows"]] == 2 * names
+    assert result["rows"][0]["logit_error"] == 0
+    assert result["accuracy"]["torch"]["agreement"] == 1
+    assert result["accuracy"].keys() == {"fp32", *names}
+
+
+def test_scale(result_of, monkeypatch):
+    counts = dict.fromkeys(("images", "top5", "agreement", "lost", "gained", "p_value", "kl"), 1)
+
+    def run(folder, world, *arguments):
+        if "--json" in arguments:
+            (folder / arguments[-1]).write_text(json.dumps({**counts, "top1": {"value": 0.5}}))
+
+    monkeypatch.setattr(scale, "run", run)
+    result = result_of(scale, "evaluate")
+    assert result["evaluate"]["equal_counts"]
+
+
+def test_sides(tiny_demo, result_of, monkeypatch):
+    monkeypatch.setattr(sides, "SEEDS", range(2))
+    result = result_of(sides, "--methods", "minmax")
+    assert [row["bits"] for row in result["rows"]] == list(sides.BITS)
+    assert accuracy_tables.sides_table()
+
+
+@needs_kernels
+def test_throughput(tiny_demo, result_of, monkeypatch):
+    monkeypatch.setattr(throughput, "KINDS", {"one": (1, 1, 1), "two": (2, 1, 1), "threads": (1, 2, 1)})
+    (row,) = result_of(throughput, "--model", "demo", "--batch", 1, "--rounds", 1, "--seconds", 0.1)["rows"]
+    assert row["over_two"].keys() == {"one", "threads"}
+    assert min(row["images_per_second"].values()) > 0
+
+
+@pytest.fixture
+def short_searches(monkeypatch, quick_presets):
+    """Ways to search that take no time, and this process's memory as it is."""
+    monkeypatch.setattr(beside, "OURS", {kind: replace(way, search=QUICK) for kind, way in beside.OURS.items()})
+    for module in (beside, search_benchmark):
+        monkeypatch.setattr(module, "keep_memory", lambda: None)
+
+
+@pytest.mark.slow
+def test_search(tiny_demo, short_searches, result_of):
+    result = result_of(search_benchmark, "--model", "demo")
+    for part in (result, *(result[kind] for kind in beside.OURS if kind != "six")):
+        ratios = [row["loss_ratio"] for row in part["sites"].values()]
+        assert part["loss_ratio"]["max"] == max(ratios)
+        assert part["loss_ratio"]["geomean"] == pytest.approx(float(torch.tensor(ratios).log().mean().exp()))
+        assert part["speedup"] == pytest.approx(part["seconds"]["direct"] / part["seconds"]["ours"])
+    assert result["direct_fused"]["loss_ratio"]["geomean"] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.slow
+def test_search_without_its_parts(tiny_demo, short_searches, result_of, monkeypatch):
+    chosen = {
+        "default": Config.preset("w3a3"),
+        "fitted": replace(Config.preset("w3a3"), search=replace(QUICK, refit=True)),
+    }
+    monkeypatch.setattr(search_benchmark, "variants", lambda bits: chosen)
+    variants = result_of(search_benchmark, "--model", "demo", "--ablation")["variants"]
+    assert variants["default"]["loss"] == variants["default"]["held_out"] == 1
+
+
+def test_search_of_a_whole_model(tiny_demo, short_searches):
+    result = search_benchmark.quantize_whole("demo", 0, 32, None, 0, "w4a4")
+    ratio = result["cpu_seconds"] / result["floor"]["forward_seconds"]
+    assert result["float_forwards"] == pytest.approx(ratio)
+
+
+def test_growth_of_a_search(result_of, short_searches, monkeypatch):
+    def seconds(images, width, points, seed, config):
+        return 1e-6 * images * width**2.2 * points**0.5
+
+    monkeypatch.setattr(search_benchmark, "block_seconds", seconds)
+    result = result_of(search_benchmark, "--scaling")
+    assert result["exponents"] == pytest.approx({"images": 1, "width": 2.2, "points": 0.5})
+
+
+def test_cases_are_cut_and_their_images_apart():
+    case = search_benchmark.load_case("demo", 1, 4, None, 0)
+    assert len(case.model.blocks) == 1
+    assert case.images.shape == (4, 3, 32, 32)
+    one, same, other = (search_benchmark.smooth_noise(3, (40, 24), seed) for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    with pytest.raises(typer.BadParameter, match="no sequence of `blocks`"):
+        search_benchmark.load_case("timm:levit_128s", 1, 1, None, 0)
+
+
+# --- what measures is right ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_both_released_searches_find_the_same(tiniest, images):
+    """The library's search and the one of `direct`, which were written apart."""
+    config = replace(Config.preset("w4a4", "adalog-released"), images=4, search=ReleasedSearch(steps=2, rounds=1))
+    ours = Calibration(tiniest, images).search(config)
+    with mock.patch.object(released, "search_product", direct.Direct().search_product):
+        theirs = Calibration(tiniest, images).search(config)
+    assert len(ours) == 10
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.sites == other.sites
+        assert one.mean_square_error() == pytest.approx(other.mean_square_error(), rel=1e-3)
+        if isinstance(one.assignment.left, LogQuantizer):
+            assert one.assignment.left.q == other.assignment.left.q
+
+
+def scales(*shape):
+    return normal(*shape, seed=2).abs() * 0.3 + 0.05
 
 
 def operands(kind):
@@ -125,45 +457,28 @@ def operands(kind):
     return left, Operand(normal(4, 3, 6, 7, seed=1), Format(4, (1,))), replace(log, offset=0.0), of(1, 3, 1, 1)
 
 
-KINDS = ["linear", "post-gelu", "twin", "grouped conv", "qk", "av"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [1, 100, 1 << 19])
-def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, monkeypatch):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "post-gelu", "twin", "grouped conv", "qk", "av"])
+@pytest.mark.parametrize("tile", [100, 1 << 19])
+def test_direct_losses_are_those_that_found_is_judged_by(kind, tile, fused, monkeypatch):
+    """Fused, a value within 0.1 % of a threshold of a logarithm may get the code next to its own."""
     monkeypatch.setattr(direct, "TILE_ELEMENTS", tile)
     left, right, first, second = operands(kind)
     judged = Searched(None, Product("linear", left, right), Assignment(first, second)).mean_square_error()
     outputs = left.values[..., 0].numel() * right.values.shape[-2]
-    of_left = direct.Losses(left, right.values, right.quantized(second))
-    of_right = direct.Losses(right, left.values, left.quantized(first))
-    for losses, operand, quantizer in ((of_left, left, first), (of_right, right, second)):
-        found = losses([quantizer, quantizer])
-        assert list(found.shape[1:]) == [operand.values.shape[dim] for dim in operand.format.own_dims]
-        assert float(found[0].sum()) / outputs == pytest.approx(judged, rel=1e-5)
-        assert torch.equal(found[0], found[1])
-        assert (losses.evaluated, losses.flops) == (2, 4 * outputs * left.values.shape[-1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tile", [100, 1 << 19])
-def test_fused_losses_are_the_others(kind, tile, monkeypatch):
-    """A value that lies within 0.1 % of a threshold of a logarithm may get the code next to its own."""
-    monkeypatch.setattr(direct, "TILE_ELEMENTS", tile)
-    left, right, first, second = operands(kind)
     for operand, other, mine, theirs in ((left, right, first, second), (right, left, second, first)):
-        some = [mine, replace(mine, scale=mine.scale * 0.8), mine]
-        plain, quick = (
-            direct.Losses(operand, other.values, other.quantized(theirs), fused=how) for how in (False, True)
-        )
-        expected = plain(some)
-        torch.testing.assert_close(quick(some), expected, rtol=1e-3, atol=0)
-        assert (quick.evaluated, quick.flops) == (plain.evaluated, plain.flops)
+        losses = direct.Losses(operand, other.values, other.quantized(theirs), fused=fused)
+        found = losses([mine, replace(mine, scale=mine.scale * 0.8), mine])
+        assert list(found.shape[1:]) == [operand.values.shape[dim] for dim in operand.format.own_dims]
+        assert float(found[0].sum()) / outputs == pytest.approx(judged, rel=1e-3 if fused else 1e-5)
+        assert torch.equal(found[0], found[2])
+        assert not torch.equal(found[0], found[1])
+        assert (losses.evaluated, losses.flops) == (3, 6 * outputs * left.values.shape[-1])
 
 
 @pytest.mark.parametrize("kind", ["linear", "qk", "grouped conv"])
 def test_losses_belong_to_their_groups(kind):
-    """One group's parameters move no other group's loss, and its own as a product in float64 says."""
+    """The loss of one group depends on its own parameters alone, and is that of a product in float64."""
     left, right, first, second = operands(kind)
     other = left.quantized(first)
     losses = direct.Losses(right, left.values, other)
@@ -177,225 +492,128 @@ def test_losses_belong_to_their_groups(kind):
     assert torch.allclose(after, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("keep", [(), (0,)])
-def test_own_losses_are_those_of_the_values(keep, monkeypatch):
-    monkeypatch.setattr(direct, "TILE_ELEMENTS", 30)
-    operand = Operand(normal(9, 12), Format(4, keep))
-    shape = (9, 1) if keep else ()
-    quantizer = UniformQuantizer(scales(*shape), torch.full(shape, 7.0), 4)
-    error = (quantizer.fake_quantize(operand.values) - operand.values).double().square()
-    for how in (False, True):
-        losses = direct.Losses(operand, fused=how)
-        assert torch.allclose(losses([quantizer])[0], error.sum(1) if keep else error.sum(), rtol=1e-5)
-        assert losses.evaluated == losses.flops == 0
-
-
-# --- direct: the search ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def case():
-    torch.manual_seed(0)
-    model = DemoViT(width=16, depth=1, heads=2).eval()
-    images = normal(4, 3, 32, 32, seed=1)
-    return measure.Case(model, images[:2], images[2:])
-
-
 @pytest.mark.slow
-def test_both_released_searches_find_the_same(case):
-    """The library's and the one written for comparison, written apart."""
-    ours = Calibration(case.model, case.images).search(SHORT)
-    counted = direct.Direct()
-    with mock.patch.object(released, "search_product", counted.search_product):
-        theirs = Calibration(case.model, case.images).search(SHORT)
-    assert len(ours) == 10
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.sites == other.sites
-        assert one.mean_square_error() == pytest.approx(other.mean_square_error(), rel=1e-3)
-        if isinstance(one.assignment.left, LogQuantizer):
-            assert one.assignment.left.q == other.assignment.left.q
-    # A float image: weights alone. Else 2 steps for both sides; q first where that is searched.
-    linear, softmax, gelu = 2 * 256, 128 + 256, 3 * 128 + 256
-    assert counted.candidates == 256 + 7 * linear + softmax + gelu
-
-
-# --- search: the command's parts -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def short(monkeypatch):
-    """Searches that take no time, and this process's memory as it is."""
-    small = Search(init=(4, 2), parents=1, steps=0)
-    ways = {
-        "equals": beside.Ours(Search(steps=1), float32=True),
-        "default": beside.Ours(small),
-        "unfused": beside.Ours(small, float32=True, unfused=True),
-        "six": beside.Ours(Search(steps=1)),
-    }
-    monkeypatch.setattr(beside, "OURS", ways)
-    monkeypatch.setattr(beside, "keep_memory", lambda: None)
-
-
-ROWS = [
-    "equals: six steps, three rounds, float32",
-    "as it comes",
-    "float32 and unfused",
-    "six steps, three rounds",
-]
-
-
-@pytest.mark.slow
-def test_sites_are_compared_and_kept(case, short, tmp_path, monkeypatch):
-    config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
-    result = beside.compare(case, config, {"key": 1}, tmp_path, 0)
-    assert json.loads(json.dumps(result)) == result
-    calibration = Calibration(case.model, case.images)
-    with mock.patch.object(released, "search_product", direct.Direct().search_product):
-        found = calibration.search(config)
-    assert list(result["sites"]) == [searched.sites[0].name for searched in found]
-    for kind, part in (("six", result), *((kind, result[kind]) for kind in ("equals", "default", "unfused"))):
-        assert part["equal"] == (kind == "equals")
-        rows = part["sites"]
-        ratios = [row["loss_ratio"] for row in rows.values()]
-        assert part["loss_ratio"]["max"] == max(ratios)
-        assert part["loss_ratio"]["geomean"] == pytest.approx(float(torch.tensor(ratios).log().mean().exp()))
-        assert part["seconds"]["ours"] == pytest.approx(sum(row["seconds"] for row in rows.values()))
-        assert part["speedup"] == pytest.approx(part["seconds"]["direct"] / part["seconds"]["ours"])
-        assert part["speedup_over_fused"] == pytest.approx(part["seconds"]["direct_fused"] / part["seconds"]["ours"])
-        assert part["float_forwards"] == pytest.approx(part["seconds"]["ours"] / part["floor"]["forward_seconds"])
-        assert part["floor"]["over_floor"] > 0
-        for searched in found[:3]:
-            with beside.OURS[kind].run():
-                best = beside.search_product(searched.product, beside.OURS[kind].search)
-            ratio = replace(searched, assignment=best).mean_square_error() / searched.mean_square_error()
-            assert rows[searched.sites[0].name]["loss_ratio"] == pytest.approx(ratio)
-    softmax, gelu = 128 + 128, 128 + 128 + 128  # q; q and scales; and the other side
-    assert result["candidates"]["direct"] == 128 + 7 * 256 + softmax + gelu
-    assert result["candidates"]["ours"] == 256 + 9 * (1 + 2 * Search().rounds) * 256
-    assert result["counts"]["direct"]["candidates"] == result["candidates"]["direct"]
-    assert result["counts"]["direct"]["flops"] == result["direct_flops"]
-    assert result["direct_fused"]["loss_ratio"]["geomean"] == pytest.approx(1, rel=0.01)
-
-    file = tmp_path / "search-tiny.json"
-    published = {**result, "images": 2, "machine": {"processor": "thing"}}
-    file.write_text(json.dumps(published))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    table = tables.search_table().splitlines()
-    assert [line.split(" | ")[2] for line in table[2:6]] == ROWS
-    assert f"**{result['equals']['speedup_over_fused']:.1f}**" in table[2]
-    assert sum("**" in line for line in table) == 1
-    assert [line.split(" | ")[1] for line in table[9:14]] == ["direct", *ROWS]
-    older = {key: value for key, value in published.items() if key not in ("counts", "equals", "unfused")}
-    for part in (older, older["default"]):
-        del part["equal"], part["speedup_over_fused"]
-    file.write_text(json.dumps(older))
-    assert [line.split(" | ")[2] for line in tables.search_table().splitlines()[2:]] == [ROWS[1], ROWS[3]]
-    file.unlink()
-
-    def fail(*_):
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(beside, "measure_site", fail)
-    again = beside.compare(case, config, {"key": 1}, tmp_path, 0)
-    assert again["sites"] == result["sites"]
-    with pytest.raises(AssertionError, match="measured again"):
-        beside.compare(case, config, {"key": 2}, tmp_path, 0)
-
-
-@pytest.mark.slow
-def test_held_out_losses_are_of_other_images(case, short):
-    config = replace(SHORT, search=ReleasedSearch(steps=1, rounds=1))
+def test_held_out_losses_are_of_other_images(tiniest, images, short_searches):
+    config = replace(Config.preset("w4a4", "adalog-released"), images=2)
     row, same = (
-        beside.measure_site(
-            Calibration(case.model, case.images), Calibration(case.model, judge), config, "blocks.0.mlp.fc2"
-        )
-        for judge in (case.held_out, case.images)
+        beside.measure_site(Calibration(tiniest, images[:2]), Calibration(tiniest, judge), config, "blocks.0.mlp.fc2")
+        for judge in (images[2:], images[:2])
     )
     for kind in beside.OURS:
         assert same[kind]["held_out_ratio"] == same[kind]["loss_ratio"] == row[kind]["loss_ratio"]
         assert row[kind]["held_out_ratio"] != row[kind]["loss_ratio"]
 
 
-@pytest.mark.slow
-def test_parts_are_told_by_what_they_are_worth(case, tmp_path):
-    short = replace(Config.preset("w3a3"), search=Search(steps=0, rough_rows=0, refit=False))
-    configs = {"default": short, "same": short, "fitted": replace(short, search=Search(steps=0, rough_rows=0))}
-    result = benchmark.ablate(case, configs, {}, tmp_path, 0)
-    assert result["default"]["loss"] == result["same"]["held_out"] == 1
-    ratios = []
-    for found in Calibration(case.model, case.images).search(short):
-        name = found.sites[0].name
-        assert result["default"]["sites"][name][0] == pytest.approx(found.mean_square_error())
-        ratios.append(result["fitted"]["sites"][name][0] / result["default"]["sites"][name][0])
-    assert max(ratios) <= 1.0001  # the best scale for a row's codes
-    assert result["fitted"]["loss"] == pytest.approx(math.exp(sum(map(math.log, ratios)) / len(ratios)))
-    assert result["fitted"]["loss"] < 1
-    assert len(list(tmp_path.glob("ablation-*.json"))) == 3
-    assert next(iter(benchmark.variants("w4a4"))) == "default"
-
-
-@pytest.mark.slow
-def test_the_whole_model_is_measured(case, monkeypatch):
-    monkeypatch.setattr(benchmark, "load_case", lambda *_: case)
-    quick = Config(search=Search(steps=0))
-    monkeypatch.setattr(benchmark.Config, "preset", staticmethod(lambda bits: quick))
-    result = benchmark.quantize_whole("demo", 0, 2, None, 0, "w4a4")
-    assert result["cpu_seconds"] > 0
-    assert result["wall_seconds"] > 0
-    assert result["floor"]["product_flops"] > 0
-    ratio = result["cpu_seconds"] / result["floor"]["forward_seconds"]
-    assert result["float_forwards"] == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize("points", benchmark.POINTS)
-def test_every_count_of_candidates_is_a_search(points):
-    first = benchmark.first_points(points)
-    assert Search(init=first, parents=points // 8).init[0] * first[1] == points
-
-
-@pytest.mark.slow
-def test_growth_is_fitted_and_drawn(tmp_path, monkeypatch):
-    calls = []
-
-    def seconds(images, width, points, seed, config):
-        calls.append((images, width, points))
-        return 1e-6 * images * width**2.2 * points**0.5
-
-    monkeypatch.setattr(benchmark, "block_seconds", seconds)
-    monkeypatch.setattr(benchmark, "keep_memory", lambda: None)
-    result = benchmark.scale(Config(), {}, tmp_path / "work", 0, tmp_path / "search.png")
-    assert result["exponents"] == pytest.approx({"images": 1, "width": 2.2, "points": 0.5})
-    assert (tmp_path / "search.png").read_bytes()[:4] == b"\x89PNG"
-    assert sorted(calls) == sorted(set(calls))  # the base is measured once
-
-
-@pytest.mark.slow
-def test_a_block_is_timed():
-    config = Config(search=Search(steps=0, rounds=1))
-    assert benchmark.block_seconds(1, 64, 32, 0, config) > 0
-
-
 def test_irreducible_products_are_counted():
     left, right = Operand(torch.zeros(50, 12), Format(4)), Operand(torch.zeros(9, 12), Format(4))
     # The product, 50 x 12 x 9; weights by 12 x 12 moments of 50 rows or the product, which is cheaper; activations
     # by those of 9 rows.
-    assert benchmark.irreducible_flops(left, right) == 2 * (5400 + 5400 + 9 * 144)
+    assert search_benchmark.irreducible_flops(left, right) == 2 * (5400 + 5400 + 9 * 144)
     image = Operand(torch.zeros(50, 12), Format(32))
-    assert benchmark.irreducible_flops(image, right) == 2 * (5400 + 5400)
+    assert search_benchmark.irreducible_flops(image, right) == 2 * (5400 + 5400)
 
 
-def test_cases_are_cut_and_their_images_apart():
-    case = benchmark.load_case("demo", 1, 4, None, 0)
-    assert len(case.model.blocks) == 1
-    assert case.images.shape == (4, 3, 32, 32)
-    assert len(case.held_out) == 200
-    one, same, other = (benchmark.smooth_noise(3, (40, 24), seed) for seed in (0, 0, 1))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-    steps = (one[..., 1:, :] - one[..., :-1, :]).square().mean()
-    assert float(steps) < float(one.square().mean()) / 2
+def test_what_a_search_does_is_counted_and_switched_off(monkeypatch):
+    """Products in bfloat16, compiled kernels, and candidates that are scored on a sample of the rows."""
+    monkeypatch.setattr(objective, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(objective, "_ROUGH_ELEMENTS", 0)
+    search = Search(steps=0, refit=False, rough_rows=128)
+
+    def linear():
+        return Product("linear", Operand(normal(1024, 48), Format(4)), Operand(normal(32, 48, seed=1), Format(4, (0,))))
+
+    def counts_of(way):
+        product = linear()
+        with way.run(), measure.counted() as counts:
+            found = beside.search_product(product, search)
+            kernels = elementwise._functions()
+        return counts.to_json(measure.site_rows(product)), found, kernels
+
+    counts, found, kernels = counts_of(beside.Ours(search))
+    assert counts["flops"]["bfloat16"] > 0
+    assert counts["evaluations"] == counts["sampled"]["evaluations"] + counts["all"]["evaluations"]
+    assert counts["all"]["evaluations"] == 1024 * counts["all"]["candidates"]
+    assert 0 < counts["sampled"]["evaluations"] < 1024 * counts["sampled"]["candidates"]
+    plain, _, none = counts_of(beside.Ours(search, float32=True, unfused=True))
+    assert list(plain["flops"]) == ["float32"]
+    assert none == {}
+    assert elementwise._functions() == kernels
+    assert found.sqnr == beside.search_product(linear(), search).sqnr  # counting changes nothing
 
 
-def test_a_model_without_blocks_is_not_cut():
-    with pytest.raises(typer.BadParameter, match="no sequence of `blocks`"):
-        benchmark.load_case("timm:levit_128s", 1, 1, None, 0)
+def test_engines_that_are_absent_or_fail_are_reported(tiniest, monkeypatch):
+    def refuse(model, files, images, threads):
+        raise RuntimeError(f"takes no {len(images)} images\nat all")
+
+    monkeypatch.setitem(runtime.PEERS, "torch-bf16", ((), refuse))
+    monkeypatch.setattr(runtime, "find_spec", lambda package: None)
+    monkeypatch.setattr(runtime.library, "levels", list)
+    monkeypatch.setattr(runtime.library, "why", lambda: "no compiler")
+    case = runtime.Case(tiniest, normal(8, 3, 32, 32), normal(8, 3, 32, 32, seed=1))
+    result = runtime.compare(case, bits=["w4a4"], batches=[1], peers=list(runtime.PEERS), threads=1, seconds=0)
+    assert {row["name"] for row in result["rows"]} == {"torch"}
+    assert result["absent"].pop("native") == "no compiler"
+    assert result["absent"].pop("torch-bf16") == "fails at batch 1: RuntimeError: takes no 1 images"
+    assert set(result["absent"]) == set(runtime.PEERS) - {"torch", "torch-bf16"}
+    assert result["absent"]["openvino-int8"] == "not installed: openvino, nncf"
+
+
+def test_answers_that_share_their_memory_are_told_apart(tiniest, monkeypatch):
+    """An engine that writes every answer to the same place is judged like one that does not."""
+    monkeypatch.setattr(runtime.library, "levels", list)
+    place = torch.zeros(1, 10)
+
+    def shares(model, files, images, threads):
+        return runtime.Made(lambda given: place.copy_(model(given)), lambda given: given, None, 0)
+
+    monkeypatch.setitem(runtime.PEERS, "openvino", ((), shares))
+    images = normal(5, 3, 32, 32, seed=3)
+
+    def classes(network, batch):
+        return torch.cat([network(one) for one in images.split(batch)])[:, 0].argsort()  # tells all images apart
+
+    calibrating, timed = normal(8, 3, 32, 32, seed=1), normal(8, 3, 32, 32, seed=2)
+    case = runtime.Case(tiniest, calibrating, timed, classes, torch.zeros(5, dtype=torch.long))
+    result = runtime.compare(case, bits=["w4a4"], batches=[1], peers=["openvino"], threads=1, seconds=0)
+    assert result["accuracy"]["openvino"]["agreement"] == 1
+
+
+def test_another_method_may_be_measured(tiniest, tmp_path):
+    case = runtime.Case(tiniest, normal(8, 3, 32, 32, seed=1), normal(8, 3, 32, 32, seed=2))
+    assert runtime.quantized(case, "w4a4", tmp_path / "log.safetensors") == {"u8": 2}
+    assert runtime.quantized(case, "w4a4:uniform", tmp_path / "uniform.safetensors") == {}
+
+
+def test_a_result_names_the_commit_that_made_it(tmp_path, capsys, monkeypatch):
+    """Outside a clone there is none to name."""
+
+    def git(*arguments):
+        author = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        found = subprocess.run(["git", *author, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return found.stdout.strip()
+
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    assert publish.commit() is None
+    git("init")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "code.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    publish.publish({"a": 1}, tmp_path / "result.json")
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told == json.loads(capsys.readouterr().out) == {"a": 1, "commit": git("rev-parse", "HEAD")}
+    (tmp_path / "src" / "code.py").write_text("2")
+    assert publish.commit() == told["commit"] + "-changed"
+
+
+def test_rows_measured_again_take_the_place_of_earlier_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "RESULTS", tmp_path)
+    rows = [{"bits": bits, "method": "adalog", "seed": 0, "top1": 0.5} for bits in ("w4a4", "w3a3")]
+    (tmp_path / "some.json").write_text(json.dumps({"rows": rows}))
+    assert publish.measured("some")["rows"] == rows
+    later = {"rows": [{**rows[1], "top1": 0.25}], "machine": {"processor": "a later one"}}
+    (tmp_path / "some-renewed.json").write_text(json.dumps(later))
+    assert publish.measured("some")["rows"] == [rows[0], {**rows[1], "top1": 0.25, "renewed": "a later one"}]
+    (tmp_path / "some-renewed-2.json").write_text(json.dumps({**later, "rows": [{**rows[1], "seed": 9}]}))
+    with pytest.raises(ValueError, match="has a row that some"):
+        publish.measured("some")

@@ -9,6 +9,7 @@ from torch import nn
 
 import zoo
 from adalog import Calibration, Config
+from adalog.calibration import blockwise, evolution
 from adalog.calibration.batches import Batches, cut
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.blockwise import refined_blocks
@@ -252,3 +253,19 @@ def test_refinement_within_a_memory_finds_scales_as_good(preset, choices):
         assert start.sqnr == other.sqnr
     assert alike > 0.7 * len(assigned)
     assert any(one is not start for (_, one), (_, start) in zip(some, assigned, strict=True))
+
+
+@pytest.mark.parametrize("stage", [BlockRefinement(probes=1, candidates=2), Evolution(passes=1, cycles=1)])
+def test_stages_keep_to_the_memory(tiniest, images, monkeypatch, stage):
+    found = []
+
+    class Watched(Blocks):
+        def __init__(self, program, given, blocks, memory=None, **others):
+            found.append(memory)
+            super().__init__(program, given, blocks, memory, **others)
+
+    for module in (blockwise, evolution):
+        monkeypatch.setattr(module, "Blocks", Watched)
+    config = replace(Config.preset("w4a4", "minmax"), images=4, stages=(stage,))
+    Calibration(tiniest, images[:4], memory=1 << 26).quantize(config)
+    assert set(found) == {1 << 25}

@@ -5,22 +5,34 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.nn.functional import gelu
 
 import adalog.search.bounds
 import adalog.search.objective
 import adalog.search.operand
+from adalog.choices import Search
 from adalog.config import Config
 from adalog.quantizers import (
     FLOAT_BITS,
+    Assignment,
     LogQuantizer,
     QuantizedTensor,
+    TwinUniformQuantizer,
+    UniformQuantizer,
     bounds_to_uniform,
     log_levels,
+    log_thresholds,
     uniform_fake_quantize,
 )
-from adalog.search.bounds import minimise, search_own
+from adalog.search import bounds, product
+from adalog.search.bounds import best_ranges, fold_channels, minimise, point_of, search_channels, search_own
+from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
+from adalog.search.product import Product
 from problems import (
+    GELU_OFFSET,
     ONE_ROUND,
     SEARCH,
     SMALL,
@@ -34,9 +46,10 @@ from problems import (
     linear,
     many_rows,
     output_error,
+    symmetric,
     weight_of,
 )
-from strategies import R, normal
+from strategies import R, bits, normal, q
 
 
 @pytest.fixture
@@ -330,3 +343,413 @@ def test_rough_steps_cost_little(problem, sampled):
     rough = error_of(found_by(left, right, replace(SEARCH, rough_rows=120)), left, right)
     assert max(sampled) > 1
     assert rough <= 1.05 * exact
+
+
+# --- a convolution's padding -----------------------------------------------------------------------------------
+
+
+def padded(form):
+    """Patches of which a third is zero padding, and kernels."""
+    mask = (torch.arange(16) % 3 > 0).double().expand(64, 16)
+    values = gelu(normal(64, 16, seed=1) * 2) * mask
+    return Operand(values, form, mask), Operand(normal(12, 16, seed=2), Format(6, own_dims=(0,)))
+
+
+@pytest.mark.parametrize("form", [Format(4, log2_base=(0, R), offset=GELU_OFFSET), Format(4)], ids=["log", "uniform"])
+def test_padding_stays_zero(form):
+    left, right = padded(form)
+    found = found_by(left, right, SMALL)
+    hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
+    noise, signal = output_error(left, right, hat, right.quantized(found.right))
+    assert found.sqnr == pytest.approx(10 * math.log10(signal / noise), abs=1e-6)
+
+
+def test_padding_is_no_noise_to_the_search():
+    """Zero is no level of a quantizer with an offset, so padding that counts drives the search elsewhere."""
+    form = Format(3, log2_base=(0, R), offset=GELU_OFFSET)
+    left, right = padded(form)
+
+    def error(found):
+        hat = torch.where(left.mask.bool(), found.left.fake_quantize(left.values), 0.0)
+        return output_error(left, right, hat, right.quantized(found.right))[0]
+
+    masked = error(found_by(left, right, SMALL))
+    counted = error(found_by(replace(left, mask=None), right, SMALL))
+    assert masked < counted
+
+
+# --- candidates -----------------------------------------------------------------------------------------------
+
+
+@every_problem
+def test_uniform_candidates_are_their_quantizers(problem):
+    for operand in problem():
+        if operand.format.log2_base is None:
+            low, high = operand.box(0.4)
+            points = torch.stack([low, high, (low + high) / 2])
+            expected = [operand.quantizer(point).fake_quantize(operand.values) - operand.values for point in points]
+            for dtype in (operand.values.dtype, torch.bfloat16):
+                assert torch.equal(operand.errors(operand.values)(points, dtype), torch.stack(expected).to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", [after_softmax, after_gelu])
+@pytest.mark.parametrize("rounding", ["log", "nearest"])
+@pytest.mark.parametrize("beyond", ["saturate", pytest.param("zero-coded", marks=pytest.mark.slow)])
+@given(bits, q, st.floats(0.05, 1.3), st.floats(0, 3))
+@example(4, 2, 1.0, 2.0)
+def test_log_candidates_are_their_quantizers_but_at_thresholds(problem, rounding, beyond, bits, q, reach, more):
+    operand = problem(bits)[0]
+    offset = operand.format.offset + more
+    operand = replace(operand, format=replace(operand.format, rounding=rounding, beyond=beyond, offset=offset))
+    lifted = operand.values + offset
+    scale = float(lifted.max()) * reach
+    point = torch.tensor([math.log2(q), scale], dtype=torch.float64)
+    exact = operand.quantizer(point).fake_quantize(operand.values) - operand.values
+    errors, dtype = operand.errors(operand.values), operand.values.dtype
+    fast = errors(point[None], dtype)[0]
+    two = torch.stack([point, point + torch.tensor([0.5, 0.1])])
+    assert torch.equal(errors(two, dtype)[0], fast)  # whatever is asked along with it
+    cuts = log_thresholds(q, R, bits, beyond=beyond, rounding=rounding) * scale
+    near = ((lifted[..., None] / cuts - 1).abs() < 1e-3).any(-1)
+    same = (exact - fast).abs() <= 1e-12 + 1e-6 * (exact + operand.values).abs()
+    assert bool((same | near | (lifted < lifted.max() * 2.0**-19)).all())
+    if float(near.double().mean()) < 0.002:  # many, where an offset puts all of what is nearly zero at one threshold
+        error, fast_error = (each.square().sum() for each in (exact, fast))
+        assert float(fast_error) == pytest.approx(float(error), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "table"),
+    [("uniform", None, True), ("log2", (1, 1), False), ("log-sqrt2", (1, 2), False), ("adalog", (0, 41), True)],
+)
+def test_power_law_formats(kind, base, table):
+    config = Config(r=41, q_min=3, q_max=99, beyond="saturate", rounding="log")
+    form = Format.power_law(kind, 3, config, 0.17)
+    assert (form.bits, form.log2_base, form.table) == (3, base, table)
+    if base is not None:
+        assert (form.q_min, form.q_max) == (3, 99)
+        assert (form.beyond, form.rounding, form.offset) == ("saturate", "log", 0.17)
+
+
+@pytest.mark.parametrize(
+    ("q_min", "q_max", "exponent", "expected"),
+    [(1, 137, -0.4, 1), (1, 137, 0, 1), (1, 137, 5, 32), (1, 137, 7.5, 137), (1, 20, 5, 20), (10, 137, 3, 10)],
+)
+def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
+    """A search refines log2 q, a little beyond the box as well."""
+    operand = Operand(torch.ones(2, 2), Format(4, log2_base=(0, R), q_min=q_min, q_max=q_max))
+    assert operand.quantizer(torch.tensor([exponent, 1.0])).q == expected
+
+
+# --- channels -------------------------------------------------------------------------------------------------
+
+
+OWN, DEVIATIONS = (replace(SEARCH, fold_ranges=ranges) for ranges in ("own", "deviations"))
+
+
+def channels():
+    """A LayerNorm's output: channels of different width and place, with outliers, and one that never moves."""
+    values = normal(300, 6, seed=1) * torch.tensor([0.1, 1, 3, 10, 1, 0]) + torch.tensor([0.0, 2, -3, 20, 0, 0])
+    values[::50, 4] *= 8
+    return values
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_search_channels_is_no_worse_than_min_and_max(width):
+    values = channels()
+    scale, zero_point = search_channels(values, width, OWN)
+    assert scale.shape == zero_point.shape == (6,)
+    assert bool((scale > 0).all())
+    widest = bounds_to_uniform(values.min(0).values, values.max(0).values, width)
+
+    def error(*parameters):
+        return (uniform_fake_quantize(values, *parameters, width) - values).square().sum(0)
+
+    found, of_widest = error(scale, zero_point), error(*widest)
+    assert bool((found <= of_widest * (1 + 1e-9) + 1e-12).all())
+    assert found[4] < {3: 0.7, 4: 0.9}[width] * of_widest[4]  # the more bits, the less there is to clip
+    assert torch.equal(zero_point, zero_point.round())
+
+
+@pytest.mark.parametrize("width", [5, 6, 8])
+def test_channels_may_share_one_range_in_deviations(width):
+    values = channels()
+    scale, zero_point = search_channels(values, width, DEVIATIONS)
+    deviation, mean = values.std(0, correction=0), values.mean(0)
+    lower, upper = -zero_point * scale, (2**width - 1 - zero_point) * scale
+    holds_zero = [1, 4, 0]  # channels whose range is not widened to reach zero
+    lower, upper = ((edge - mean) / deviation for edge in (lower, upper))
+    for edge in (lower, upper):
+        assert edge[holds_zero].max() - edge[holds_zero].min() < 2 * (scale / deviation)[holds_zero].max()
+    assert bool(torch.isfinite(scale).all() and (scale > 0).all())
+    assert torch.equal(zero_point, zero_point.round())
+
+
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("changed", [False, True], ids=["alike", "outliers later"])
+def test_the_best_ranges_have_the_smallest_error_on_later_rows(width, changed):
+    """Ranges from the first three quarters of the rows are compared on the last quarter."""
+    values, weight = normal(400, 6, seed=1) * torch.logspace(-1, 1, 6), normal(5, 6, seed=2)
+    values[300:] *= 3 if changed else 1
+    errors = {}
+    for search in (OWN, DEVIATIONS):
+        scale, zero_point = search_channels(values[:300], width, search)
+        added = uniform_fake_quantize(values[300:], scale, zero_point, width) - values[300:]
+        errors[search.fold_ranges] = float((added.double() @ weight.double().t()).square().sum())
+    best = min(errors, key=errors.get)
+    assert best_ranges(values, width, SEARCH, weight) == best
+    fold, shared = fold_channels(values, width, SEARCH, weight)
+    expected = fold_channels(values, width, replace(SEARCH, fold_ranges=best), weight)[0]
+    assert shared is None
+    assert torch.equal(fold.ratio, expected.ratio)
+
+
+@pytest.mark.slow
+def test_ranges_in_deviations_fit_unseen_values_better():
+    """40 rows tell little of how far a channel goes: its own best range clips others."""
+    scales = torch.logspace(-1, 1, 64)
+    seen, unseen = normal(40, 64, seed=2) * scales, normal(4000, 64, seed=3) * scales
+
+    def lost(parameters):
+        return ((uniform_fake_quantize(unseen, *parameters, 8) - unseen).square().mean(0) / scales.square()).mean()
+
+    own = search_own(Operand(seen, Format(8, own_dims=(1,))), SEARCH)
+    assert lost(search_channels(seen, 8, DEVIATIONS)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
+
+
+def test_search_channels_treats_each_channel_alone():
+    values = channels()
+    together = search_channels(values, 4, OWN)
+    for i in range(6):
+        alone = search_channels(values[:, i : i + 1], 4, OWN)
+        assert (alone[0].item(), alone[1].item()) == (together[0][i].item(), together[1][i].item())
+
+
+@pytest.mark.parametrize("strategy", ["alternating", "brute-force"])
+def test_search_channels_is_the_same_for_every_strategy(strategy):
+    first, second = (search_channels(channels(), 4, replace(SEARCH, strategy=name)) for name in ("fpcs", strategy))
+    assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+def test_refitted_scales_are_the_least_squares_of_the_codes(shapes):
+    """A float64 oracle row by row; the codes stay."""
+    w_shape = shapes[1]
+    generator = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    own_dims = (0,) if w.ndim == 2 else (0, 1)
+    left, right = Operand(x, Format(3)), Operand(w, Format(3, own_dims=own_dims))
+    found = found_by(left, right, replace(SMALL, refit=False))
+    stored = Product("linear", left, right).refitted(found.left, found.right)
+    codes = found.right.quantize(w)
+    assert torch.equal(stored.codes.double(), codes)
+    assert torch.equal(stored.quantizer.zero_point, found.right.zero_point)
+    assert torch.equal(stored.dequantize(), (codes - found.right.zero_point) * stored.quantizer.scale)
+    x_hat = found.left.fake_quantize(x)
+    signed = codes - found.right.zero_point
+    rows = signed.reshape(-1, w_shape[-1])
+    for index, (row, exact, scale) in enumerate(
+        zip(rows, w.reshape(rows.shape), stored.quantizer.scale.flatten(), strict=True)
+    ):
+        group = index // w_shape[-2]
+        inputs, hats = (value if value.ndim == 2 else value[group] for value in (x, x_hat))
+        made, wanted = hats @ row, inputs @ exact
+        torch.testing.assert_close(scale, made @ wanted / (made @ made), rtol=1e-9, atol=0)
+    assert error_of(Assignment(found.left, stored), left, right) < error_of(found, left, right)
+
+
+@pytest.mark.parametrize("shapes", [((40, 12), (5, 12)), ((3, 40, 6), (3, 4, 6))], ids=["linear", "grouped"])
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_sqnr_of_refitted_scales_is_that_of_their_output(shapes, exact):
+    """It follows from the sums that the scales are fitted by, also where codes are exact but for their scale."""
+    x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for shape in shapes)
+    w = w.sign() if exact else w
+    own_dims = (0,) if w.ndim == 2 else (0, 1)
+    product = Product("linear", Operand(x, Format(32 if exact else 3)), Operand(w, Format(3, own_dims=own_dims)))
+    zero_point = torch.full((*w.shape[:-1], 1), 4.0, dtype=torch.float64)
+    quantizer = UniformQuantizer(zero_point / (4.2 if exact else 5), zero_point, 3)
+    first = None if exact else UniformQuantizer(torch.tensor(0.7).double(), torch.tensor(4.0).double(), 3)
+    found = product.assigned_refitted(first, quantizer)
+    stored = product.refitted(first, quantizer)
+    assert torch.equal(found.right.codes, stored.codes)
+    assert torch.equal(found.right.quantizer.scale, stored.quantizer.scale)
+    if exact:
+        assert found.sqnr > 100
+    else:
+        assert found.sqnr == pytest.approx(product.assigned(first, stored).sqnr, rel=1e-9)
+
+
+def test_the_search_refits_weights_and_nothing_else():
+    heads = [Operand(normal(4, 2, 9, 6, seed=seed).float(), Format(4, own_dims=(1,))) for seed in (1, 2)]
+    found = found_by(*heads, SMALL)
+    assert isinstance(found.left, UniformQuantizer)
+    assert isinstance(found.right, UniformQuantizer)
+    weight = Operand(normal(5, 6, seed=3).float(), Format(4, own_dims=(0,)))
+    left = Operand(normal(50, 6, seed=4).float(), Format(4))
+    found, before = (found_by(left, weight, search) for search in (SMALL, replace(SMALL, refit=False)))
+    assert isinstance(found.left, UniformQuantizer)
+    assert isinstance(found.right, QuantizedTensor)
+    assert isinstance(before.right, UniformQuantizer)
+    assert torch.equal(found.right.codes.float(), before.right.quantize(weight.values))
+    assert not torch.equal(found.right.quantizer.scale, before.right.scale)
+
+
+def test_large_values_in_float16_do_not_overflow():
+    """Their squares would: the search and what judges it compute in float32."""
+    x, w = (normal(256, 64, seed=1) * 30).half(), normal(8, 64, seed=2).half()
+    found = found_by(Operand(x, Format(4)), Operand(w, Format(4, own_dims=(0,))), Search())
+    wide = found_by(Operand(x.float(), Format(4)), Operand(w.float(), Format(4, own_dims=(0,))), Search())
+    assert bool(torch.isfinite(weight_of(found).scale).all())
+    assert abs(found.sqnr - wide.sqnr) < 0.5
+
+
+# --- a later result replaces an earlier one only if its exact loss is less --------------------------------------------
+
+
+EXACT_ROUND = Search(init=(8, 4), parents=4, steps=2, rounds=1, refit=False, rough_rows=0)
+
+
+def random_linear():
+    """A product of 40 rows and a weight of three rows, both in 4 bits."""
+    left, right = normal(40, 16) * 2, normal(3, 16, seed=1)
+    return Product("linear", Operand(left, Format(4)), Operand(right, Format(4, own_dims=(0,))))
+
+
+def of_weight(given):
+    """The error of the product as the right operand's search sees it, with the left one exact."""
+    x = given.left.values.transpose(-1, -2)
+    return ProductError.of(given.right.values, x, x, (0,))
+
+
+def points(*rows):
+    """A point per row of the weight, (low, high) each: (2, rows)."""
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+GOOD, BAD = (-2.0, 1.75), (-40.0, 35.0)
+SHIFTED = (-2.0625, 1.6875)  # the same scale of 1/4, and the same zero point of 8: one quantizer, two points
+
+
+def test_each_row_keeps_the_point_of_less_loss():
+    """The first row's new point is worse, the second's is better, the third's is equal."""
+    given = random_linear()
+    error = of_weight(given)
+    before, after = points(GOOD, BAD, GOOD), points(BAD, GOOD, SHIFTED)
+    found, total = bounds._better(error, given.right, after, before)
+    assert torch.equal(found, points(GOOD, GOOD, GOOD))
+    hat = given.right.quantized_at(points(GOOD, GOOD, GOOD)) - given.right.values
+    assert total == pytest.approx(float((given.left.values @ hat.T).square().sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("after", [points(BAD, BAD, BAD), points(SHIFTED, BAD, SHIFTED)], ids=["worse", "equal"])
+def test_the_point_before_is_the_very_same_where_no_row_gets_better(after):
+    given, before = random_linear(), points(GOOD, GOOD, GOOD)
+    assert bounds._better(of_weight(given), given.right, after, before)[0] is before
+
+
+@pytest.mark.parametrize("rough_rows", [0, 10])
+def test_a_candidate_that_is_worse_replaces_nothing(rough_rows, monkeypatch):
+    """Whatever a strategy returns, the second round cannot lose what the first one has found."""
+    given, minimise, calls = random_linear(), bounds.minimise, []
+
+    def worse(loss, operand, search, incumbent=None, rough=None, *, nearby=False):
+        calls.append(incumbent is not None)
+        return minimise(loss, operand, search, incumbent, rough, nearby=nearby) if calls[-1] is False else 9 * incumbent
+
+    search = replace(EXACT_ROUND, rough_rows=rough_rows)
+    first = bounds.search_own(given.left, search)
+    second, _ = bounds._search_operand(given.right, given.left.values, given.left.quantized_at(first), search, None)
+    monkeypatch.setattr(bounds, "minimise", worse)
+    found = bounds.search_product(given, replace(search, rounds=2))
+    assert any(calls)
+    for after, side, point in ((found.left, given.left, first), (found.right, given.right, second)):
+        before = side.quantizer(point)
+        assert torch.equal(before.scale, after.scale)
+        assert torch.equal(before.zero_point, after.zero_point)
+
+
+def with_start_times(monkeypatch, factor):
+    """A wide start, and what comes of it where each search of an operand finds its ends times this factor."""
+    given = random_linear()
+
+    def finds(operand, other, other_hat, search, incumbent, *, nearby=False):
+        return incumbent * factor if factor != 1 else incumbent, 1.0
+
+    def quantizer(scale, shape):
+        return UniformQuantizer(torch.full(shape, scale).double(), torch.full(shape, 8.0).double(), 4)
+
+    start = given.assigned(quantizer(1.5, (1,)), quantizer(0.75, (3, 1)))
+    monkeypatch.setattr(bounds, "_search_operand", finds)
+    return start, bounds.search_product(replace(given, start=start), EXACT_ROUND)
+
+
+def test_a_start_stays_where_the_search_finds_something_worse(monkeypatch):
+    start, found = with_start_times(monkeypatch, 10)
+    assert found.left is start.left
+    assert found.right is start.right
+
+
+def test_a_start_stays_where_the_search_finds_something_equal(monkeypatch):
+    """Its own quantizers, and not copies that the search made of their points."""
+    start, found = with_start_times(monkeypatch, 1)
+    assert found.sqnr == start.sqnr
+    assert found.left is start.left
+    assert found.right is start.right
+
+
+def test_a_start_goes_where_the_search_finds_something_better(monkeypatch):
+    start, found = with_start_times(monkeypatch, 0.7)
+    assert found.sqnr > start.sqnr + 0.1
+    assert found.left is not start.left
+    assert found.right is not start.right
+
+
+@pytest.mark.parametrize(
+    ("exact", "changes"),
+    [
+        (lambda first: abs(float(first.scale) - 1.13), True),
+        (lambda first: 0.0, False),
+        (lambda first: -abs(float(first.scale) - 1.13), False),
+    ],
+    ids=["better", "equal", "worse"],
+)
+def test_a_table_takes_another_scale_only_if_the_exact_error_is_less(exact, changes):
+    """The rough error asks for the scale 1.13 each time."""
+    left = Operand(normal(20, 8).abs(), Format(4, log2_base=(0, R)))
+    quantizer = LogQuantizer(torch.tensor(1.0, dtype=torch.float64), 20, R, 4)
+    second = UniformQuantizer(torch.tensor(0.1, dtype=torch.float64), torch.tensor(8.0, dtype=torch.float64), 4)
+    found = product._tabled(left, quantizer, second, 8, lambda first: abs(float(first.scale) - 1.13), exact)
+    assert found.width == 8
+    assert float(found.scale) == (1.13 if changes else 1.0)
+
+
+def test_a_search_can_start_from_symmetric_weights_alone():
+    right = symmetric()[1]
+    upper = right.values.abs().amax(1)
+    point = point_of(right, right.quantizer(upper[None]))
+    torch.testing.assert_close(point, upper[None])
+    skewed = UniformQuantizer(torch.ones(12, 1), torch.full((12, 1), 3.0), 4)
+    assert point_of(right, skewed) is None
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("reach", [0.1, 0.4])
+def test_the_box_of_one_scale_begins_below_the_best_one(width, reach):
+    """Against a grid of scales for each row, by the error of the weight itself."""
+    right = symmetric(width)[1]
+    right = replace(right, values=right.values.abs().clamp(max=3) * right.values.sign())  # without outliers
+    low, high = right.box(reach)
+    top = right.values.abs().amax(1)
+    points = torch.linspace(0.02, 1.2, 119, dtype=torch.float64)[:, None] * top
+    errors = right.errors(right.values)(points[:, None], torch.float64).square().sum(2)
+    best = points.gather(0, errors.argmin(0)[None])
+    assert bool((low <= best * 1.02).all())
+    assert torch.equal(high[0], top)
+
+
+def test_a_twin_whose_negative_scale_is_another_starts_a_search():
+    form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
+    operand = replace(symmetric()[0], format=form)
+    twin = TwinUniformQuantizer(torch.tensor(0.3), torch.tensor(0.5), 4)
+    assert point_of(operand, twin).item() == pytest.approx(7 * 0.3)

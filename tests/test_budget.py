@@ -207,13 +207,13 @@ def test_pinned_sites_count_but_are_not_chosen(calibration, fast):
 
 
 def test_rows_of_another_model_are_refused(calibration, fast):
-    with pytest.raises(DataError, match=r"is of another model, whose patch_embed.conv1 differs: measure this"):
+    with pytest.raises(DataError, match=r"measured on another model, whose patch_embed.conv1 differs: measure this"):
         quantize_within(calibration, fast, problem(0), Budget(10**6))
 
 
 def test_rows_of_a_wider_model_are_refused(calibration, fast, found):
     units = [dataclasses.replace(unit, sites=(dataclasses.replace(unit.sites[0], weights=7),)) for unit in found.units]
-    with pytest.raises(DataError, match="is of another model"):
+    with pytest.raises(DataError, match="measured on another model"):
         quantize_within(calibration, fast, dataclasses.replace(found, units=tuple(units)), Budget(10**6))
 
 
@@ -232,7 +232,9 @@ def test_rows_of_other_weights_are_refused(images, tiny, calibration, fast, foun
 
 def test_rows_of_another_method_are_refused(calibration, fast, found):
     minmax = dataclasses.replace(Config.preset("w4a4", "minmax"), images=4)
-    with pytest.raises(DataError, match=r'of another method, in which "\w+" is .* instead of .*: measure this model'):
+    with pytest.raises(
+        DataError, match=r'measured with another method, in which "\w+" is .* instead of .*: measure this model'
+    ):
         quantize_within(calibration, minmax, found, Budget(10**6))
     slower = dataclasses.replace(fast, search=dataclasses.replace(fast.search, steps=2))
     with pytest.raises(DataError, match=r'in which "search\.steps" is 1 instead of 2: measure this model'):

@@ -13,7 +13,7 @@ from adalog import CaptureError
 from adalog.graph.capture import capture
 from adalog.graph.operations import OPERATIONS, PRODUCTS
 from adalog.graph.program import Output
-from toys import IMAGES, Attention, Toy, assert_same
+from toys import IMAGES, SMALL_IMAGES, TOKENS, Attention, Toy, assert_same
 
 
 def ops(program):
@@ -496,3 +496,186 @@ def test_batch_norms_with_computed_statistics_stay():
     parts = {"conv": nn.Conv2d(3, 4, 3), "mean": nn.Buffer(torch.randn(4)), "variance": nn.Buffer(torch.randn(4))}
     model = Toy(function, **parts).eval()
     assert torch.allclose(capture(model, IMAGES).run((IMAGES,)), model(IMAGES), atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_kernel_that_is_put_out_is_not_folded():
+    model = Toy(lambda m, x: (m.norm(m.conv(x)), m.conv.weight), conv=nn.Conv2d(3, 4, 2), norm=nn.BatchNorm2d(4)).eval()
+    model.norm.running_var.uniform_(0.5, 2)
+    images = torch.randn(8, 3, 5, 5)
+    found = capture(model, images).run([images])
+    for one, other in zip(found, model(images), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "most"),
+    [
+        (lambda m, x: torch.cat([m.fc(part) for part in x.split(8)]), 8),
+        (lambda m, x: m.fc(x) if x.shape[0] <= 16 else 2 * m.fc(x), 16),
+    ],
+)
+def test_a_path_of_large_batches_is_refused(function, most):
+    with pytest.raises(CaptureError, match=f"another code path for more than {most} images"):
+        capture(Toy(function, fc=nn.Linear(8, 3)).eval(), TOKENS)
+
+
+@torch.no_grad()
+def test_a_model_that_writes_to_its_input():
+    model = Toy(lambda m, x: m.fc(x.sub_(0.5)), fc=nn.Linear(8, 3)).eval()
+    before = TOKENS.clone()
+    program = capture(model, TOKENS)
+    assert torch.equal(TOKENS, before)
+    torch.testing.assert_close(program.run([TOKENS]), model(TOKENS.clone()))
+
+
+@torch.no_grad()
+def test_more_inputs_behind_a_star():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x, *more):
+            return self.fc(x + sum(more))
+
+    model = Pair().eval()
+    given = (TOKENS, TOKENS + 1, TOKENS * 2)
+    torch.testing.assert_close(capture(model, given).run(given), model(*given))
+
+
+@torch.no_grad()
+def test_infinite_outputs_are_equal():
+    model = Toy(lambda m, x: m.fc(x) + m.mask, fc=nn.Linear(8, 3)).eval()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf, 0.0]))
+    program = capture(model, TOKENS)
+    assert torch.equal(program.run([TOKENS]).isinf(), model(TOKENS).isinf())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.transpose(1, 2),
+        lambda y: y.permute(0, 2, 1),
+        lambda y: y.permute(2, 0, -2),
+        lambda y: y.flatten(1),
+    ],
+)
+@pytest.mark.parametrize("read_again", [False, True])
+def test_writes_through_views_that_turn(view, read_again):
+    """Both the view and what it is a view of have what was written."""
+
+    def function(m, x):
+        y = m.fc(x)
+        turned = view(y)
+        turned += 1.5
+        turned.mul_(m.scale)
+        return (turned.sum(0), y) if read_again else turned.sum(0)
+
+    model = Toy(function, fc=nn.Linear(8, 3)).eval()
+    model.register_buffer("scale", torch.tensor(0.5))
+    found, wanted = (each(TOKENS) for each in (lambda x: capture(model, x).run([x]), model))
+    for one, other in zip(*((each if read_again else (each,)) for each in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_outputs_without_names_are_refused():
+    with pytest.raises(CaptureError, match=r"a dict with the keys \[0, 1\]: use strings as keys"):
+        capture(Toy(lambda m, x: {0: m.conv(x), 1: x}, conv=nn.Conv2d(3, 4, 3)).eval(), SMALL_IMAGES)
+
+
+def test_a_number_may_be_divided_by_whole_numbers():
+    class Divided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.head = nn.Embedding(101, 8), nn.Linear(8, 2)
+
+        def forward(self, numbers):
+            return self.head(self.rows(torch.div(100, numbers, rounding_mode="trunc")))
+
+    numbers = torch.arange(1, 5)
+    program = capture(Divided().eval(), (numbers,))
+    assert program.run([numbers]).shape == (4, 2)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shapes"),
+    [
+        ((), "no tensor"),
+        ((None,), "no tensor"),
+        ((IMAGES[:0],), r"\(0, 3, 32, 32\)"),
+        ((IMAGES, IMAGES[:2]), r"\(7, 3, 32, 32\), \(2, 3, 32, 32\)"),
+        ((IMAGES, torch.tensor(3.0)), r"\(7, 3, 32, 32\), \(\)"),
+    ],
+)
+def test_refuses_inputs_that_are_no_batch_of_images(tiny, inputs, shapes):
+    with pytest.raises(
+        CaptureError, match=rf"cannot use these inputs \({shapes}\), because the first dimension of every"
+    ):
+        capture(tiny, inputs)
+
+
+@pytest.mark.slow
+def test_a_single_image_serves(tiny):
+    assert_same(tiny, capture(tiny, IMAGES[:1]), IMAGES)
+
+
+def test_refuses_control_flow_on_data():
+    class Detector(nn.Module):
+        def forward(self, x):
+            return x + 1 if x.mean() > 0 else x - 1
+
+    with pytest.raises(CaptureError, match=r"Detector could not be exported \(.*\): capture the part that can be"):
+        capture(Detector(), IMAGES)
+
+
+def test_refuses_a_fixed_batch_size():
+    with pytest.raises(CaptureError, match="Toy could not be exported"):
+        capture(Toy(lambda m, x: x.view(2, -1)), IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda m, x: x.cumprod(0), "aten.cumprod.default"),
+        (lambda m, x: x + torch.rand(3, 32, 32), "aten.rand.default"),
+        (lambda m, x: torch.fft.fft2(x).real, "aten.fft_fft2.default"),
+        (lambda m, x: x.add(0).erfinv_(), "aten.erfinv.default"),
+        (lambda m, x: x.add(0).diagonal(0, 2, 3).add_(1), "a write through aten.diagonal.default"),
+    ],
+)
+def test_refuses_operations_outside_the_whitelist(function, op):
+    with pytest.raises(CaptureError, match=f"Toy uses .*{op}.* cannot store or run"):
+        capture(Toy(function), IMAGES)
+
+
+def test_refuses_causal_attention():
+    def function(model, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    with pytest.raises(CaptureError, match="causal"):
+        capture(Toy(function), IMAGES)
+
+
+def test_refuses_autocast():
+    def function(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model.fc(x.mean((2, 3)))
+
+    with pytest.raises(CaptureError, match="autocast"):
+        capture(Toy(function, fc=nn.Linear(3, 4)), IMAGES)
+
+
+@pytest.mark.slow
+def test_refuses_images_that_are_not_numbers(tiny):
+    with pytest.raises(CaptureError, match=r"DemoViT differs from the model by nan.*images may contain NaN"):
+        capture(tiny, torch.full((2, 3, 32, 32), torch.nan))
+
+
+def test_refuses_a_model_that_is_random_from_call_to_call():
+    with pytest.raises(CaptureError, match="may behave differently from call to call"):
+        capture(Toy(lambda m, x: F.dropout(x, training=True)), IMAGES)

@@ -1,20 +1,31 @@
 """The command line as a user runs it: in a process of its own, judged by its exit code, its output and its files."""
 
+import dataclasses
 import json
 import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from safetensors.torch import save_file
 
-from adalog import METHODS, Config
+import adalog
+from adalog import METHODS, Calibration, CalibrationError, Config, hub
 from adalog.cli import main
+from adalog.cli.console import check_outputs
 from adalog.inputs import zoo
-from commands import call, run, say
+from adalog.inputs.images import find_images
+from commands import call, forked, run, say
+from test_cli_images import CLASSIFIER
 
 COMMANDS = ("demo", "quantize", "evaluate", "inspect", "cost", "bench", "doctor")
 
@@ -113,7 +124,7 @@ def damaged(folder):
     [
         (["quantize", "demo", "--bits", "w4"], "bits = 'w4' is not of the form w4a4 or w4a4s3"),
         (["quantize", "demo", "--bits", "w9a4"], "weight_bits = 9 is not a whole number from 2 to 8"),
-        (["quantize", "demo", "--method", "magic"], "method = 'magic' is none of"),
+        (["quantize", "demo", "--method", "magic"], "method = 'magic' is not one of"),
         (["quantize", "resnet50"], "'resnet50'"),
         (["evaluate", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["inspect", "missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
@@ -223,6 +234,7 @@ def test_bad_usage_is_code_2(monkeypatch, capsys, arguments):
 
 # --- models by name --------------------------------------------------------------------------------------------------
 
+
 OWN = """
 import sys, warnings
 from torch import nn
@@ -251,21 +263,12 @@ def broken():
 """
 
 
-def run_quietly(*arguments, **environment):
-    """The exit code, standard output and standard error of the same in an environment with these variables."""
-    command = [sys.executable, "-m", "adalog", *map(str, arguments)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | environment, timeout=60
-    )
-    return result.returncode, result.stdout, result.stderr
-
-
 @pytest.mark.slow
 def test_inspect_a_model(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     target, file = f"{tmp_path / 'own.py'}:model", tmp_path / "w.safetensors"
     save_file(zoo.load_model(target).module.state_dict(), file)
-    code, out, err = run_quietly("inspect", target, "--checkpoint", file, "--json", "-")
+    code, out, err = forked("inspect", target, "--checkpoint", file, "--json", "-")
     assert (code, err) == (0, "")
     told = json.loads(out)
     assert told == zoo.inspect(zoo.load_model(target)) | {"preprocessing": told["preprocessing"]}
@@ -297,7 +300,7 @@ def test_inspect_tells_what_does_not_fold(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("environment", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
 def test_weights_that_cannot_be_downloaded(tmp_path, environment):
     pytest.importorskip("timm")
-    code, out, err = run_quietly("inspect", "timm:deit_tiny_patch16_224", HF_HOME=str(tmp_path), **environment)
+    code, out, err = forked("inspect", "timm:deit_tiny_patch16_224", HF_HOME=str(tmp_path), **environment)
     assert (code, out) == (2, "")
     assert err.startswith("error: the pretrained weights of timm:deit_tiny_patch16_224 cannot be loaded: ")
     assert err.endswith("; give --checkpoint FILE, or --no-pretrained for random weights\n")
@@ -334,3 +337,474 @@ def test_models_that_are_refused(tmp_path, monkeypatch, capsys, arguments, told)
     assert message.startswith("error: ")
     assert told in message
     assert message.count("\n") == 1
+
+
+# --- bad input of `adalog quantize` -----------------------------------------------------------------------------------
+
+
+MODELS = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from adalog.inputs.images import Preprocessing
+
+SIZE = Preprocessing((8, 8), (8, 8))
+
+
+def small():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.GELU(), nn.Linear(8, 3)), SIZE
+
+
+def bare():
+    return small()[0]
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
+
+
+def branching():
+    return Branching(), SIZE
+
+
+class Dead(nn.Module):
+    # A channel that is zero from end to end, a norm that puts out a constant, and a linear that puts out zeros.
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norms = nn.Conv2d(3, 16, 4, 4), nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.qkv, self.fc1, self.fc2 = nn.Linear(16, 48), nn.Linear(16, 8), nn.Linear(8, 16)
+        self.zero, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+        with torch.no_grad():
+            for part in (self.embed.weight, self.embed.bias, self.norms[0].weight, self.norms[0].bias, self.fc1.weight):
+                part[3] = 0
+            self.norms[1].weight.zero_()
+            self.zero.weight.zero_()
+            self.zero.bias.zero_()
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
+        x = x + (q @ k.transpose(1, 2)).softmax(-1) @ v
+        x = x + self.fc2(nn.functional.gelu(self.fc1(self.norms[1](x))))
+        zeros = self.zero(self.norms[2](x))
+        return self.head(x).mean(1) + self.head(zeros).mean(1) + (zeros @ zeros.transpose(1, 2)).mean((1, 2))[:, None]
+
+
+def dead():
+    return Dead(), SIZE
+
+
+def endless():
+    Path("started").touch()
+    for _ in range(12000):  # one long sleep misses a signal that comes just before it
+        time.sleep(0.05)
+"""
+OLD = b"an older file"
+
+
+def noise_of(*shape):
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of models, weights, images of all sorts, and an output that is there already."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "own.py").write_text(MODELS)
+    (folder / "out.safetensors").write_bytes(OLD)
+    for name in ("images", "damaged", "empty", "directory"):
+        (folder / name).mkdir()
+    images = folder / "images"
+    turned = Image.Exif()
+    turned[274] = 6
+    Image.fromarray(noise_of(20, 30, 3)).save(images / "larger.png")
+    Image.fromarray(noise_of(5, 5, 3)).save(images / "smaller.png")
+    Image.fromarray(noise_of(8, 8, 4), "RGBA").save(images / "alpha.png")
+    Image.fromarray(noise_of(9, 9).astype(np.uint16) * 257).save(images / "sixteen.png")
+    Image.fromarray(noise_of(12, 8, 4), "CMYK").save(images / "cmyk.jpg")
+    Image.fromarray(noise_of(12, 8, 3)).save(images / "turned.jpg", exif=turned)
+    Image.fromarray(noise_of(12, 8)).save(images / "grey.png")
+    whole = (images / "larger.png").read_bytes()
+    (folder / "damaged" / "half.png").write_bytes(whole[: len(whole) // 2])
+    weights = {"1.weight": torch.ones(8, 192), "1.bias": torch.ones(8)}
+    weights |= {"3.weight": torch.full((3, 8), torch.nan), "3.bias": torch.ones(3)}
+    save_file(weights, folder / "nan.safetensors")
+    return folder
+
+
+def run_in(place, *arguments):
+    """The exit code, standard output and standard error of `adalog ARGUMENTS`; neither may hold a traceback."""
+    code, out, err = forked(*arguments, cwd=place)
+    assert "Traceback" not in out + err
+    return code, out, err
+
+
+def files_in(place):
+    return {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+
+def quantize_of(model, *more, images=3, data="images"):
+    return ["quantize", model, "--data", data, "--images", images, "-o", "out.safetensors", "--threads", 1, *more]
+
+
+SMALL = "own.py:small"
+CASES = [
+    # models
+    (
+        quantize_of("resnet50"),
+        "unknown model 'resnet50': give timm:NAME, torchvision:NAME, hf:DIR, hf:ID, demo, or path.py",
+    ),
+    (quantize_of("own.py:nothing"), "own.py has no function 'nothing': it has small, bare, Branching and"),
+    (quantize_of("none.py:model"), "none.py cannot be read: No such file or directory"),
+    (
+        quantize_of("own.py:branching"),
+        "Branching could not be exported (Could not guard on data-dependent ... capture the part that can be",
+    ),
+    (
+        quantize_of("own.py:bare"),
+        "own.py:bare does not say how to prepare images: return (module, adalog.Preprocessing",
+    ),
+    # weights
+    (quantize_of(SMALL, "--checkpoint", "nan.safetensors"), "nan.safetensors: tensor 3.weight contains NaN: use other"),
+    (
+        quantize_of(SMALL, "--checkpoint", "images/alpha.png"),
+        "images/alpha.png is damaged, or contains more than tensors",
+    ),
+    (quantize_of(SMALL, "--checkpoint", "none"), "none cannot be read: No such file or directory"),
+    # images
+    (quantize_of(SMALL, data="damaged", images=1), "damaged/half.png cannot be read as an image"),
+    (quantize_of(SMALL, images=8), "images has only 7 images, but --images is 8: give --images 7, or more"),
+    (quantize_of(SMALL, data="empty"), "empty has no images: give a folder of images"),
+    (quantize_of(SMALL, data="nowhere"), "nowhere cannot be read: No such file or directory"),
+    (quantize_of(SMALL, data="own.py"), "own.py cannot be read: Not a directory"),
+    (["quantize", SMALL], "own.py:small has no images of its own: give --data FOLDER with at least 32 images"),
+    (
+        ["quantize", "demo", "--images", 1025],
+        "demo has only 1024 images, but --images is 1025: give --images 1024",
+    ),
+    (quantize_of(SMALL, "--reconstruct-images", 64), "no stage fits images, so 64 images cannot be fitted"),
+    # choices
+    (quantize_of(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
+    (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),
+    (quantize_of(SMALL, "--bits", "w4a4s1"), "softmax_bits = 1 is not a whole number from 2 to 8"),
+    (quantize_of(SMALL, "--bits", "4"), "bits = '4' is not of the form w4a4 or w4a4s3"),
+    (quantize_of(SMALL, "--method", "magic"), "method = 'magic' is not one of uniform, log2, log-sqrt2, adalog"),
+    (quantize_of(SMALL, "--pin", "head"), "--pin 'head' is not of the form GLOB=BITS"),
+    (
+        quantize_of(SMALL, "--pin", "head=9"),
+        "pinned bits of 'head' = 9 is not a whole number from 2 to 8, or 32 for float",
+    ),
+    (quantize_of(SMALL, "--pin", "head=w4b8"), "pinned bits 'w4b8' are not of the form 8, w4a8, w4, a8s4 or i4"),
+    (quantize_of(SMALL, "--pin", "hat=8"), "pinned: no site's name matches 'hat'; the closest are"),
+    (quantize_of(SMALL, "--device", "abacus"), "--device 'abacus' is not available on this machine: choose from cpu"),
+    (quantize_of(SMALL, "--device", "cuda:99"), "--device 'cuda:99' is not available on this machine: choose from cpu"),
+    # outputs
+    (quantize_of(SMALL, "-o", "directory"), "directory cannot be written: Is a directory; choose a file in a folder"),
+    (quantize_of(SMALL, "-o", "own.py/out"), "own.py/out cannot be written: Not a directory"),
+    (quantize_of(SMALL, "--json", "directory"), "directory cannot be written: Is a directory"),
+    (["evaluate", "out.safetensors", "--data", "images"], "images has no labels: add them"),
+    (["evaluate", "out.safetensors"], "out.safetensors is not an adalog artifact"),
+    (["cost", "own.py:branching"], "Branching could not be exported"),
+    (["demo", "--out", "own.py"], "own.py/levels.png cannot be written: Not a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), CASES)
+def test_one_line_and_code_2(place, arguments, told, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, arguments)])
+    before = files_in(place)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert_refused(stopped.value.code, *capsys.readouterr(), told)
+    assert files_in(place) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "told"), CASES[::8])
+def test_one_line_and_code_2_of_a_process(place, arguments, told):
+    """A few of them, since a process takes a second."""
+    before = files_in(place)
+    assert_refused(*run_in(place, *arguments), told)
+    assert files_in(place) == before
+
+
+def assert_refused(code, out, err, told):
+    assert (code, out) == (2, ""), err
+    assert err.startswith("error: ")
+    assert all(part in err for part in told.split(" ... "))
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--images", 0), ("--threads", -1), ("--seed", -1), ("--images", "many")])
+def test_numbers_out_of_range_are_bad_usage(place, option, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["adalog", *map(str, (*quantize_of(SMALL), *option))])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (2, "")
+    assert "Invalid value" in err
+    assert option[0] in err
+
+
+@pytest.mark.slow
+def test_a_folder_that_may_not_be_written(place, tmp_path):
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("the superuser may write anywhere")
+    code, _, err = run_in(place, *quantize_of(SMALL, "-o", tmp_path / "out"))
+    tmp_path.chmod(0o700)
+    assert code == 2
+    assert "cannot be written: Permission denied; choose a file in a folder that you may write to" in err
+
+
+def whole_numbers_only(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no number of JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.slow
+def test_images_of_every_size_and_kind_calibrate(place, tmp_path):
+    """Larger, smaller, with alpha, of 16 bits, CMYK, grey, and turned: as read the right way, each of them."""
+    from adalog.calibration.calibration import digest
+    from adalog.inputs.images import find_images
+    from adalog.inputs.zoo import load_model
+
+    file = tmp_path / "out.safetensors"
+    code, out, err = run_in(place, *quantize_of(SMALL, "-o", file, "--json", "-", images=7))
+    assert (code, err) == (0, "")
+    told = whole_numbers_only(out)
+    preparation = load_model(f"{place / 'own.py'}:small").preprocessing
+    images = find_images(place / "images").load(preparation)
+    order = [torch.randperm(7, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    assert told["provenance"]["calibration"] == digest([images[order[0]][order[1]]])
+    assert told["provenance"]["preprocessing"]["size"] == [8, 8]
+    assert [site["site"] for site in told["sites"]] == ["1", "3"]
+    assert told["bytes"] == file.stat().st_size
+
+
+@pytest.mark.slow
+def test_dead_channels_and_constants(place, tmp_path):
+    file = tmp_path / "out.safetensors"
+    code, out, err = run_in(place, *quantize_of("own.py:dead", "--bits", "w3a3", "-o", file, "--json", "-"))
+    assert (code, err) == (0, "")
+    sqnr = {site["site"]: site["sqnr"] for site in whole_numbers_only(out)["sites"]}
+    assert sqnr["zero"] is None  # it puts out zeros before and after
+    assert sqnr["qkv"] > 5
+    model = adalog.load(file)
+    for images in (torch.randn(2, 3, 8, 8), torch.zeros(2, 3, 8, 8)):
+        assert bool(torch.isfinite(model(images)).all())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_pixels_that_are_no_numbers(tiniest, images, value):
+    images = images.clone()
+    images[1, 0, 3, 3] = value
+    with pytest.raises(CalibrationError, match="the calibration images contain NaN or infinite values"):
+        Calibration(tiniest, images)
+
+
+@pytest.mark.slow
+def test_a_full_disk(place):
+    resource = pytest.importorskip("resource")
+
+    def little_room():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+    command = [sys.executable, "-m", "adalog", *map(str, quantize_of(SMALL))]
+    found = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False, preexec_fn=little_room)
+    err = found.stderr
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "File too large; free some space, or choose another folder" in err
+    assert err.count("\n") == 1
+    assert (place / "out.safetensors").read_bytes() == OLD
+    assert not list(place.glob(".adalog.*"))
+    (place / "out.safetensors.partial").unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_process_of_its_own(place, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "adalog",
+        *map(str, quantize_of(f"{place / 'own.py'}:endless", data=place / "images")),
+    ]
+
+    def heeding():  # a shell has what it starts in the background ignore it, and so would all that the tests start
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heeding}
+    with subprocess.Popen(command, cwd=tmp_path, **how) as process:
+        try:
+            for _ in range(4800):  # minutes, on a busy machine
+                if (tmp_path / "started").exists() or process.poll() is not None:
+                    break
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=240)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (1, "", "interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["started"]
+
+
+# --- what commands refuse before they do anything ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def artifacts_place(tmp_path_factory):
+    """A classifier, 12 labelled images, and two artifacts, one of them as a folder for transformers."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "own.py").write_text(CLASSIFIER)
+    (folder / "images").mkdir()
+    for index in range(12):
+        values = np.random.default_rng(index).integers(0, 256, (10, 12, 3), dtype=np.uint8)
+        Image.fromarray(values).save(folder / "images" / f"{index}.png")
+    rows = [f"{index}.png,{index % 7}" for index in range(12)]
+    (folder / "images" / "labels.csv").write_text("\n".join(["file,label", *rows]))
+    loaded = zoo.load_model(f"{folder / 'own.py'}:model")
+    images = find_images(folder / "images").load(loaded.preprocessing)
+    quantized = adalog.quantize(loaded.module, images, dataclasses.replace(Config.preset("w4a4", "minmax"), images=12))
+    quantized.save(folder / "bare.safetensors")
+    hub.save(quantized.quantized, folder / "bare")
+    quantized.note(preprocessing=dataclasses.asdict(loaded.preprocessing))
+    quantized.save(folder / "made.safetensors")
+    hub.save(quantized.quantized, folder / "card")
+    return folder
+
+
+def test_no_output_takes_the_place_of_what_a_folder_holds(artifacts_place, monkeypatch, capsys):
+    labels, image, data = (
+        artifacts_place / "images" / "labels.csv",
+        artifacts_place / "images" / "0.png",
+        artifacts_place / "images",
+    )
+    held = artifacts_place / "card" / hub.FILE
+    made, own = artifacts_place / "made.safetensors", f"{artifacts_place / 'own.py'}:model"
+    before = [path.read_bytes() for path in (labels, image, held)]
+    for arguments in (
+        ("evaluate", made, "--data", data, "--json", labels),
+        ("quantize", own, "--data", data, "--images", 8, "--method", "minmax", "-o", image),
+        ("evaluate", artifacts_place / "card", "--data", data, "--json", held),
+        ("inspect", f"hf:{artifacts_place / 'card'}", "--json", held),
+    ):
+        code, error = call(monkeypatch, capsys, *arguments)
+        assert (code, "is a file of the input" in error) == (2, True), error
+    assert before == [path.read_bytes() for path in (labels, image, held)]
+    say(monkeypatch, capsys, "evaluate", made, "--data", data, "--json", data / "new.json")  # nothing is there yet
+    (data / "out.partial").write_bytes(b"")
+    check_outputs(data / "out", data / "out.partial", reads=[data])  # what an unfinished run has left
+
+
+def test_a_folder_of_an_artifact_names_its_file(artifacts_place, monkeypatch, capsys):
+    code, error = call(monkeypatch, capsys, "cost", artifacts_place / "card")
+    assert code in (0, 2)
+    code, error = call(monkeypatch, capsys, "export", artifacts_place / "card", "-o", artifacts_place / "x.onnx")
+    assert (code, f"{artifacts_place / 'card' / hub.FILE}" in error.replace("\n", "")) == (2, True), error
+
+
+def test_only_what_runs_in_integers_is_exported(artifacts_place, monkeypatch, capsys):
+    """Float products besides do no harm."""
+    (artifacts_place / "mixed.py").write_text(
+        "from torch import nn\n"
+        "from adalog.inputs.images import Preprocessing\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3)), Preprocessing((8, 8), (9, 9))\n"
+    )
+    quantize = (
+        "quantize",
+        f"{artifacts_place / 'mixed.py'}:model",
+        "--data",
+        artifacts_place / "images",
+        "--images",
+        8,
+        "--method",
+        "minmax",
+    )
+    say(monkeypatch, capsys, *quantize, "-o", artifacts_place / "mixed.safetensors")
+    code, error = call(
+        monkeypatch, capsys, "export", artifacts_place / "mixed.safetensors", "-o", artifacts_place / "mixed.onnx"
+    )
+    assert "nothing to export" not in error
+    say(monkeypatch, capsys, *quantize, "--pin", "*=32", "-o", artifacts_place / "float.safetensors")
+    code, error = call(
+        monkeypatch, capsys, "export", artifacts_place / "float.safetensors", "-o", artifacts_place / "float.onnx"
+    )
+    assert (code, "nothing to export" in error) == (2, True), error
+
+
+def test_a_card_tells_only_of_files_that_are_there(artifacts_place):
+    for folder, prepared in (("bare", False), ("card", True)):
+        text = (artifacts_place / folder / "README.md").read_text()
+        assert (artifacts_place / folder / hub.PREPROCESSING).exists() == prepared
+        assert (hub.PREPROCESSING in text) == ("pipeline(" in text) == prepared
+
+
+def test_times_of_another_artifact(artifacts_place, monkeypatch, capsys):
+    times = artifacts_place / "times.json"
+    bench = ("bench", artifacts_place / "made.safetensors", "--executor", "torch", "--seconds", 0, "--json", times)
+    say(monkeypatch, capsys, *bench)
+    say(
+        monkeypatch,
+        capsys,
+        "report",
+        artifacts_place / "made.safetensors",
+        "--bench",
+        times,
+        "-o",
+        artifacts_place / "one.html",
+    )
+    code, error = call(
+        monkeypatch,
+        capsys,
+        "report",
+        artifacts_place / "bare.safetensors",
+        "--bench",
+        times,
+        "-o",
+        artifacts_place / "two.html",
+    )
+    assert (code, "belongs to another artifact" in error) == (2, True), error
+    assert not (artifacts_place / "two.html").exists()
+
+
+def test_bench_says_which_model_does_not_fit(artifacts_place, monkeypatch, capsys):
+    code, error = call(
+        monkeypatch, capsys, "bench", artifacts_place / "made.safetensors", "--model", "demo", "--seconds", 0
+    )
+    assert (code, "cannot be timed" in error, "integers" in error) == (2, True, False), error
+
+
+def test_tables_take_a_name_with_a_comma(monkeypatch, capsys, tmp_path):
+    code, error = call(monkeypatch, capsys, "tables", "5", "--rows", "FPCS, theirs", "--out", tmp_path / "t")
+    assert (code, "'FPCS, theirs'" in error.replace("\n", " ")) == (2, True), error
+    code, error = call(monkeypatch, capsys, "tables", "C", "1")
+    assert (code, "measure it without 1" in error.replace("\n", " ")) == (2, True), error
+    code, error = call(monkeypatch, capsys, "tables", "1", "--out", ".")
+    assert (code, "does not name a file" in error) == (2, True), error
+
+
+def test_detectors_where_none_is_taken(monkeypatch, capsys, tmp_path):
+    code, error = call(monkeypatch, capsys, "pareto", "demo:detector", "--out", tmp_path / "p.png")
+    assert (code, "is a detector, which this command does not support" in error) == (2, True), error
+
+
+def test_reports_of_two_artifacts_draw_no_images(artifacts_place, monkeypatch, capsys):
+    two = (artifacts_place / "made.safetensors", artifacts_place / "bare.safetensors")
+    code, error = call(monkeypatch, capsys, "report", *two, "--seed", 3, "-o", artifacts_place / "both.html")
+    assert (code, "--seed does not apply to a comparison" in error) == (2, True), error
+
+
+def test_names_of_files_do_not_reach_the_terminal_as_they_are(artifacts_place, monkeypatch, capsys):
+    odd = artifacts_place / "b\x1b[31m.safetensors"
+    shutil.copy(artifacts_place / "made.safetensors", odd)
+    assert "\x1b" not in say(monkeypatch, capsys, "cost", odd)

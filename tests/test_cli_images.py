@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 import adalog
 from adalog import Config, QuantizedModel, Search, artifact, library
-from adalog.inputs import zoo
+from adalog.inputs import demo, zoo
 from adalog.inputs.images import ImageSet, find_images
 from adalog.runtime import EXECUTORS
 from adalog.study.evaluate import Contest
@@ -371,11 +372,22 @@ def test_cost_of_a_model_and_of_its_artifact(folder, monkeypatch, capsys):
 # --- a whole run -----------------------------------------------------------------------------------------------------
 
 
+def cut_short():
+    """Search the bundled model for a short time, and evaluate it on every tenth image."""
+    preset, (images, labels) = Config.preset, demo.test_images()
+    quick = Search(init=(8, 4), parents=4, steps=1, rounds=1)
+    Config.preset = staticmethod(lambda *given: dataclasses.replace(preset(*given), search=quick))
+    demo.test_images = lambda: (images[::10], labels[::10])
+
+
+run_short = functools.partial(run, prepare=cut_short)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The bundled model in three bits: its file, and what `quantize` said."""
     file = tmp_path_factory.mktemp("quantize") / "new" / "demo.safetensors"
-    told = json.loads(run("quantize", "demo", "--bits", "w3a3", "-o", file, "--json", "-"))
+    told = json.loads(run_short("quantize", "demo", "--bits", "w3a3", "-o", file, "--json", "-"))
     return file, told
 
 
@@ -393,7 +405,7 @@ def judged(made):
     """What `evaluate` says of it."""
     file, _ = made
     report = file.parent.parent / "more" / "score.json"
-    text = run("evaluate", file, "--json", report)
+    text = run_short("evaluate", file, "--json", report)
     return text, json.loads(report.read_text())
 
 
@@ -447,7 +459,7 @@ def test_cost(made):
 def test_evaluate(made, judged):
     file, _ = made
     text, told = judged
-    assert (told["file"], told["images"]) == (str(file), 2000)
+    assert (told["file"], told["images"]) == (str(file), 200)
     top1 = told["top1"]
     assert 0.1 < top1["low"] < top1["value"] < top1["high"] < 1
     assert 0.1 < told["agreement"] < 1
@@ -458,7 +470,7 @@ def test_evaluate(made, judged):
 def test_demo(made, judged, tmp_path):
     """The artifact is that of `quantize`, and what is said of it what `evaluate` says."""
     out, report = tmp_path / "out", tmp_path / "report.json"
-    text = run("demo", "--bits", "w3a3", "--methods", "adalog", "--out", out, "--json", report)
+    text = run_short("demo", "--bits", "w3a3", "--methods", "adalog", "--out", out, "--json", report)
     told = json.loads(report.read_text())
     assert told["fp32"]["top1"] >= 0.8
     assert [(row["bits"], row["method"]) for row in told["rows"]] == [("w3a3", "adalog")]
@@ -475,6 +487,10 @@ def test_demo(made, judged, tmp_path):
     page = (out / "report.html").read_text(encoding="utf-8")
     assert all(words in page for words in ("demo-w3a3.safetensors", f"{100 * row['top1']:.2f} %", "w3a3", "McNemar"))
     assert executor == ("native" if library.levels() else None)
-    score = judged[1] if executor is None else json.loads(run("evaluate", file, "--executor", executor, "--json", "-"))
+    score = (
+        judged[1]
+        if executor is None
+        else json.loads(run_short("evaluate", file, "--executor", executor, "--json", "-"))
+    )
     assert row["bytes"] == file.stat().st_size
     assert (row["top1"], row["agreement"]) == (score["top1"]["value"], score["agreement"])

@@ -336,7 +336,7 @@ def test_a_corrected_stream_is_nearer_to_the_float_one(tiny, pool, searched):
     after = corrected(calibration.program, [pool[:24]], before, choices)
     plain, better = (QuantizedModel(calibration.build_program(each, LOW)) for each in (before, after))
     assert distance(better, tiny, pool[:24]) < 0.7 * distance(plain, tiny, pool[:24])
-    with pytest.raises(ValueError, match="target = 'block' is none of output, stream"):
+    with pytest.raises(ValueError, match="target = 'block' is not one of output, stream"):
         Correction(target="block")
 
 

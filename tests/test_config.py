@@ -126,10 +126,10 @@ def test_json_of_another_refinement_is_refused():
     for text, told in (
         (
             '{"stages": [{"kind": "train"}]}',
-            "stages of the kind 'train' is none of blocks, evolution, correction, reconstruction",
+            "stages: the kind 'train' is not one of blocks, evolution, correction, reconstruction",
         ),
         ('{"stages": 3}', "stages = 3 is not a list"),
-        ('{"stages": [3]}', "stages = 3 is not an object"),
+        ('{"stages": [3]}', "stages = 3 is not a JSON object"),
         ('{"stages": [{"kind": "blocks", "cycles": 3}]}', "cycles: no such choice in BlockRefinement"),
         ('{"search": {"kind": "ranges", "steps": 3}}', "steps: no such choice in RangeSearch"),
     ):
@@ -155,24 +155,27 @@ def test_methods_tell_their_sources_and_choices():
     [
         (lambda: RangeSearch(()), r"percentiles = \(\) is not a tuple of numbers"),
         (lambda: RangeSearch([1.0]), r"percentiles = \[1.0\] is not a tuple"),
-        (lambda: RangeSearch((0.5,)), "percentiles = 0.5 is not above 0.5 and at most 1.0"),
-        (lambda: RangeSearch(("1",)), "percentiles = '1' is not above"),
-        (lambda: RangeSearch(share="most"), "share = 'most' is none of none, mean, power-of-two"),
+        (lambda: RangeSearch((0.5,)), "percentiles = 0.5 is not a number above 0.5 and at most 1.0"),
+        (lambda: RangeSearch(("1",)), "percentiles = '1' is not a number above"),
+        (lambda: RangeSearch(share="most"), "share = 'most' is not one of none, mean, power-of-two"),
         (lambda: RangeSearch(powers=-1), "powers = -1 is not a whole number of at least 0"),
         (lambda: RangeSearch(in_order=1), "in_order = 1 is neither true nor false"),
-        (lambda: ScaleSearch("angle"), "metric = 'angle' is none of squared, cosine, hessian"),
-        (lambda: ScaleSearch(span=(0.0, 1.0)), "span = 0.0 is not above 0"),
-        (lambda: ScaleSearch(span=(1.0, 1.0)), "span = 1.0 is not above 1.0"),
-        (lambda: ScaleSearch(span=(1.0,)), r"span = \(1.0,\) is not a pair of factors"),
+        (lambda: ScaleSearch("angle"), "metric = 'angle' is not one of squared, cosine, hessian"),
+        (lambda: ScaleSearch(span=(0.0, 1.0)), "span = 0.0 is not a number above 0"),
+        (lambda: ScaleSearch(span=(1.0, 1.0)), "span = 1.0 is not a number above 1.0"),
+        (lambda: ScaleSearch(span=(1.0,)), r"span = \(1.0,\) is not a pair of increasing positive factors"),
         (lambda: ScaleSearch(probes=0), "probes = 0 is not a whole number of at least 1"),
-        (lambda: BlockRefinement(eliminated=1), "eliminated = 1 is not at least 0 and below 1"),
+        (lambda: BlockRefinement(eliminated=1), "eliminated = 1 is not a number of at least 0 and below 1"),
         (lambda: BlockRefinement(rounds=0), "rounds = 0 is not a whole number"),
-        (lambda: Evolution(temperature=0), "temperature = 0 is not above 0"),
-        (lambda: Evolution(radius=-1.0), "radius = -1.0 is not above 0"),
+        (lambda: Evolution(temperature=0), "temperature = 0 is not a number above 0"),
+        (lambda: Evolution(radius=-1.0), "radius = -1.0 is not a number above 0"),
         (lambda: Evolution(samples=True), "samples = True is not a whole number"),
-        (lambda: Config(post_softmax="split"), "post_softmax = 'split' goes with search = ScaleSearch"),
-        (lambda: Config(search=RangeSearch()), "RangeSearch finds no base: choose other quantizers than 'adalog'"),
-        (lambda: Config(search=ScaleSearch(), post_softmax="max-kept"), "ScaleSearch finds no base"),
+        (lambda: Config(post_softmax="split"), "post_softmax = 'split' needs search = ScaleSearch"),
+        (
+            lambda: Config(search=RangeSearch()),
+            "RangeSearch cannot search the base of 'adalog' quantizers: choose others",
+        ),
+        (lambda: Config(search=ScaleSearch(), post_softmax="max-kept"), "ScaleSearch cannot search the base"),
     ],
 )
 def test_choices_of_rivals_that_are_refused(make, told):
@@ -205,13 +208,15 @@ def test_bits_are_whole_numbers_from_2_to_8_or_32(field, value):
 @pytest.mark.parametrize(("field", "more"), [("post_softmax", ", split, max-kept"), ("post_gelu", "")])
 def test_unknown_quantizers_are_refused_with_the_known_ones(field, more):
     known = f"uniform, twin, log2, log-sqrt2, adalog{more}"
-    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is none of {known}$"):
+    with pytest.raises(ValueError, match=rf"^{field} = 'log3' is not one of {known}$"):
         Config(**{field: "log3"})
 
 
 def test_a_twin_quantizer_is_not_for_values_of_one_sign():
     assert Config(post_gelu="twin").post_gelu == "twin"
-    with pytest.raises(ValueError, match="post_softmax = 'twin': a twin quantizer is for values of both signs"):
+    with pytest.raises(
+        ValueError, match="post_softmax = 'twin' is not possible: a twin quantizer is for values of both signs"
+    ):
         Config(post_softmax="twin")
 
 
@@ -238,7 +243,8 @@ def test_preset_refuses_bits_out_of_range(name, field):
 
 def test_preset_refuses_an_unknown_method():
     with pytest.raises(
-        ValueError, match=r"method = 'gptq' is none of uniform, .*, adalog, adalog\+, adalog\+\+, adalog-paper, adalog-"
+        ValueError,
+        match=r"method = 'gptq' is not one of uniform, .*, adalog, adalog\+, adalog\+\+, adalog-paper, adalog-",
     ):
         Config.preset("w4a4", "gptq")
 
@@ -275,7 +281,7 @@ def test_preset_refuses_an_unknown_method():
         ("steps", '{"search": {"kind": "released", "steps": 0}}'),
         ("rounds", '{"search": {"kind": "released", "rounds": 1.0}}'),
         ("parents", '{"search": {"kind": "released", "parents": 16}}'),
-        ("kind 'magic' is none of bounds, released", '{"search": {"kind": "magic"}}'),
+        ("kind 'magic' is not one of bounds, released", '{"search": {"kind": "magic"}}'),
         ("bitz", '{"bitz": 4}'),
         ("stepz", '{"search": {"stepz": 4}}'),
     ],
@@ -356,6 +362,32 @@ def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
     assert config.search.fold_ranges == "own"
     assert json.loads(config.to_json())["search"]["fold_ranges"] == "own"
     assert Config.from_json(config.to_json()) == config
-    assert json.loads(Config().to_json())["search"]["fold_ranges"] == "by-bits"
-    with pytest.raises(ValueError, match="fold_ranges = 'widest' is none of own, deviations, by-bits"):
+    assert json.loads(Config().to_json())["search"]["fold_ranges"] == "best"
+    with pytest.raises(ValueError, match="fold_ranges = 'widest' is not one of own, deviations, best"):
         Search(fold_ranges="widest")
+
+
+@pytest.mark.parametrize("power", [-0.1, 1.5, "half"])
+def test_importance_is_a_power_up_to_one(power):
+    with pytest.raises(ValueError, match=r"importance = .* is not from 0 to 1"):
+        Search(importance=power)
+
+
+def test_the_methods_of_papers_count_all_rows_alike():
+    assert Config().search.importance > 0
+    assert Config.preset("w4a4", "adalog-paper").search.importance == 0
+
+
+def test_weights_are_a_choice_of_search_alone():
+    config = Config(weights="symmetric")
+    assert Config.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match=re.escape("weights = 'symmetric' needs search = Search(...)")):
+        Config(weights="symmetric", post_softmax="log2", post_gelu="uniform", search=RangeSearch())
+    with pytest.raises(ValueError, match="weights = 'ternary' is not one of uniform, symmetric"):
+        Config(weights="ternary")
+
+
+def test_ranges_can_be_evolved_with_any_search():
+    config = Config(stages=(Evolution(passes=1),), search=RangeSearch(), post_softmax="uniform", post_gelu="uniform")
+    assert Config.from_json(config.to_json()) == config
+    assert hash(config) == hash(Config.from_json(config.to_json()))

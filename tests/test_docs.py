@@ -19,6 +19,7 @@ import adalog
 from adalog import Config, Search
 from adalog.cli.targets import find_preprocessing
 from adalog.inputs.zoo import DEMO_PREPROCESSING
+from commands import run
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -214,10 +215,12 @@ def test_sharing_runs(name, monkeypatch, tmp_path, quantized):
 
 def run_lines(lines, folder):
     """Commands of a page, by the Python and the package of this test."""
-    here = {"adalog": "-m adalog", "torchrun": "-m torch.distributed.run"}
     for line in lines:
-        first, _, rest = line.partition(" ")
-        words = [sys.executable, *here[first].split(), *rest.split()] if first in here else line.split()
+        first, *rest = line.split()
+        if first == "adalog":
+            run(*rest, cwd=folder)
+            continue
+        words = [sys.executable, "-m", "torch.distributed.run", *rest] if first == "torchrun" else line.split()
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stderr)
 
@@ -231,7 +234,8 @@ def shell_of(page):
 def test_a_budget_is_kept(tmp_path):
     """The commands of fit-a-budget."""
     lines = shell_of(ROOT / "docs" / "how-to" / "fit-a-budget.md")
-    run_lines(lines, tmp_path)
+    assert "--judged 32" in lines[0]
+    run_lines([lines[0].replace("--judged 32", "--judged 4"), *lines[1:]], tmp_path)  # it takes a tenth of the time
     assert "--budget 2MB" in lines[1]
     assert (tmp_path / "small.safetensors").stat().st_size <= 2_000_000
     widths = {row.right.partition("-bit")[0] for row in adalog.load(tmp_path / "small.safetensors").ledger}
@@ -246,7 +250,13 @@ def test_several_processes_run(tmp_path):
     name = "run-on-several-processes"
     page = ROOT / "docs" / "how-to" / f"{name}.md"
     (tmp_path / "own.py").write_text("import torch\n\ntorch.set_num_threads(1)\n" + python_of(page))
-    run_lines([*shell_of(page), "torchrun --standalone --nproc-per-node 2 own.py"], tmp_path)
+    for index in range(4):
+        (tmp_path / "images" / str(index)).mkdir(parents=True)
+        Image.effect_noise((32, 32), 60 + index).convert("RGB").save(tmp_path / "images" / str(index) / "image.png")
+    *lines, evaluate = shell_of(page)
+    assert "evaluate" in evaluate
+    lines += [f"{evaluate} --data images", "torchrun --standalone --nproc-per-node 2 own.py"]  # on a few images
+    run_lines(lines, tmp_path)
     files = [tmp_path / f"{each}.safetensors" for each in ("one", "two", "mine")]
     assert files[0].read_bytes() == files[1].read_bytes()
     sites = [[row.sqnr for row in adalog.load(file).ledger] for file in files]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from adalog import library
+from adalog import version as source_version
 from adalog.cli import main
 from adalog.export.noise import noise_like
 from adalog.runtime import EXECUTORS
@@ -117,7 +118,7 @@ def test_the_environment_holds_kernels_to_a_level(monkeypatch, capsys):
     monkeypatch.setenv("ADALOG_LEVEL", "fast")
     error = say(monkeypatch, capsys, "doctor", code=2)
     names = ", ".join(library.LEVELS)
-    assert error == f"error: ADALOG_LEVEL = 'fast' is none of {names}: name one of these, or unset it\n"
+    assert error == f"error: ADALOG_LEVEL = 'fast' is not one of {names}: set it to one of these, or unset it\n"
 
 
 def test_features_are_those_of_the_first_core(monkeypatch):
@@ -128,6 +129,18 @@ def test_features_are_those_of_the_first_core(monkeypatch):
     lines.clear()
     assert doctor.features() is None
     assert doctor.processor()
+
+
+def test_a_measurement_tells_the_sources_it_was_made_with(tmp_path, monkeypatch):
+    """Any change of them is another hash."""
+    assert doctor.machine()["source"] == source_version.source_hash()
+    keys = []
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.cpp", "2"), ("notes.txt", "3")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(source_version, "__file__", str(tmp_path / "version.py"))
+        keys.append(source_version.source_hash.__wrapped__())
+    assert len(set(keys[:3])) == 3
+    assert keys[2] == keys[3]
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

@@ -218,13 +218,13 @@ def test_every_changed_number_is_noticed(one):
     assert named >= 20
     copy = damaged(model, 0)
     found = certify(quantized, "digest", copy.SerializeToString(), [(torch.zeros(1, 3, 32, 32),)])
-    assert found.failures[0] == "The file was changed after adalog wrote it."
+    assert found.failures[0] == "the file was changed after adalog wrote it"
 
 
 def test_another_artifact_and_a_changed_node_are_noticed(one, images):
     quantized, _, content = one
     found = certify(quantized, "another", content, [(images,)])
-    assert found.failures == ["The file was made from another artifact."]
+    assert found.failures == ["the file was made from another artifact"]
     model, about = read(content)
     for node in model.graph.node:
         if node.op_type == "Add":
@@ -260,7 +260,7 @@ def test_all_outputs_are_compared_and_the_first_has_the_largest():
     assert found.argmax_changed == 0
     assert found.error == {"median": 0.0, "largest": pytest.approx((6 / 7) ** 0.5)}
     judge(found, [[(logits, logits), (maps, maps * float("nan"))]])
-    assert found.failures == ["The median relative error of the outputs is too large: nan."]
+    assert found.failures == ["the median relative error of the outputs is too large: nan"]
     assert json.loads(json.dumps(found.json(), allow_nan=False))["error"] == {"median": None, "largest": None}
 
 
@@ -275,7 +275,7 @@ def test_outputs_that_no_file_has(images):
     parts = {"conv": nn.Conv2d(3, 4, 16, 16), "table": nn.Buffer(torch.arange(3.0))}
     model = Toy(lambda self, x: (self.conv(x).flatten(1), self.table), **parts)
     quantized = Calibration(model.eval(), images).quantize(FAST).quantized
-    with pytest.raises(ArtifactError, match="The program cannot be exported to ONNX"):
+    with pytest.raises(ArtifactError, match="the program cannot be exported to ONNX"):
         written.to_onnx(quantized, "integer", "digest")
 
 
@@ -307,8 +307,8 @@ def test_models_of_other_outputs_than_logits(images, count):
         return
     found = certify(quantized, "digest", written.to_onnx(quantized, "integer", "digest"), [(images,)])
     assert found.failures[0] == (
-        "The model does not return a float output per image, so there is nothing to compare. Quantize it without the "
-        "argmax, or the mean of all images, at its end."
+        "the model does not return a float output per image, so there is nothing to compare: quantize it without the "
+        "argmax, or the mean of all images, at its end"
     )
     assert not found.passed
 

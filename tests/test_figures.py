@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -31,6 +30,7 @@ from adalog.study import figures, landscape, levels
 from adalog.study.drawing import rendered
 from adalog.study.figures import Drawn, sqnr_figure
 from adalog.study.levels import Panel, histogram, level_figure, thresholds_of
+from commands import forked
 
 UNIFORM = UniformQuantizer(torch.tensor(0.25), torch.tensor(3.0), 3)
 LOG = LogQuantizer(torch.tensor(2.0), 30, 37, 3, offset=0.17, keeps_offset=True)
@@ -248,10 +248,9 @@ def test_figures_of_a_model(folder, tmp_path):
     """In a process of its own: the files that are listed, and no others."""
     arguments = [f"{folder / 'own.py'}:model", "--data", folder / "images", "--images", 4, "--bits", "w3a3"]
     arguments += ["--methods", "minmax,adalog", "--threads", 1, "--json", "-", "--out", tmp_path / "out"]
-    command = [sys.executable, "-m", "adalog", "figures", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    told = json.loads(result.stdout)
+    code, out, error = forked("figures", *arguments)
+    assert (code, error) == (0, "")
+    told = json.loads(out)
     names = [entry["file"] for entry in told["files"]]
     drawn = [f"{name}.{form}" for name in ("histograms", "levels", "landscape", "sqnr") for form in ("png", "svg")]
     assert names == [*drawn, "index.md"]
@@ -323,7 +322,7 @@ def test_figures_of_an_artifact(folder, tmp_path, monkeypatch, capsys):
         (["missing.safetensors"], "missing.safetensors cannot be read: No such file or directory"),
         (["own.py:model"], "own.py:model has no images of its own: give --data FOLDER"),
         (["own.py:model", "--data", "images"], "images has only 4 images, but --images is 32"),
-        (["demo", "--methods", "adalog,magic"], "method = 'magic' is none of uniform"),
+        (["demo", "--methods", "adalog,magic"], "method = 'magic' is not one of uniform"),
         (["demo", "--bits", "w4"], "bits = 'w4' is not of the form w4a4"),
         (
             ["own.py:model", "--data", "images", "--images", "4", "--site", "head"],

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from adalog.calibration.gradients import BATCH, given_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.calibration.gradients import (
+    BATCH,
+    given_probe,
+    hessian_probe,
+    noise_probe,
+    squared_gradients,
+    with_mean_one,
+)
 from adalog.errors import CalibrationError
 from adalog.graph.capture import capture
 from adalog.graph.sites import find_sites
@@ -156,3 +163,7 @@ def test_a_model_without_gradients_is_refused():
     program = capture(Answer().eval(), (torch.randn(2, 3),))
     with pytest.raises(CalibrationError, match="the model has no differentiable output"):
         squared_gradients(program, (torch.randn(2, 3),), [], [hessian_probe(torch.Generator())])
+
+
+def test_gradients_that_are_no_numbers_stay_so():
+    assert bool(with_mean_one(torch.tensor([1.0, torch.nan])).isnan().any())

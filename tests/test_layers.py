@@ -1,4 +1,4 @@
-"""The order of the modules, read from their imports, and the size of files and classes."""
+"""The order of the modules, read from their imports."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "adalog"
-FOLDERS = ("src", "tests", "benchmarks", "tools")
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 BASE = {"errors", "extras", "library", "device", "files", "ranks", "stored", "version"}
@@ -76,13 +75,6 @@ def statements(node: ast.AST) -> Iterator[ast.AST]:
     return (each for each in ast.iter_child_nodes(node) if isinstance(each, STATEMENTS))
 
 
-def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
-    for node in statements(tree):
-        if isinstance(node, ast.ClassDef):
-            yield node
-        yield from classes(node)
-
-
 def imported(tree: ast.AST, here: str) -> set[str]:
     """The modules of the package that a module imports, inside functions too; not what only types need."""
     found = set()
@@ -136,24 +128,4 @@ def test_benchmarks_do_not_import_the_command_line():
     for file in sorted((ROOT / "benchmarks").rglob("*.py")):
         found = imported(tree_of(file), file.name)
         failures += [f"benchmarks/{file.name} -> {name}" for name in sorted(found) if part_of(name) == "cli"]
-    assert not failures
-
-
-def lines_of(tree: ast.Module | ast.ClassDef, count: int) -> int:
-    """Count the lines of a module or class that has `count` lines in all, without docstrings."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    docstrings = [node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
-    return count - sum(each.end_lineno - each.lineno + 1 for each in docstrings)
-
-
-def test_files_and_classes_are_short():
-    """Up to 500 lines, and 250; the module of `adalog.quantize` has fewer than 150. Docstrings do not count."""
-    failures = []
-    for file in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
-        tree, name = tree_of(file), str(file.relative_to(ROOT))
-        most = 149 if file == SOURCE / "_quantize.py" else 500
-        if lines_of(tree, len(file.read_text().splitlines())) > most:
-            failures.append(f"{name}: more than {most} lines")
-        long = [node.name for node in classes(tree) if lines_of(node, node.end_lineno - node.lineno) >= 250]
-        failures += [f"{name}: class {each}: more than 250 lines" for each in long]
     assert not failures

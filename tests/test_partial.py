@@ -168,7 +168,7 @@ def test_a_line_as_it_is_is_read(tmp_path):
 def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "partial"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="Remove it"):
+    with pytest.raises(DataError, match="remove it"):
         Partial(path, "these")
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import adalog
-from adalog import Calibration, CalibrationError, CaptureError, Config, Search
+from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction, Search
 from adalog.calibration.calibration import digest
-from adalog.choices import ReleasedSearch
+from adalog.choices import BlockRefinement, ReleasedSearch
 from adalog.quantizers import QuantizedTensor
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
 from stored import serialise
-from toys import Toy
+from toys import TOKENS, Toy, decibels, tokens_config
 
 CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -78,7 +79,7 @@ def test_the_same_images_of_every_input(masked):
 
 def test_refuses_an_input_that_all_images_share(masked):
     model, (images, mask, kind) = masked
-    with pytest.raises(CaptureError, match=r"\(6, 3, 32, 32\), \(1, 1, 32, 32\), \(6,\).*Repeat an input"):
+    with pytest.raises(CaptureError, match=r"\(6, 3, 32, 32\), \(1, 1, 32, 32\), \(6,\).*repeat an input"):
         adalog.quantize(model, (images, mask[:1], kind), CONFIG)
 
 
@@ -474,3 +475,153 @@ def test_a_norm_whose_linears_read_few_rows_is_not_folded(calibration):
         told = [why for why in refusals if f"rows in calibration; one scale per channel needs {fold_rows}" in why]
         assert len(told) == count
         assert all(why.startswith("not folded: ") for why in told)
+
+
+# --- rare models ------------------------------------------------------------------------------------------------------
+
+
+class Biased(nn.Module):
+    """A linear without a bias, to which the module itself adds a tensor that it calls by one of the site's names."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.weight, self.name = nn.Parameter(torch.randn(8, 8)), name
+        self.register_buffer(name, torch.randn(8) * 3)
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + getattr(self, self.name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bias", "input", "shifted"])
+def test_values_of_a_site_leave_alone_what_the_model_calls_so(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), Biased(name), nn.GELU(), nn.Linear(8, 3)).eval()
+    for config in (tokens_config(method="repq-vit"), tokens_config(stages=(Correction(images=8),))):
+        quantized = adalog.quantize(model, TOKENS, config)
+        assert decibels(quantized(TOKENS), model(TOKENS)) > 30
+        assert torch.equal(quantized.compile("reference")(TOKENS), quantized.compile("reference")(TOKENS))
+
+
+@torch.no_grad()
+def test_parameters_that_are_put_out_stay_what_they_are():
+    torch.manual_seed(0)
+    model = Toy(
+        lambda m, x: (m.fc(m.norm(x)), m.fc.weight, m.fc.bias, m.norm.weight), norm=nn.LayerNorm(8), fc=nn.Linear(8, 3)
+    )
+    found = adalog.quantize(model.eval(), TOKENS, tokens_config("w4a4", "repq-vit"))(TOKENS)
+    for one, other in zip(found[1:], model(TOKENS)[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["ptq4vit", "apq-vit"])
+def test_one_class_has_no_probabilities(method):
+    torch.manual_seed(0)
+    model = Toy(
+        lambda m, x: m.fc(m.up(m.norm(x)).relu().mean(1)),
+        norm=nn.LayerNorm(8),
+        up=nn.Linear(8, 16),
+        fc=nn.Linear(16, 1),
+    )
+    quantized = adalog.quantize(model.eval(), TOKENS, tokens_config(method=method))
+    assert decibels(quantized(TOKENS), model(TOKENS)) > 25
+
+
+def test_gradients_pass_a_batch_norm():
+    torch.manual_seed(0)
+    model = Toy(
+        lambda m, x: m.fc(F.gelu(m.norm(m.up(x).transpose(1, 2)))),
+        up=nn.Linear(8, 6),
+        norm=nn.BatchNorm1d(6),
+        fc=nn.Linear(6, 3),
+    )
+    adalog.quantize(model.eval(), TOKENS, tokens_config(method="ptq4vit"))
+
+
+@torch.no_grad()
+def test_a_left_operand_that_is_made_of_tensors_alone():
+    torch.manual_seed(0)
+    model = Toy(lambda m, x: m.fc((m.mix + m.mix.t()) @ x), fc=nn.Linear(8, 3))
+    model.mix = nn.Parameter(torch.randn(6, 6))
+    quantized = adalog.quantize(model.eval(), TOKENS, tokens_config())
+    assert decibels(quantized(TOKENS), model(TOKENS)) > 25
+    for executor in ("reference", "torch"):
+        assert decibels(quantized.compile(executor)(TOKENS), model(TOKENS)) > 25
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's, of what it maps value by value
+def test_a_quantized_model_is_mapped_and_traced():
+    model = Toy(lambda m, x: m.fc(F.gelu(m.up(x))), up=nn.Linear(8, 8), fc=nn.Linear(8, 3)).eval()
+    quantized = adalog.quantize(model, TOKENS, tokens_config("w4a4", "log2"))
+    wanted = quantized(TOKENS)
+    torch.testing.assert_close(torch.func.vmap(quantized)(TOKENS[:, None])[:, 0], wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.fc(x @ x.mT @ x),
+        lambda m, x: m.fc(x @ x.adjoint() @ x),
+        lambda m, x: x @ m.fc.weight.T,
+        lambda m, x: m.fc(x.swapaxes(1, 2).swapdims(1, 2)),
+        lambda m, x: m.fc(x).clip(min=-1).clip(-3, 0.5).clip(m.low),
+        lambda m, x: m.fc(x) * ((x[..., :3] > 0) & (x[..., :3] < 1) | (x[..., :3] > 2)),
+        lambda m, x: m.fc(x / (x.var(-1, unbiased=False, keepdim=True) + 1).sqrt()),
+        lambda m, x: m.fc(x / x.std(-1, keepdim=True) + x.var(1)[:, None]),
+    ],
+)
+def test_other_spellings_of_operations(function):
+    torch.manual_seed(0)
+    model = Toy(function, fc=nn.Linear(8, 3)).eval()
+    model.register_buffer("low", torch.tensor(-0.4))
+    quantized = adalog.quantize(model, TOKENS, tokens_config())
+    assert decibels(quantized(TOKENS), model(TOKENS)) > 20
+
+
+def test_an_input_may_be_absent():
+    class MaskedOrNot(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 4)
+
+        def forward(self, mask, x):
+            return self.linear(x if mask is None else x * mask)
+
+    x = torch.randn(6, 16)
+    found = adalog.quantize(MaskedOrNot().eval(), (None, x), replace(Config.preset("w8a8", "minmax"), images=4))
+    assert len(found.ledger) == 1
+    with pytest.raises(CalibrationError, match="calibration takes 7 images, got 6"):
+        adalog.quantize(MaskedOrNot().eval(), (None, x), replace(Config.preset("w8a8", "minmax"), images=7))
+
+
+@pytest.mark.parametrize(
+    "stages", [(Correction(images=4), Reconstruction(images=4, iterations=2)), (BlockRefinement(),)]
+)
+def test_inference_mode_around_it_changes_nothing(tiniest, images, stages):
+    config = Config(images=4, search=Search(rounds=1, steps=0), stages=stages)
+    found = []
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            model = adalog.quantize(copy.deepcopy(tiniest), images + 0, config)
+        found.append(model(images[:2]))
+    assert torch.equal(*found)
+
+
+def test_what_was_searched_in_inference_mode_serves_stages_outside(tiniest, images):
+    config = Config(images=4, search=Search(rounds=1, steps=0))
+    calibration = adalog.Calibration(tiniest, images)
+    with torch.inference_mode():
+        calibration.search(config)
+        inside = calibration.quantize(config)
+    calibration.quantize(replace(config, stages=(Reconstruction(images=4, iterations=2),)))
+    assert not any(value.is_inference() for value in inside.quantized.program.tensors.values())
+
+
+def test_arguments_of_other_types():
+    with pytest.raises(ValueError, match="is not a Config"):
+        adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), "w4a4")
+    with pytest.raises(ValueError, match=r"jobs = 1\.5"):
+        adalog.quantize(nn.Linear(3, 3), torch.zeros(40, 3), jobs=1.5)

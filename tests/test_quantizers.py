@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,12 +19,14 @@ from adalog.quantizers import (
     log_quantize,
     log_tables,
     log_thresholds,
+    round_ste,
     symmetric_zero_point,
     table_step,
     uniform_dequantize,
     uniform_fake_quantize,
     uniform_quantize,
 )
+from problems import GELU_OFFSET, uniform_of
 from strategies import (
     KINDS,
     R,
@@ -40,6 +42,7 @@ from strategies import (
     tensors,
     zero_points,
 )
+from toys import TOKENS
 
 READINGS = ["saturate", "zero", "zero-coded"]
 ROUNDINGS = ["log", "nearest"]
@@ -270,6 +273,7 @@ def test_number_of_values(width):
 
 # --- shapes and dtypes ---------------------------------------------------------------------------------------
 
+
 CANDIDATES = {
     "per tensor": ((5, 7), (3, 1, 1)),
     "per channel": ((5, 7), (3, 5, 1)),
@@ -425,6 +429,15 @@ def test_slices_change_nothing(shape, monkeypatch):
         assert torch.equal(quantizer.fake_quantize(x), wanted)
 
 
+def test_scaled_quantizers():
+    one = torch.tensor(1.0)
+    assert float(uniform_of(2.0).scaled(1.5).scale) == 3
+    assert float(uniform_of(2.0).scaled(1.5).zero_point) == 8
+    twin = TwinUniformQuantizer(one, one / 4, 4).scaled(2.0)
+    assert (float(twin.scale), float(twin.negative_scale)) == (2.0, 0.5)
+    assert float(LogQuantizer(one, 20, 37, 4).scaled(0.5).scale) == 0.5
+
+
 @given(st.data(), bits, q, beyond, rounding, st.floats(0.0, 0.5))
 def test_offset_lifts_the_input_and_is_taken_off_unless_kept(data, bits, q, beyond, rounding, offset):
     x = data.draw(tensors(low=-offset, high=4.0))
@@ -484,3 +497,461 @@ def test_tables_that_inference_left_serve_gradients():
     assert scale.grad is not None
     # Straight through: (x_hat - x) / s for each value inside the range, x_hat / s for each above its end, which is s.
     torch.testing.assert_close(scale.grad * 0.7, torch.where(x > 0.7, seen, seen - x).sum())
+
+
+@torch.no_grad()
+def test_a_quantizer_is_compiled_whole():
+    quantizer = UniformQuantizer(torch.tensor(0.1), torch.tensor(3.0), 4)
+    compiled = torch.compile(quantizer.fake_quantize, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS), quantizer.fake_quantize(TOKENS))
+
+
+def test_the_largest_level_decides_a_symmetric_quantizer():
+    found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4, 0.0)
+    assert found.levels()[[0, -1]].tolist() == [-4.0, 3.5]
+    assert float(found.scale[1]) > 0
+
+
+def test_kinds_that_take_more_than_one_number():
+    with pytest.raises(ValueError, match="largest level alone does not determine a quantizer of the kind log"):
+        LogQuantizer.reaching(torch.ones(()), 4, 0.0)
+
+
+# --- twin uniform -------------------------------------------------------------------------------------------------
+
+
+def twin_of(scale, negative, width, dtype=torch.float64):
+    return TwinUniformQuantizer(torch.tensor(scale, dtype=dtype), torch.tensor(negative, dtype=dtype), width)
+
+
+@given(bits, scales, scales, dtypes)
+def test_twin_representable_values_are_fixed_points(width, scale, negative, dtype):
+    quantizer, code = twin_of(scale, negative, width, dtype), torch.arange(2**width, dtype=dtype)
+    value = quantizer.dequantize(code)
+    assert torch.equal(quantizer.quantize(value), code)
+    assert torch.equal(quantizer.fake_quantize(value), value)
+
+
+@given(tensors(), bits, scales, scales)
+def test_twin_codes_are_whole_in_range_and_monotone(x, width, scale, negative):
+    code = twin_of(scale, negative, width).quantize(x.sort().values)
+    assert torch.equal(code, code.round())
+    assert bool(((code >= 0) & (code < 2**width)).all())
+    assert bool((code.diff() >= 0).all())
+
+
+@given(tensors(), bits, scales, scales)
+def test_twin_takes_the_nearest_level_of_the_values_sign(x, width, scale, negative):
+    """By brute force over the levels: h of them above zero with zero, h below."""
+    half = 2 ** (width - 1)
+    above = [scale * code for code in range(half)]
+    below = [-negative * code for code in range(half + 1)]
+    hat = twin_of(scale, negative, width).fake_quantize(x)
+    for value, got in zip(x.tolist(), hat.tolist(), strict=True):
+        levels = above if value >= 0 else below
+        least = min(abs(value - level) for level in levels)
+        assert abs(value - got) <= least + 1e-9 * max(abs(value), scale, negative)
+        assert any(got == pytest.approx(level, rel=1e-12, abs=0) for level in levels)
+
+
+def test_twin_keeps_zero_and_the_offset():
+    quantizer = twin_of(0.5, 0.17 / 8, 4)
+    assert float(quantizer.fake_quantize(f64(0.0))) == 0
+    assert float(quantizer.fake_quantize(f64(-0.17))) == pytest.approx(-0.17)
+    assert float(quantizer.fake_quantize(f64(100.0))) == 3.5
+
+
+@given(tensors(), bits, st.integers(-10, 10))
+def test_twin_with_equal_scales_is_symmetric_uniform(x, width, exponent):
+    scale = 2.0**exponent
+    uniform = UniformQuantizer(f64(scale), f64(symmetric_zero_point(width)), width)
+    twin = twin_of(scale, scale, width)
+    assert torch.equal(twin.quantize(x), uniform.quantize(x))
+    assert torch.equal(twin.fake_quantize(x), uniform.fake_quantize(x))
+
+
+# --- beyond="zero", the released code's reading -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(("base", "r", "table"), KINDS)
+def test_the_released_reading_has_one_value_more_than_codes(width, base, r, table):
+    """2**bits levels (fewer where rounded mantissas are equal), and zero."""
+    count = len(log_levels(base, r, width, beyond="saturate", table=table).unique())
+    powers = torch.exp2(-torch.arange(2**width + 3, dtype=torch.float64) * base / r)
+    x = torch.cat([powers, powers.new_zeros(1)])
+    assert len(log_fake_quantize(x, f64(1.0), base, r, width, beyond="zero", table=table).unique()) == count + 1
+    code = log_quantize(x, f64(1.0), base, r, width, beyond="zero", table=table)
+    assert code.unique().tolist() == list(range(2**width + 1))
+    assert not log_dequantize(f64(2.0**width), f64(3.0), base, r, width, beyond="zero", table=table).any()
+
+
+# --- split uniform ------------------------------------------------------------------------------------------------
+
+
+def split_of(power, width, sums=False, dtype=torch.float64):
+    last = 2 ** (width - 1) - 1
+    return SplitUniformQuantizer(
+        torch.tensor(2.0**-power / last, dtype=dtype), torch.tensor(1.0 / last, dtype=dtype), width, sums
+    )
+
+
+@given(tensors(low=0.0, high=1.0), bits, st.integers(0, 12), st.booleans())
+def test_split_takes_the_finer_grid_below_the_split(x, width, power, sums):
+    quantizer = split_of(power, width, sums)
+    last, split = 2 ** (width - 1) - 1, 2.0**-power
+    codes, expected = [], []
+    for value in x.tolist():
+        fine = value < float(quantizer.split)
+        step = split / last if fine else 1 / last
+        level = round(value / step)
+        codes.append(level if fine else level + last + 1)
+        other = round(split * last) / last if fine else split
+        expected.append(level * step + (other if sums else 0))
+    assert quantizer.quantize(x).tolist() == codes
+    assert quantizer.fake_quantize(x).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert quantizer.dequantize(torch.tensor(codes, dtype=torch.uint8)).tolist() == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_split_codes_fill_the_bits(width):
+    quantizer = split_of(3, width)
+    x = torch.linspace(0, 1, 4001, dtype=torch.float64)
+    codes = quantizer.quantize(x)
+    assert (float(codes.min()), float(codes.max())) == (0, 2**width - 1)
+    assert float(quantizer.quantize(x.new_tensor(1e9))) == 2**width - 1
+    assert float(quantizer.quantize(x.new_tensor(-1.0))) == 0
+    error = (quantizer.fake_quantize(x) - x).abs()
+    last = 2 ** (width - 1) - 1
+    assert float(error[x < 1 / 8].max()) <= 1 / 16 / last + 1e-12
+    assert float(error.max()) <= 0.5 / last + 1e-12
+
+
+# --- gradients: exact values forwards, and backwards those of LSQ, by finite differences ------------------------------
+
+
+BITS = 4
+TOP, HALF = 2**BITS - 1, 2 ** (BITS - 1)
+STEP = 1e-6  # of the finite differences; values are farther than this, times any code, from a kink of the surrogate
+MARGIN = 1e-3
+
+
+def between(x, low, high):
+    """x brought between two ends, written without the functions under test."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+# --- each quantizer's clipped value and step, by hand: functions of x and the parameters in their order -------------
+
+
+def by_hand_uniform(x, scale, zero_point):
+    return between(x, -zero_point * scale, (TOP - zero_point) * scale), scale
+
+
+def by_hand_twin(x, scale, negative_scale):
+    return between(x, -HALF * negative_scale, (HALF - 1) * scale), torch.where(x < 0, negative_scale, scale)
+
+
+def by_hand_split(x, scale, coarse_scale):
+    step = torch.where(x < (HALF - 1) * scale, scale, coarse_scale)
+    return between(x, torch.zeros_like(x), (HALF - 1) * coarse_scale), step
+
+
+def by_hand_log(least, added=0.0, taken=0.0):
+    """least: the smallest level at scale 1; added, taken: the offset before and after."""
+    return lambda x, scale: (between(x + added, least * scale, scale) - taken, scale)
+
+
+def log_of(**options):
+    return LogQuantizer(f64(0.9), 20, R, BITS, **options)
+
+
+SATURATED = float(log_levels(20, R, BITS, beyond="saturate")[-1])
+CHANNELS = f64(0.05, 0.11, 0.2).view(3, 1), f64(3.0, 8.0, 12.0).view(3, 1)
+
+# (quantizer, by hand, the least and the largest value that are tried)
+CASES = {
+    "uniform": (UniformQuantizer(f64(0.13), f64(6.0), BITS), by_hand_uniform, -2.0, 2.0),
+    "uniform, whole range above zero": (UniformQuantizer(f64(0.13), f64(0.0), BITS), by_hand_uniform, -1.0, 3.0),
+    "uniform per channel": (UniformQuantizer(*CHANNELS, BITS), by_hand_uniform, -2.0, 3.0),
+    "log": (log_of(), by_hand_log(0.0), 0.0, 1.5),
+    "log, saturating": (log_of(beyond="saturate"), by_hand_log(SATURATED), 0.0, 1.5),
+    "log, zero beyond": (log_of(beyond="zero", rounding="log"), by_hand_log(0.0), 0.0, 1.5),
+    "log with an integer table": (log_of(width=16, headroom=8), by_hand_log(0.0), 0.0, 1.5),
+    "log with offset": (log_of(offset=GELU_OFFSET), by_hand_log(0.0, GELU_OFFSET, GELU_OFFSET), -GELU_OFFSET, 1.5),
+    "log that keeps its offset": (
+        log_of(offset=GELU_OFFSET, keeps_offset=True),
+        by_hand_log(0.0, GELU_OFFSET),
+        -GELU_OFFSET,
+        1.5,
+    ),
+    "twin": (TwinUniformQuantizer(f64(0.2), f64(0.02), BITS), by_hand_twin, -0.4, 2.0),
+    "split": (SplitUniformQuantizer(f64(0.01), f64(0.12), BITS), by_hand_split, 0.0, 1.0),
+    "split that sums": (SplitUniformQuantizer(f64(0.01), f64(0.12), BITS, True), by_hand_split, 0.0, 1.0),
+}
+every_case = pytest.mark.parametrize(("quantizer", "by_hand", "low", "high"), CASES.values(), ids=CASES)
+
+
+def values_of(quantizer, by_hand, low, high):
+    """(3, n) values on both sides of every kink of the surrogate, none of them near one."""
+    x = low + (high - low) * torch.rand(3, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parameters = quantizer.parameters().values()
+
+    # Within the margin the step stays, and the clipped value moves as x does or not at all.
+    (below, step_below), (here, _), (above, step_above) = (by_hand(x + by, *parameters) for by in (-MARGIN, 0, MARGIN))
+    near = ((above - here - (here - below)).abs() > MARGIN / 1000) | (step_below != step_above)
+    return x[:, ~near.any(0)]
+
+
+def trained(quantizer):
+    """The quantizer with parameters that require a gradient, and those parameters."""
+    made = quantizer.map(lambda value: value.clone().requires_grad_())
+    return made, list(made.parameters().values())
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), dtypes)
+def test_rounding_is_exact_and_its_gradient_is_one(data, dtype):
+    x = data.draw(tensors(dtype)).requires_grad_()
+    weight = normal(len(x)).to(dtype)
+    value = round_ste(x)
+    assert torch.equal(value, x.detach().round())
+    (value * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+def test_halves_are_rounded_to_even():
+    assert round_ste(torch.arange(-3.5, 4)).tolist() == [-4.0, -2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 4.0]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_case
+def test_gradients_change_no_value(quantizer, by_hand, low, high, dtype):
+    """To the bit, signs of zeros included; thresholds, ends and what lies far beyond them are among the values."""
+    quantizer = quantizer.map(lambda value: value.to(dtype))
+    levels = quantizer.levels()
+    edges = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    x = torch.cat([normal(1000).to(dtype), edges.to(dtype), f64(0.0, -0.0, 1e9, -1e9, 1e-30).to(dtype)]).expand(3, -1)
+    plain = quantizer.fake_quantize(x)
+    made, parameters = trained(quantizer)
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
+    given = x.clone().requires_grad_()
+    for value in (made.fake_quantize(given), quantizer.fake_quantize(given), made.fake_quantize(x)):
+        assert value.requires_grad
+        assert torch.equal(value.detach().view(bits), plain.view(bits))
+    with torch.no_grad():
+        silent = made.fake_quantize(given)
+    assert not silent.requires_grad
+    assert torch.equal(silent.view(bits), plain.view(bits))
+    assert torch.equal(plain, quantizer.dequantize(quantizer.quantize(x)))
+    assert len(parameters) == len(quantizer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_case
+def test_gradients_change_no_value_of_a_narrow_type(quantizer, by_hand, low, high, dtype):
+    x = (normal(3, 300) * (high - low)).to(dtype).requires_grad_()
+    quantizer = quantizer.map(torch.Tensor.float)
+    value = quantizer.fake_quantize(x)
+    assert value.dtype == dtype
+    assert torch.equal(value.detach(), quantizer.fake_quantize(x.detach()))
+    value.sum().backward()
+    assert set(x.grad.unique().tolist()) <= {0.0, 1.0}
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_gradients_are_those_of_the_surrogate(quantizer, by_hand, low, high):
+    """x_hat = c(x; theta) + s(theta) e, the rounding error e held constant: central differences in float64."""
+    x = values_of(quantizer, by_hand, low, high)
+    assert x.shape[1] > 200
+    weight = normal(*x.shape, seed=1)
+    made, parameters = trained(quantizer)
+    given = x.clone().requires_grad_()
+    (made.fake_quantize(given) * weight).sum().backward()
+
+    at = [value.detach() for value in parameters]
+    clipped, step = by_hand(x, *at)
+    error = (quantizer.fake_quantize(x) - clipped) / step
+
+    def surrogate(x, *parameters):
+        clipped, step = by_hand(x, *parameters)
+        return (clipped + step * error) * weight
+
+    torch.testing.assert_close(surrogate(x, *at), quantizer.fake_quantize(x) * weight, rtol=0, atol=1e-14)
+    by_x = (surrogate(x + STEP, *at) - surrogate(x - STEP, *at)) / (2 * STEP)
+    torch.testing.assert_close(given.grad, by_x, rtol=0, atol=1e-8)
+    assert (given.grad == weight).any()
+    assert (given.grad == 0).any()
+    for index, parameter in enumerate(parameters):
+        moved = [
+            surrogate(x, *(value + sign * STEP * (other == index) for other, value in enumerate(at)))
+            for sign in (1, -1)
+        ]
+        each = (moved[0] - moved[1]) / (2 * STEP)
+        expected = each.sum() if parameter.numel() == 1 else each.sum(1, keepdim=True)
+        torch.testing.assert_close(parameter.grad, expected.view_as(parameter), rtol=0, atol=1e-6)
+        assert bool((parameter.grad != 0).all())
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_uniform_gradients_have_the_closed_forms_of_lsq(per_channel):
+    """LSQ (Esser et al., 2020) and LSQ+ (Bhalgat et al., 2020)."""
+    quantizer, by_hand, low, high = CASES["uniform per channel" if per_channel else "uniform"]
+    x = values_of(quantizer, by_hand, low, high)
+    scale, zero_point = (
+        value.expand(3, x.shape[1]).clone().requires_grad_() for value in quantizer.parameters().values()
+    )
+    given = x.clone().requires_grad_()
+    UniformQuantizer(scale, zero_point, BITS).fake_quantize(given).sum().backward()  # a scale for each value
+    s, z = scale.detach(), zero_point.detach()
+    below, above = x < -z * s, x > (TOP - z) * s
+    inside = ~(below | above)
+    assert below.any()
+    assert above.any()
+    assert inside.any()
+    code = quantizer.quantize(x)
+    assert torch.equal(given.grad, inside.double())
+    by_scale = torch.where(below, -z, torch.where(above, TOP - z, code - z - x / s))
+    torch.testing.assert_close(scale.grad, by_scale, rtol=0, atol=1e-12)
+    torch.testing.assert_close(zero_point.grad, torch.where(inside, 0.0, -s), rtol=0, atol=1e-12)
+
+
+def test_a_logarithmic_scale_has_its_rounding_error_inside_and_its_end_outside():
+    quantizer, *rest = CASES["log with offset"]
+    x = values_of(quantizer, *rest)
+    made, (scale,) = trained(quantizer)
+    hat = made.fake_quantize(x)
+    hat.sum().backward()
+    above = x + GELU_OFFSET > 0.9
+    assert above.any()
+    each = torch.where(above, 1.0, (hat.detach() - x) / 0.9)
+    torch.testing.assert_close(scale.grad, each.sum(), rtol=1e-12, atol=0)
+
+
+# --- values that stay exact ------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_values_that_are_kept_stay_and_take_no_part(quantizer, by_hand, low, high):
+    """QDrop: the gradient by x is 1 where a value is kept, and the parameters' are those of the other values alone."""
+    x, weight = normal(3, 400) * (high - low), normal(3, 400, seed=1)
+    kept = (torch.rand(3, 400, generator=torch.Generator().manual_seed(2)) < 0.3).to(x)
+
+    def gradients(kept, weight):
+        made, parameters = trained(quantizer)
+        given = x.clone().requires_grad_()
+        hat = made.fake_quantize(given, kept)
+        (hat * weight).sum().backward()
+        return hat.detach(), given.grad, [parameter.grad for parameter in parameters]
+
+    hat, by_x, by_parameters = gradients(kept, weight)
+    plain, plain_by_x, _ = gradients(None, weight)
+    chosen = kept.bool()
+    assert torch.equal(hat, torch.where(chosen, x + quantizer.kept_offset, plain))
+    assert torch.equal(by_x, torch.where(chosen, weight, plain_by_x))
+    assert torch.equal(quantizer.fake_quantize(x, kept), hat)
+    for found, wanted in zip(by_parameters, gradients(None, weight * (1 - kept))[2], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+class Whole(torch.autograd.Function):
+    """The gradients of the surrogate by one operation on all values after the other, as its formula has them."""
+
+    @staticmethod
+    def forward(ctx, x, low, high, step, hat, above):
+        ctx.save_for_backward(x, low, high, step, hat)
+        ctx.above = above
+        return hat.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, low, high, step, hat = ctx.saved_tensors
+        below, beyond = x < low, x > high
+        clipped = torch.minimum(torch.maximum(x, low), high)
+        parts = (gradient * below, gradient * beyond, gradient * (hat - ctx.above - clipped) / step)
+        sums = (part.sum_to_size(of.shape) for part, of in zip(parts, (low, high, step), strict=True))
+        return gradient.masked_fill(below | beyond, 0), *sums, None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_case
+def test_gradients_in_slices_are_those_of_the_whole(quantizer, by_hand, low, high, dtype, monkeypatch):
+    """To float rounding, also where values lie in memory in another order."""
+    monkeypatch.setattr("adalog.quantizers.quantizer._SLICE_ELEMENTS", 100)
+    quantizer = quantizer.map(lambda value: value.to(dtype))
+    x, weight = ((normal(*shape, seed=seed) * 2).to(dtype) for shape, seed in (((350, 3, 2), 0), ((2, 3, 350), 1)))
+
+    def gradients(way):
+        made, parameters = trained(quantizer)
+        given = x.clone().requires_grad_()
+        (way(made, given.permute(2, 1, 0)) * weight).sum().backward()
+        return [given.grad, *(parameter.grad for parameter in parameters)]
+
+    def whole(made, values):
+        hat = quantizer.fake_quantize(values.detach())
+        return Whole.apply(values, *made.bounds(), made.step(values), hat, made.kept_offset)
+
+    for found, wanted in zip(gradients(lambda made, values: made.fake_quantize(values)), gradients(whole), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4 if dtype == torch.float32 else 1e-10, atol=1e-5)
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(-4, -0.1), st.floats(0.1, 4))
+@example(-1.0, 1.0)
+def test_bounds_get_the_gradients_of_scale_and_zero_point(lower, upper):
+    """s = (u - l) / L, and z = -l / s with its rounding left out."""
+    low, high = f64(lower).requires_grad_(), f64(upper).requires_grad_()
+    scale, zero_point = bounds_to_uniform(low, high, BITS)
+    assert float(zero_point.detach()) == round(float(zero_point.detach()))
+    s = (upper - lower) / TOP
+    by_scale = torch.autograd.grad(scale, (low, high), retain_graph=True)
+    assert [float(each) for each in by_scale] == pytest.approx([-1 / TOP, 1 / TOP], rel=1e-12)
+    by_zero_point = torch.autograd.grad(zero_point, (low, high))
+    wanted = [-1 / s - lower / (s * s * TOP), lower / (s * s * TOP)]
+    assert [float(each) for each in by_zero_point] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_bounds_are_trained_through_the_quantizer():
+    """By finite differences of the surrogate, in which both the codes' and the zero point's rounding are constant."""
+    x, weight = normal(500) * 1.5, normal(500, seed=1)
+    low, high = f64(-1.1).requires_grad_(), f64(1.7).requires_grad_()
+    scale, zero_point = bounds_to_uniform(low, high, BITS)
+    hat = UniformQuantizer(scale, zero_point, BITS).fake_quantize(x)
+    (hat * weight).sum().backward()
+
+    at = scale.detach(), zero_point.detach()
+    near = ((x + at[0] * at[1]).abs() < MARGIN) | ((x - at[0] * (TOP - at[1])).abs() < MARGIN)
+    assert not near.any()
+    clipped, step = by_hand_uniform(x, *at)
+    error, rounding = (hat.detach() - clipped) / step, at[1] + (-1.1) / at[0]
+
+    def surrogate(low, high):
+        scale = (high - low) / TOP
+        clipped, step = by_hand_uniform(x, scale, -low / scale + rounding)
+        return float(((clipped + step * error) * weight).sum())
+
+    by_low = (surrogate(-1.1 + STEP, f64(1.7)) - surrogate(-1.1 - STEP, f64(1.7))) / (2 * STEP)
+    by_high = (surrogate(-1.1, f64(1.7) + STEP) - surrogate(-1.1, f64(1.7) - STEP)) / (2 * STEP)
+    assert float(low.grad) == pytest.approx(by_low, abs=1e-6)
+    assert float(high.grad) == pytest.approx(by_high, abs=1e-6)
+    assert abs(by_low) > 1
+    assert abs(by_high) > 1
+
+
+def test_a_bound_on_the_wrong_side_of_zero_has_no_gradient():
+    """The range is widened to hold zero, whatever that bound is."""
+    low, high = f64(0.5).requires_grad_(), f64(2.0).requires_grad_()
+    scale, _ = bounds_to_uniform(low, high, BITS)
+    scale.backward()
+    assert float(low.grad) == 0
+    assert float(high.grad) == pytest.approx(1 / TOP)

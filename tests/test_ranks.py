@@ -235,7 +235,7 @@ def test_an_interface_that_is_not_there_is_told(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
 
     def work(ranks):
-        with pytest.raises(RankError, match=r"Gloo cannot connect .* by the variable GLOO_SOCKET_IFNAME"):
+        with pytest.raises(RankError, match=r"Gloo cannot connect .* in the environment variable GLOO_SOCKET_IFNAME"):
             ranks.summed(2, lambda number: torch.ones(3), torch.ones(3))
         return True
 
@@ -259,7 +259,9 @@ def test_variables_that_are_no_numbers_are_named(monkeypatch, name):
         monkeypatch.setenv(each, "2")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv(name, "two")
-    with pytest.raises(RankError, match=f"the variable {name} is 'two', not a whole number: start the job by `torchrun`"):
+    with pytest.raises(
+        RankError, match=f"the environment variable {name} is 'two', not a whole number: start the job with `torchrun`"
+    ):
         Ranks.of_environment()
 
 
@@ -429,7 +431,9 @@ def test_an_error_of_one_rank_is_one_line_and_leaves_no_file(place):
 
 def test_no_world_is_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "0")
-    with pytest.raises(RankError, match="the variable WORLD_SIZE is 0: start the job by `torchrun`, or unset it"):
+    with pytest.raises(
+        RankError, match="the environment variable WORLD_SIZE is 0: start the job with `torchrun`, or unset it"
+    ):
         Ranks.of_environment()
 
 

@@ -460,7 +460,7 @@ def test_a_judgement_without_all_figures_is_shown(subject, measured, full, tmp_p
 WRONG = {
     "evaluation": [
         (lambda told: told.pop("sites"), '"sites" is missing'),
-        (lambda told: told["sites"].pop(), "is of another artifact, whose sites differ"),
+        (lambda told: told["sites"].pop(), "belongs to another artifact, whose sites differ"),
         (lambda told: told.update(top1=3), "an entry is not an object"),
         (lambda told: told["top1"].update(high=2.0), '"top1" is not a fraction'),
         (lambda told: told.update(kl="x"), '"kl" is missing, of the wrong type'),
@@ -473,12 +473,15 @@ WRONG = {
         (lambda told: told["rows"][0].update(batch=0), "a batch has no images"),
         (lambda told: told["rows"][0].update(wall_ms=float("nan")), "NaN is not a JSON number"),
         (lambda told: told.pop("absent"), '"absent" is missing'),
-        (lambda told: told.update(sha256="d2"), "it is of another artifact"),
+        (lambda told: told.update(sha256="d2"), "it belongs to another artifact"),
     ],
     "sensitivity": [
         (lambda told: told.update(measure="top1"), "the measure is not one of kl, relative squared error"),
         (lambda told: told["rows"].append(told["rows"][0]), "an operand has two losses at one width"),
-        (lambda told: told["units"][0][0].update(macs=7), "is of another model, whose sites differ: patch_embed.conv1"),
+        (
+            lambda told: told["units"][0][0].update(macs=7),
+            "belongs to another model, whose sites differ: patch_embed.conv1",
+        ),
         (lambda told: told["choices"].update({"search.rounds": 9}), 'another method, in which "search.rounds" is 9'),
     ],
 }

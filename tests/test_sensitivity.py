@@ -14,8 +14,8 @@ from adalog.graph.rewrite import rewritten
 from adalog.quantizers import QuantizedTensor, UniformQuantizer
 from adalog.report import read_sensitivity
 from adalog.study import sensitivity as module
-from adalog.study.sensitivity import Sensitivity, read, sensitivity
-from toys import Attention, Toy
+from adalog.study.sensitivity import Sensitivity, read, sensitivity, units_of
+from toys import TOKENS, Attention, Toy, tokens_config
 
 JUDGED = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(3))
 ROWS = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(4))
@@ -321,3 +321,9 @@ def test_a_report_takes_the_file_of_layers_that_are_called_again(tmp_path):
     path = tmp_path / "losses.json"
     path.write_text(json.dumps(found.to_json()))
     assert read_sensitivity(path, calibration.quantize(config).quantized).measure == "kl"
+
+
+def test_a_site_is_not_taken_for_an_operation_of_its_name():
+    model = Toy(lambda m, x: m.mean(m.fc(x)).mean(1), fc=nn.Linear(8, 8), mean=nn.Linear(8, 4)).eval()
+    units = units_of(Calibration(model, TOKENS), tokens_config(), [TOKENS])
+    assert [site.macs for site in units["mean"].sites] == [6 * 8 * 4]

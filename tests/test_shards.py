@@ -228,7 +228,7 @@ def test_other_images_have_no_ground_truth(tmp_path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"ILSVRC2012_validation_ground_truth.txt": "1\n"}, r"put the kit's meta\.mat or map_clsloc\.txt beside it"),
+        ({"ILSVRC2012_validation_ground_truth.txt": "1\n"}, r"put the kit's meta\.mat or map_clsloc\.txt next to it"),
         (
             {"ILSVRC2012_validation_ground_truth.txt": "1\n", "map_clsloc.txt": "n1 1 x\n"},
             r"map_clsloc\.txt has 1 numbered synsets, but ImageNet has 1000",
@@ -245,8 +245,14 @@ def test_other_images_have_no_ground_truth(tmp_path):
             {"ILSVRC2012_validation_ground_truth.txt": "1\n\n\n0\n", "map_clsloc.txt": KIT},
             r"has no ILSVRC number from 1 to 1000 in line 4",
         ),
-        ({"val.txt": "\n \nILSVRC2012_val_00000001.JPEG 1000\n"}, r"val\.txt, line 3 is not a file and its class"),
-        ({"val.txt": "ILSVRC2012_val_00000001.JPEG 1000\n"}, r"val\.txt, line 1 is not a file and its class"),
+        (
+            {"val.txt": "\n \nILSVRC2012_val_00000001.JPEG 1000\n"},
+            r"val\.txt, line 3 is not FILE CLASS, with a class from 0",
+        ),
+        (
+            {"val.txt": "ILSVRC2012_val_00000001.JPEG 1000\n"},
+            r"val\.txt, line 1 is not FILE CLASS, with a class from 0",
+        ),
         ({"val.txt": "ILSVRC2012_val_00000001.JPEG 1\n"}, r"val\.txt has no class for ILSVRC2012_val_00000002\.JPEG"),
     ],
 )

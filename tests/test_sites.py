@@ -21,10 +21,11 @@ from adalog.graph.sites import (
     find_pieces,
     find_refused,
     find_sites,
+    find_splits,
     minimum_of,
 )
 from adalog.quantizers import Assignment, Fold
-from toys import IMAGES, Attention, Toy
+from toys import IMAGES, SMALL_IMAGES, Attention, Toy, Unbound
 
 
 def count(model, images):
@@ -45,6 +46,7 @@ def tally(program, images):
 
 
 # --- counts ----------------------------------------------------------------------------------------------------------
+
 
 SMALL = {
     "demo": (9, 3, 2, 2, 2, 5),
@@ -476,3 +478,40 @@ def test_heads_alone_have_scales_of_their_own(layout):
     assert len(quantized(images[:2])) == 2
     if sizes == "free":
         assert quantized(images.repeat(1, 1, 2, 2)).shape == quantized(images).shape
+
+
+def test_lists_are_no_borders_of_blocks():
+    program = capture(Unbound(lambda y: y).eval(), SMALL_IMAGES)
+    lists = {node.args[0].name for node in program.nodes if node.op == "getitem"}
+    assert lists
+    blocks = find_blocks(program)
+    assert lists.isdisjoint({block.value_out for block in blocks} | {block.value_in for block in blocks})
+
+
+def parts_of(model, images):
+    program = capture(model.eval(), (images,))
+    return find_splits(program, find_sites(program), [images])
+
+
+def test_queries_keys_and_values_of_one_linear_are_three_parts():
+    model = zoo.timm_vit(depth=1)
+    parts = parts_of(model, zoo.IMAGES[:2])
+    assert parts["blocks.0.attn.qkv"].tolist() == [0] * 48 + [1] * 48 + [2] * 48
+    for name in ("blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"):
+        assert set(parts[name].tolist()) == {0}
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = nn.Linear(6, 8), nn.Linear(4, 3)
+
+    def forward(self, x):
+        parts = self.both(x).reshape(-1, 4, 2)
+        return self.out(parts[..., 0] * torch.sigmoid(parts[..., 1]))
+
+
+def test_interleaved_parts_are_told_apart():
+    parts = parts_of(Gated(), torch.randn(2, 6))
+    assert parts["both"].tolist() == [0, 1] * 4
+    assert parts["out"].tolist() == [0, 0, 0]

@@ -11,6 +11,8 @@ import zoo
 from adalog import Calibration, CaptureError, artifact, library
 from adalog.errors import ArtifactError, ProgramError
 from adalog.graph.capture import capture
+from adalog.quantized import _TAKEN
+from adalog.runtime.reference import FREE_TERMS
 from stored import deserialise, rebuilt, serialise
 from toys import Toy, assert_same
 
@@ -273,7 +275,7 @@ def test_a_model_without_maps_has_no_rule():
 
 def test_another_path_for_a_batch_that_is_compared_is_refused():
     model = make(asks(lambda x: x.shape[0] * x.shape[2] > 200))
-    with pytest.raises(CaptureError, match=r"Toy takes another code path for inputs of \(7, 3, 40, 56\)\. Capture it"):
+    with pytest.raises(CaptureError, match=r"Toy takes another code path for inputs of \(7, 3, 40, 56\): capture it"):
         capture(model, of_size(40, 56), sizes="free")
 
 
@@ -308,13 +310,13 @@ def test_outputs_of_another_shape_are_told(made):
 
 def test_what_no_program_can_hold_is_told_by_its_sizes():
     model = make(asks(lambda x: x.shape[2] / x.shape[3] > 2))
-    with pytest.raises(CaptureError, match=r"satisfy .*x.shape\[2\].*program cannot hold .*Capture it for one size"):
+    with pytest.raises(CaptureError, match=r"satisfy .*x.shape\[2\].*program cannot hold .*capture it for one size"):
         capture(model, of_size(40, 56), sizes="free")
 
 
 def test_a_failed_export_with_free_sizes_names_both_ways_out():
     model = make(asks(lambda x: x.mean() > 0))
-    words = r"Toy could not be exported \(.*\)\. Capture it for one size \(.*\), or capture the part that can be"
+    words = r"Toy could not be exported \(.*\): capture it for one size \(.*\), or capture the part that can be"
     with pytest.raises(CaptureError, match=words):
         capture(model, of_size(40, 56), sizes="free")
 
@@ -322,14 +324,14 @@ def test_a_failed_export_with_free_sizes_names_both_ways_out():
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda m, x: m.head(m.embed(x).flatten(2) @ m.table), r"The model takes no other size than \(3, 40, 56\)\. "),
+        (lambda m, x: m.head(m.embed(x).flatten(2) @ m.table), r"the model takes no other size than \(3, 40, 56\): "),
         (lambda m, x: m.head(m.embed(x).mean((2, 3))) if x.shape[2:] == (40, 56) else x, "Toy could not be exported"),
     ],
 )
 def test_models_of_one_size_say_so(function, why):
     model = make(function)
     model.table = nn.Parameter(torch.randn(140, 16))
-    with pytest.raises(CaptureError, match=f"{why}.*Capture it for one size"):
+    with pytest.raises(CaptureError, match=f"{why}.*capture it for one size"):
         capture(model, of_size(40, 56), sizes="free")
 
 
@@ -396,8 +398,8 @@ def test_a_model_of_one_size_is_written_as_before(quantized):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda header: header["inputs"][0].__setitem__(3, [1, 2]), r"has the free dimensions \[1, 2\]"),
-        (lambda header: header["inputs"][0].__setitem__(3, "23"), "has the free dimensions '23'"),
+        (lambda header: header["inputs"][0].__setitem__(3, [1, 2]), r"has the invalid free dimensions \[1, 2\]"),
+        (lambda header: header["inputs"][0].__setitem__(3, "23"), "has the invalid free dimensions '23'"),
         (lambda header: header["inputs"][0].append(1), "an input is no"),
         (lambda header: header["inputs"].__setitem__(0, header["inputs"][0][:3]), "no size is free"),
         (lambda header: header.update(rule=[]), "the rule for sizes is no"),
@@ -406,7 +408,7 @@ def test_a_model_of_one_size_is_written_as_before(quantized):
         (lambda header: header["rule"].__setitem__(1, 1), "outputs something other than sizes"),
         (
             lambda header: header["rule"][0].append(["big", "aten.relu.default", [{"ref": "x"}], {}, ""]),
-            "the rule for sizes has the operations aten.relu.default",
+            "the rule for sizes may not have the operations aten.relu.default",
         ),
         (
             lambda header: (
@@ -456,3 +458,95 @@ def test_a_swin_runs_at_other_sizes_in_every_executor(fast):
         for executor in EXECUTORS:
             other = found.compile(executor)(of_size(*size))
             assert float((other - wanted).abs().max()) < 1e-4 * float(wanted.abs().max()), (executor, size)
+
+
+# --- attention over all tokens ----------------------------------------------------------------------------------------
+
+
+def everywhere(m, x):
+    """Attention over all patches of an image, however many there are."""
+    x = m.embed(x).flatten(2).transpose(1, 2)
+    q, k, v = m.qkv(x).chunk(3, -1)
+    return m.head((x + F.scaled_dot_product_attention(q, k, v)).mean(1))
+
+
+@pytest.fixture(scope="module")
+def free_tokens(fast):
+    torch.manual_seed(0)
+    model = Toy(everywhere, embed=nn.Conv2d(3, 16, 4, 4), qkv=nn.Linear(16, 48), head=nn.Linear(16, 5)).eval()
+    return Calibration(model, of_size(40, 56, 4), sizes="free").quantize(replace(fast, images=4))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("size", [(40, 56), (12, 20), (64, 64), (120, 132)])
+def test_attention_over_all_tokens_runs_at_every_size(free_tokens, executor, size):
+    images = of_size(*size)
+    wanted, found = free_tokens(images), free_tokens.compile(executor)(images)
+    assert float((found - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
+
+
+def test_sums_over_tokens_alone_are_made_for_more(free_tokens):
+    terms = {name: site.terms for name, site in free_tokens.compile("reference").sites.items()}
+    assert terms == {"embed": 48, "qkv": 16, "qk": 16, "av": FREE_TERMS, "head": 16}
+
+
+@pytest.mark.slow
+def test_more_tokens_than_the_sums_hold_are_refused(free_tokens):
+    with pytest.raises(ProgramError, match=r"it sums 4,225 products, but its accumulators are made for at most 4,096"):
+        free_tokens.compile("reference")(of_size(260, 260, 1))
+
+
+def test_a_size_that_a_rule_cannot_be_computed_for_is_refused(free_tokens):
+    """The quotient by (height - 44) exists at all heights but one."""
+
+    def change(header):
+        height = [["h", "aten.sym_size.int", [{"ref": "x"}, 2], {}, ""], ["d", "sym.sub", [{"ref": "h"}, 44], {}, ""]]
+        last = [["q", "sym.floordiv", [1, {"ref": "d"}], {}, ""], ["ok", "sym.lt", [{"ref": "q"}, 9], {}, ""]]
+        header["rule"] = [[*height, *last], [{"ref": "ok"}]]
+
+    loaded = deserialise(rebuilt(serialise(free_tokens), change))
+    loaded(of_size(48, 56))
+    with pytest.raises(ProgramError, match=r"program was not captured for inputs of \(3, 44, 56\)"):
+        loaded(of_size(44, 56))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda header: header["inputs"][0].__setitem__(3, [2.0, 3.0]),
+            r"has the invalid free dimensions \[2.0, 3.0\]",
+        ),
+        (lambda header: header["inputs"][0].__setitem__(3, []), r"has the invalid free dimensions \[\]"),
+        (
+            lambda header: header.update(rule=[[["h", "aten.sym_size.int", [{"ref": "x"}, 2], {}, ""]], []]),
+            "other than sizes",
+        ),
+        (
+            lambda header: header.update(rule=[[["h", "sym.add", [1, 1], {}, ""]] * 5000, [{"ref": "h"}]]),
+            "has 5000 operations, more than 4096",
+        ),
+    ],
+)
+def test_rules_that_are_none(free_tokens, change, told):
+    with pytest.raises(ArtifactError, match=told):
+        deserialise(rebuilt(serialise(free_tokens), change))
+
+
+@pytest.mark.skipif(not library.levels(), reason="installed without a compiler")
+def test_native_says_which_shapes_it_wants(free_tokens):
+    compiled = free_tokens.compile("native")
+    for shapes in ((3, 40, 56), ((3, 40, 56), (3, 40, 56))):
+        with pytest.raises(ValueError, match=r"give one \(C, H, W\) for each of the 1 inputs"):
+            compiled.prepare(2, *shapes)
+    with pytest.raises(ProgramError, match="elements, but a batch of this size may take"):
+        compiled.prepare(1, (3, 10**6, 10**6))
+
+
+def test_shapes_that_are_taken_are_not_kept_without_end(free_tokens):
+    quantized = replace(free_tokens.quantized)
+    for width in range(4, 4 + 4 * _TAKEN, 4):
+        quantized._taken.add(((1, 3, 4, width),))
+    quantized.check([torch.empty(1, 3, 8, 8, device="meta")])
+    quantized.check([torch.empty(1, 3, 8, 12, device="meta")])
+    assert len(quantized._taken) == _TAKEN

@@ -10,6 +10,7 @@ from torch import nn
 import adalog
 from adalog import CalibrationError, CaptureError, Config, Correction, QuantizedModel, Search
 from adalog.calibration import stages
+from toys import TOKENS, Toy, decibels, tokens_config
 
 CONFIG = Config(images=3, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=0))
 IMAGES = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -133,7 +134,7 @@ def test_a_loaded_model_takes_tensors_by_position(tmp_path):
 def test_refuses_a_module_that_is_no_part():
     model = Detector()
     for other in (Backbone(), model):
-        with pytest.raises(ValueError, match=r"is not a part of Detector\. Pass within="):
+        with pytest.raises(ValueError, match=r"is not a part of Detector: pass within="):
             adalog.quantize(other, IMAGES, CONFIG, within=model)
 
 
@@ -348,3 +349,13 @@ def test_a_stage_fits_what_all_calls_give(monkeypatch):
     assert part.provenance["fitted_images"] == 32  # of both calls
     found, expected = (values.flatten().sort().values for values in (fitted[0], torch.cat(given)))
     torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_part_of_a_model_in_half_precision():
+    torch.manual_seed(0)
+    whole = Toy(lambda m, x: m.head(m.body(x)), body=nn.Linear(8, 8), head=nn.Linear(8, 3)).to(torch.bfloat16).eval()
+    quantized = adalog.quantize(whole.body, TOKENS.bfloat16(), tokens_config(), within=whole)
+    found, wanted = (each(TOKENS.bfloat16()) for each in (quantized, whole.body))
+    assert found.dtype == torch.bfloat16
+    assert decibels(found.float(), wanted.float()) > 25

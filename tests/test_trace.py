@@ -1,6 +1,4 @@
-"""What `adalog bench --trace` and `benchmarks/limits.py` say of a model's calls and of this processor."""
-
-from benchmarks import limits
+"""What `adalog bench --trace` reports about a model's calls and this processor."""
 
 import json
 
@@ -118,18 +116,3 @@ def test_the_command(quantized, monkeypatch, capsys, tmp_path):
     assert told["roofs"]["level"] == library.levels()[-1]
     assert [each["batch"] for each in told["traces"]] == [1, 2]
     assert {"step", "operation", "shape", "microseconds", "share"} <= told["traces"][0]["rows"][0].keys()
-
-
-def test_the_benchmark(quantized, monkeypatch, capsys, tmp_path, roofs):
-    monkeypatch.setattr(limits, "load_case", lambda model, pretrained: model)
-    monkeypatch.setattr(limits, "quantized", lambda case, bits, path: quantized.save(path))
-    monkeypatch.setattr(roof, "measure", lambda level: roofs)
-    limits.main(["--model", "timm:tiny", "--seconds", "0", "--json", str(tmp_path / "limits.json")])
-    told = json.loads((tmp_path / "limits.json").read_text())
-    assert told == json.loads(capsys.readouterr().out)
-    assert [(row["model"], row["bits"], row["batch"]) for row in told["rows"]] == [
-        ("timm:tiny", "w4a4", 1),
-        ("timm:tiny", "w4a4", 8),
-    ]
-    assert told["rows"][1]["products_ms"] == pytest.approx(8 * told["rows"][0]["products_ms"])
-    assert {"before", "after"} == told["load"].keys()

@@ -308,7 +308,7 @@ def test_a_checkpoint_for_a_config(saved, tmp_path):
             lambda state: state.update({"classifier.bias": torch.ones(3)}),
             "wrong shape classifier.bias [3] instead of [10]; use",
         ),
-        (lambda state: state.update({"classifier.bias": torch.full((10,), torch.nan)}), "classifier.bias holds NaN"),
+        (lambda state: state.update({"classifier.bias": torch.full((10,), torch.nan)}), "classifier.bias contains NaN"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_a_config(saved, tmp_path, change, told):
@@ -375,7 +375,7 @@ class Evil:
         ),
         (
             lambda path, state: save_file({**state, "head.bias": torch.full((10,), torch.nan)}, path),
-            "tensor head.bias holds NaN",
+            "tensor head.bias contains NaN",
         ),
     ],
 )

@@ -1,10 +1,16 @@
-"""A function as a model, and whether a program captured from a model is the same."""
+"""Small models, and whether a program captured from a model is the same."""
+
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from adalog import Config
+
 IMAGES = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+SMALL_IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+TOKENS = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(0)) * 2 + 1  # (B, N, C)
 
 
 class Toy(nn.Module):
@@ -51,3 +57,30 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = self.qkv(x[:, 0]).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4).unbind(0)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=self.scale)
+
+
+def tokens_config(bits="w8a8", method="minmax", **changes):
+    """A config that calibrates on all of `TOKENS`."""
+    return replace(Config.preset(bits, method), images=len(TOKENS), **changes)
+
+
+def decibels(found, wanted):
+    """The signal-to-noise ratio of `found` [dB]."""
+    noise = (found - wanted).double().square().sum()
+    return float(10 * (wanted.double().square().sum() / noise).log10())
+
+
+class Unbound(nn.Module):
+    """Attention without a residual, so that a list of queries, keys and values is all that is read."""
+
+    def __init__(self, ends):
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.qkv, self.up = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 48), nn.Linear(16, 24)
+        self.head, self.ends = nn.Linear(24, 5), ends
+
+    def forward(self, x):
+        tokens = self.patches(x).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(tokens).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return self.ends(self.head(nn.functional.gelu(self.up(mixed))).mean(1))

@@ -44,16 +44,16 @@ def quantize(
     Args:
         model: The model to quantize, in evaluation mode.
         images: Images (N, 3, H, W), normalised as the model expects; or a tuple of the model's inputs, (N, ...) each.
-            N is at least `config.images_needed`. A random subset of that many is used: the first `config.images` of
+            N is at least `config.images_needed`. A random subset of that size is used: the first `config.images` of
             it calibrate, and stages that fit weights may use all of it.
         config: The bits, quantizers and search. Default: `Config.preset("w4a4")`.
         within: A model that contains `model` and takes the images. Then `model` is calibrated on the inputs that it
             gets there, in all its calls, and the quantized model takes its place in `within`.
-        partial: A file that records finished searches, so that an interrupted call can go on. Remove it once the
+        partial: A file that records finished searches, so that an interrupted call can continue. Remove it once the
             result is saved.
         seed: Seed of the random subset and of all random choices of the search.
         jobs: Number of sites that are searched at once, in threads. The result does not depend on it.
-        memory: Bytes for operands and temporaries, on each rank, besides the model, the images and the results.
+        memory: Bytes for operands and temporaries, on each rank, in addition to the model, the images and results.
         sizes: "fixed", or "free" to let the quantized model take images of other heights and widths.
         progress: Called as `progress(done, total, name)` whenever a site or step is done.
         ranks: The processes that share the searches (`adalog.ranks.Ranks.of_environment()`). Each of them makes the

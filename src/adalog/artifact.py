@@ -86,7 +86,9 @@ def serialise(quantized: QuantizedProgram) -> bytes:
 
 def encoded(quantized: QuantizedProgram) -> bytes:
     """Return the bytes of `serialise` without reading them back, to find the size quickly."""
-    check(bool(quantized.example), "the model has no `example`, so the shapes of its inputs are unknown: set `example`")
+    check(
+        bool(quantized.example), "the model was made without images, so its input shapes are unknown: set its `example`"
+    )
     quantized.check(quantized.one_image())
     program = quantized.program.map_tensors(lambda value: value.detach().cpu())
     tensors: dict[str, Tensor] = {}
@@ -206,7 +208,7 @@ def read_header(content: bytes, name: str = "the artifact") -> dict[str, Any]:
     try:
         metadata = table_of(content)["__metadata__"]
         text = None if DETECTOR in metadata else metadata[KEY]
-        check(text is None or set(metadata) == {KEY}, "the metadata has other keys too")
+        check(text is None or set(metadata) == {KEY}, "the metadata has unknown keys")
     except Exception as cause:  # parsing may raise anything for other bytes
         raise ArtifactError(
             f"{name} is not an adalog artifact, or its start is damaged ({one_line(cause)}); make one with "
@@ -304,22 +306,22 @@ def _decode_input(entry: Any) -> tuple[str, Tensor, tuple[int, ...]]:
     """Return the name of an input, the input with zero images, and the dimensions whose sizes are free."""
     check(isinstance(entry, list) and len(entry) in (3, 4), "an input is not [name, type, shape] or [..., free]")
     name, dtype, shape, free = (*entry, None)[:4]
-    check(isinstance(name, str), f"an input has the name {name!r}")
+    check(isinstance(name, str), f"an input has the invalid name {name!r}")
     check_shape(f"input {name}", shape)
     listed = isinstance(free, list) and [(type(dim), dim) for dim in free] == [(int, 2), (int, 3)]
     good = len(entry) == 3 or (listed and len(shape) == 3)
-    check(good, f"input {name} has the free dimensions {free!r}")
+    check(good, f"input {name} has the invalid free dimensions {free!r}")
     return name, torch.empty((0, *shape), dtype=_decode_dtype(dtype)), tuple(free or ())
 
 
 def _decode_rule(entry: Any, inputs: Sequence[str]) -> Program:
-    """Return the program of sizes that decides which of them the model takes."""
+    """Return the program that decides which image sizes the model takes."""
     good = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)
     check(good, "the rule for sizes is not [operations, output]")
     check(len(entry[0]) <= MAX_RULE, f"the rule for sizes has {len(entry[0])} operations, more than {MAX_RULE}")
     nodes, output = _decode_nodes(entry[0], inputs, {}), _decode_arg(entry[1])
     odd = [node.op for node in nodes if not node.op.startswith("sym.") and node.op != "aten.sym_size.int"]
-    check(not odd, f"the rule for sizes has the operations {', '.join(odd[:3])}")
+    check(not odd, f"the rule for sizes may not have the operations {', '.join(odd[:3])}")
     made = {node.name for node in nodes}
     refs = isinstance(output, tuple) and all(isinstance(each, Ref) and each.name in made for each in output)
     check(refs and len(output) > 0, "the rule for sizes outputs something other than sizes")
@@ -339,8 +341,8 @@ def _decode_tensor(
     wanted = _decode_dtype(dtype)
     value = weights[name].dequantize() if name in weights else stored[f"float/{name}"]
     same = value.dtype == wanted or (value.dtype, wanted) == (torch.float16, torch.float32)
-    check(same, f"tensor {name} is stored as {value.dtype} for {wanted}")
-    check(not bool(value.isnan().any()), f"tensor {name} holds NaN")
+    check(same, f"tensor {name} is stored as {value.dtype}, but is used as {wanted}")
+    check(not bool(value.isnan().any()), f"tensor {name} contains NaN")
     return value.to(wanted)
 
 
@@ -364,7 +366,10 @@ def _decode_nodes(
     for entry in entries:
         check(isinstance(entry, list) and len(entry) == 5, "a node is not [name, operation, arguments, ..., scope]")
         name, op, args, kwargs, scope = entry
-        check(isinstance(name, str) and isinstance(scope, str), f"a node has the name {name!r} and scope {scope!r}")
+        check(
+            isinstance(name, str) and isinstance(scope, str),
+            f"the name {name!r} or scope {scope!r} of a node is not text",
+        )
         check(isinstance(op, str) and op in OPERATIONS, f"operation {op!r} is not one that a program can hold")
         good = isinstance(args, list) and isinstance(kwargs, dict)
         check(good, f"node {name} does not have a list of arguments and an object of keyword arguments")
@@ -387,7 +392,7 @@ def _decode_ledger_row(site: str, role: str, source: str, left: str, right: str,
     words = (site, role, source, left, right)
     check(all(isinstance(word, str) for word in words), f"the ledger's row of {site!r} is not text")
     value = _decode_arg(sqnr)
-    check(isinstance(value, (int, float)), f"the ledger's row of {site} has the SQNR {value!r}")
+    check(isinstance(value, (int, float)), f"the ledger's row of {site} has the invalid SQNR {value!r}")
     return LedgerRow(*words, float(value))
 
 
@@ -399,7 +404,7 @@ def _decode_arg(value: Any) -> Arg:
         return value
     ((kind, content),) = value.items()
     if kind == "ref":
-        check(isinstance(content, str), f"a value has the name {content!r}")
+        check(isinstance(content, str), f"a value has the invalid name {content!r}")
         return Ref(content)
     if kind == "dtype":
         return _decode_dtype(content)

@@ -33,19 +33,19 @@ def check_whole(name: str, value: object, least: int) -> None:
 def check_choice(name: str, value: object, allowed: Any) -> None:
     """Raise ValueError unless the value is one of the Literal type `allowed`."""
     if value not in get_args(allowed):
-        raise ValueError(f"{name} = {value!r} is none of {', '.join(get_args(allowed))}")
+        raise ValueError(f"{name} = {value!r} is not one of {', '.join(get_args(allowed))}")
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raise ValueError unless the value is a number above `low` and at most `high`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low < value <= high:
-        raise ValueError(f"{name} = {value!r} is not above {low} and at most {high}")
+        raise ValueError(f"{name} = {value!r} is not a number above {low} and at most {high}")
 
 
 def check_span(name: str, value: object) -> None:
     """Raise ValueError unless the value is a pair of increasing positive factors."""
     if not isinstance(value, tuple) or len(value) != 2:
-        raise ValueError(f"{name} = {value!r} is not a pair of factors")
+        raise ValueError(f"{name} = {value!r} is not a pair of increasing positive factors")
     check_number(name, value[0], 0)
     check_number(name, value[1], value[0])
 
@@ -93,7 +93,7 @@ class Search:
             output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
 
     Examples:
         >>> config = adalog.Config(search=adalog.Search(steps=2))  # a shorter search
@@ -119,13 +119,13 @@ class Search:
         if not isinstance(self.importance, (int, float)) or not 0 <= self.importance <= 1:
             raise ValueError(f"importance = {self.importance} is not from 0 to 1")
         if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
-            raise ValueError(f"reach = {self.reach} is not above 0 and at most 0.5")
+            raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")
         if not isinstance(self.init, tuple) or len(self.init) != 2:
             raise ValueError(f"init = {self.init!r} is not a pair of sizes")
         for size in self.init:
             check_whole("init", size, 1)
         if math.prod(self.init) != 8 * self.parents:
-            raise ValueError(f"init = {self.init} does not have 8 points for each of parents = {self.parents}")
+            raise ValueError(f"init = {self.init} is not a grid of 8 * parents points, with parents = {self.parents}")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ReleasedSearch:
         rounds: Number of times that each operand is searched. Default from the released code.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
     """
 
     progressive: bool = True
@@ -171,7 +171,7 @@ class RangeSearch:
         in_order: Observe each operand with everything before its site quantized, as the released RepQ-ViT does.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
     """
 
     percentiles: tuple[float, ...] = (1.0,)
@@ -212,7 +212,7 @@ class ScaleSearch:
         rough_stride: Score all candidates on every n-th row or image first, and the best 16 on all. Chosen by adalog.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
     """
 
     metric: Metric = "hessian"
@@ -248,7 +248,7 @@ class BlockRefinement:
         probes: Number of random gradients, as in `ScaleSearch`.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
     """
 
     candidates: int = 16
@@ -262,7 +262,7 @@ class BlockRefinement:
         for name in ("candidates", "rounds", "probes"):
             check_whole(name, getattr(self, name), 1)
         if not isinstance(self.eliminated, (int, float)) or not 0 <= self.eliminated < 1:
-            raise ValueError(f"eliminated = {self.eliminated!r} is not at least 0 and below 1")
+            raise ValueError(f"eliminated = {self.eliminated!r} is not a number of at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class Evolution:
         radius: Largest difference between a mutant's scales and its parent's. None: 1e-4 at 8 bits, and 1e-3 below.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
     """
 
     passes: int = 10
@@ -314,7 +314,7 @@ class Correction:
             a residual stream, the difference between the float stream and the quantized stream.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
 
     Examples:
         >>> config = adalog.Config(stages=(adalog.Correction(images=64),))
@@ -358,7 +358,7 @@ class Reconstruction:
             "model", use the smaller rates of the method "adalog++".
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
 
     Examples:
         >>> config = adalog.Config(stages=(adalog.Correction(images=1024), adalog.Reconstruction()))
@@ -387,7 +387,7 @@ class Reconstruction:
         for name in ("rate", "scale_rate"):
             check_number(name, getattr(self, name), 0)
         if not isinstance(self.drop, (int, float)) or not 0 <= self.drop < 1:
-            raise ValueError(f"drop = {self.drop!r} is not at least 0 and below 1")
+            raise ValueError(f"drop = {self.drop!r} is not a number of at least 0 and below 1")
 
 
 AnySearch = Search | ReleasedSearch | RangeSearch | ScaleSearch
@@ -435,10 +435,10 @@ def kind_from_json(name: str, fields: Any, kinds: dict[str, Any]) -> Any:
     Messages call the field `name`. Raises ValueError for fields that the kind does not have.
     """
     if not isinstance(fields, dict):
-        raise ValueError(f"{name} = {fields!r} is not an object")
+        raise ValueError(f"{name} = {fields!r} is not a JSON object")
     kind = fields.get("kind", next(iter(kinds)))
     if kind not in kinds:
-        raise ValueError(f"{name} of the kind {kind!r} is none of {', '.join(kinds)}")
+        raise ValueError(f"{name}: the kind {kind!r} is not one of {', '.join(kinds)}")
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items() if key != "kind"}
     check_fields(kinds[kind], given)
     return kinds[kind](**given)

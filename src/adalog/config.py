@@ -79,7 +79,7 @@ class Config:
         stages: Stages that change the result of the search, one after another, such as `Correction`.
 
     Raises:
-        ValueError: If a field has a value that it cannot have, or if fields contradict each other.
+        ValueError: If a field has an invalid value, or if fields contradict each other.
 
     Examples:
         >>> config = adalog.Config(weight_bits=3, activation_bits=4, pinned=(("head", 8),))
@@ -117,13 +117,15 @@ class Config:
         for allowed, name in (*choices, (Tables, "tables"), (Weights, "weights")):
             check_choice(name, getattr(self, name), allowed)
         if self.post_softmax == "twin":
-            raise ValueError("post_softmax = 'twin': a twin quantizer is for values of both signs")
+            raise ValueError("post_softmax = 'twin' is not possible: a twin quantizer is for values of both signs")
         if self.post_softmax in ("split", "max-kept") and not isinstance(self.search, ScaleSearch):
-            raise ValueError(f"post_softmax = {self.post_softmax!r} goes with search = ScaleSearch(...)")
+            raise ValueError(f"post_softmax = {self.post_softmax!r} needs search = ScaleSearch(...)")
         if isinstance(self.search, (RangeSearch, ScaleSearch)) and "adalog" in (self.post_softmax, self.post_gelu):
-            raise ValueError(f"{type(self.search).__name__} finds no base: choose other quantizers than 'adalog'")
+            raise ValueError(
+                f"{type(self.search).__name__} cannot search the base of 'adalog' quantizers: choose others"
+            )
         if self.weights != "uniform" and not isinstance(self.search, Search):
-            raise ValueError(f"weights = {self.weights!r} goes with search = Search(...)")
+            raise ValueError(f"weights = {self.weights!r} needs search = Search(...)")
         for name in ("r", "q_min", "q_max", "fold_rows", "images"):
             check_whole(name, getattr(self, name), 1)
         if self.q_min > self.q_max:
@@ -157,7 +159,7 @@ class Config:
         if match is None:
             raise ValueError(f"bits = {bits!r} is not of the form w4a4 or w4a4s3")
         if method not in METHODS:
-            raise ValueError(f"method = {method!r} is none of {', '.join(METHODS)}")
+            raise ValueError(f"method = {method!r} is not one of {', '.join(METHODS)}")
         weight, activation, softmax = (int(digit or match[2]) for digit in match.groups())
         return Config(weight_bits=weight, activation_bits=activation, softmax_bits=softmax, **METHODS[method].choices)
 
@@ -255,7 +257,7 @@ class Config:
             The choices.
 
         Raises:
-            ValueError: If the text is not JSON, names an unknown field, or gives a field a value that it cannot have.
+            ValueError: If the text is not JSON, names an unknown field, or gives a field an invalid value.
         """
         fields: dict[str, Any] = json.loads(text)
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)

@@ -79,7 +79,8 @@ def _class_names(quantized: QuantizedProgram, classes: Sequence[str]) -> list[st
         raise ValueError(f"classes = {classes!r} is not a list of names")
     if len(names) != count or len(set(names)) != count:
         raise ValueError(
-            f"classes has {len(names)} names, {len(set(names))} of them different: give one for each of {count} logits"
+            f"classes has {len(names)} names, {len(set(names))} of them distinct: give a distinct name for each of "
+            f"the {count} logits"
         )
     return names
 

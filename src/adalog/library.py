@@ -36,7 +36,7 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     except (OSError, AttributeError) as cause:
         return None, f"{path} is not a library of kernels: {str(cause).splitlines()[0]}"
     if version != ABI:
-        return None, f"{path} has interface {version}, this version of adalog needs {ABI}: install adalog again"
+        return None, f"{path} has interface {version}, but this version of adalog needs {ABI}: install adalog again"
     if digest_of(layout_of(library)) != LAYOUT:
         return None, f"{path} belongs to another version of adalog, with other structures: install adalog again"
     return library, f"uses {path}"
@@ -85,7 +85,9 @@ def held() -> str | None:
     """Return the fastest level that the environment variable ADALOG_LEVEL allows, or None if it is not set."""
     asked = os.environ.get("ADALOG_LEVEL") or None
     if asked is not None and asked not in LEVELS:
-        raise AdalogError(f"ADALOG_LEVEL = {asked!r} is none of {', '.join(LEVELS)}: name one of these, or unset it")
+        raise AdalogError(
+            f"ADALOG_LEVEL = {asked!r} is not one of {', '.join(LEVELS)}: set it to one of these, or unset it"
+        )
     return asked
 
 

@@ -152,8 +152,8 @@ class QuantizedModel(nn.Module):
             A module with the inputs and outputs of this model. Operations other than products run in float.
 
         Raises:
-            ArtifactError: If the model has no form in integers, for example because its levels are in float.
-            ValueError: If the executor does not run on this machine, or if a choice is wrong.
+            ArtifactError: If the model cannot run in integers, for example because its levels are in float.
+            ValueError: If the executor does not run on this machine, or if a choice is invalid.
 
         Examples:
             >>> integers = qmodel.compile("torch")
@@ -231,14 +231,14 @@ class QuantizedModel(nn.Module):
         """Write a folder for the Hugging Face Hub: the artifact, files for transformers, and a model card.
 
         Args:
-            folder: The folder to write. It is made if it does not exist.
+            folder: The folder to write. It is created if it does not exist.
             classes: Names of the classes, in the order of the logits. Default: LABEL_0, LABEL_1 and so on.
             figures: Measured results for the model card, by name, such as `{"top-1": "81 %"}`.
 
         Raises:
             DataError: If the folder cannot be written.
             ArtifactError: If the noted `preprocessing` of the model is not valid.
-            ValueError: If `classes` is not one different name for each logit.
+            ValueError: If `classes` does not have one distinct name per logit.
 
         Examples:
             >>> qmodel.save_pretrained("small-vit", figures={"top-1 on my test set": "81 %"})
@@ -257,7 +257,7 @@ class QuantizedModel(nn.Module):
         """Upload the folder that `save_pretrained` writes to the Hugging Face Hub. Needs `adalog[hf]`.
 
         Args:
-            repository: The repository, as OWNER/NAME. It is made if it does not exist.
+            repository: The repository, as OWNER/NAME. It is created if it does not exist.
             private: Make a new repository private.
             classes: As in `save_pretrained`.
             figures: As in `save_pretrained`.
@@ -267,7 +267,7 @@ class QuantizedModel(nn.Module):
 
         Raises:
             AdalogError: If the upload fails, or if huggingface_hub is not installed.
-            ValueError: If `classes` is not one different name for each logit.
+            ValueError: If `classes` does not have one distinct name per logit.
         """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, classes=classes, figures=figures)

@@ -107,7 +107,7 @@ class Ranks:
         """Return the number of ranks from the environment variables of `torchrun`; 1 unless all of them are set."""
         world = _number("WORLD_SIZE", 1)
         if world < 1:
-            raise RankError("the variable WORLD_SIZE is 0: start the job by `torchrun`, or unset it")
+            raise RankError("the environment variable WORLD_SIZE is 0: start the job with `torchrun`, or unset it")
         return world if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() else 1
 
     @staticmethod
@@ -274,7 +274,7 @@ class Ranks:
                 except RuntimeError as cause:
                     raise RankError(
                         f"Gloo cannot connect to the other processes of this job ({one_line(cause)}): name the network "
-                        "interface by the variable GLOO_SOCKET_IFNAME"
+                        "interface in the environment variable GLOO_SOCKET_IFNAME"
                     ) from cause
             sent = value.cpu().contiguous()
             found = [sent.new_empty(sent.shape) for _ in range(self.world)]
@@ -321,7 +321,8 @@ def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise RankError(
-            f"the variable {name} is {text!r}, not a whole number: start the job by `torchrun`, or unset it"
+            f"the environment variable {name} is {text!r}, not a whole number: start the job with `torchrun`, or "
+            "unset it"
         )
     return int(text)
 

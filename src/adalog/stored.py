@@ -41,7 +41,7 @@ def parse_json(text: str) -> Any:
 def check_text(value: Any) -> None:
     """Raise ArtifactError for text with control characters, which a terminal would obey."""
     if isinstance(value, str):
-        check(value.isprintable(), f"the text {value!r} does not print")
+        check(value.isprintable(), f"the text {value!r} has characters that do not print")
     elif isinstance(value, dict):
         for key, item in value.items():
             check_text(key)

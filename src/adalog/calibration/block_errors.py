@@ -58,7 +58,7 @@ class BlockOutput:
             outputs = {index: each for index, each in enumerate(found) if each.requires_grad}
             if not outputs:
                 raise CalibrationError(
-                    "the model has no differentiable output, but this loss needs one. Use loss = 'squared'."
+                    "the model has no differentiable output, but this loss needs one: use loss = 'squared'"
                 )
             return torch.autograd.grad(list(outputs.values()), leaf, slope(outputs))[0]
 

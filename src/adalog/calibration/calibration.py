@@ -332,7 +332,7 @@ class Calibration:
 
     @torch.no_grad()
     def evaluate(self, searched: Searched, config: Config) -> Searched:
-        """Evaluate an assignment that another calibration found on the images of this one.
+        """Evaluate another calibration's assignment on the images of this one.
 
         Args:
             searched: A result of `search` of another calibration of the same model.
@@ -482,8 +482,8 @@ def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment
     given = {group.name: assignment for group, assignment in start}
     if given and given.keys() != {group.name for group in groups}:
         raise ValueError(
-            "start has other sites than this model: give the assignments of all sites, as `assign` returns them, "
-            "because several sites share a fold"
+            "start has other sites than this model: give exactly the assignments that `assign` returns, "
+            "because sites may share a fold"
         )
     return given
 
@@ -520,9 +520,11 @@ def _finite(inputs: Sequence[Any]) -> tuple[Tensor, ...]:
     """Return the tensors among the inputs. Raises CalibrationError for NaN or infinite values."""
     images = tuple(value for value in inputs if isinstance(value, Tensor))
     if any(value.is_meta for value in images):
-        raise CalibrationError("the calibration images are on the meta device, which holds no values: give images")
+        raise CalibrationError(
+            "the calibration images are on the meta device, which holds no values: give images on another device"
+        )
     if not all(bool(torch.isfinite(image).all()) for value in images for image in value):
-        raise CalibrationError("the calibration images hold NaN or infinite values")
+        raise CalibrationError("the calibration images contain NaN or infinite values: check how they are prepared")
     return images
 
 

@@ -151,7 +151,7 @@ def corrected(
                     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
                         raise CalibrationError(
                             f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
-                            f"vanish ({one_line(cause)}). Pin this site to 32 bits to keep it in float."
+                            f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
                         ) from cause
                     if partial is not None:
                         partial.add(key, found)

@@ -96,7 +96,7 @@ def _first_output(program: Program, images: Sequence[Tensor]) -> str:
     first = next(found, None)
     if first is None:
         raise CalibrationError(
-            "the model has no floating-point output for this method to compare. Choose another method."
+            "the model has no floating-point output for this method to compare: choose another method"
         )
     return first
 

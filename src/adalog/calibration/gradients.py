@@ -117,7 +117,7 @@ def squared_gradients(
             outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise CalibrationError(
-                "the model has no differentiable output, but this method needs one. Choose another method."
+                "the model has no differentiable output, but this method needs one: choose another method"
             )
         squares = {name: torch.zeros_like(value) for name, value in kept.items()}
         reached = {name: value for name, value in kept.items() if value.requires_grad}

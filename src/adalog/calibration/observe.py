@@ -110,11 +110,11 @@ class Observed:
         raise KeyError(", ".join(sorted(computed)))
 
     def stride(self, names: Collection[str]) -> int:
-        """Return n if every n-th row, image or window of these values is kept."""
+        """Return n such that every n-th row, image or window of these values is kept."""
         return self._stages[self.stage(names)].stride
 
     def alike(self, name: str, names: Collection[str], value: Tensor) -> Tensor:
-        """Return the rows or images of another value that match those kept of the value `name`.
+        """Return the rows or images of another value that match the kept ones of the value `name`.
 
         names: the names of a request that includes `name`.
         """
@@ -166,8 +166,8 @@ class Observed:
             wanted = 2 * (max(self._bytes(request.names) * 8 // 3, request.scratch) // most + 4)
             shown = " and ".join(str(tuple(value.shape)) for value in shapes.values())
             raise ValueError(
-                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}. "
-                f"Use {wanted:,} bytes or more."
+                f"memory = {2 * memory:,} bytes is too little for {request.site}, which reads values of shape {shown}: "
+                f"use {wanted:,} bytes or more"
             )
         return coprime(least, each)
 
@@ -251,8 +251,8 @@ class Observed:
     def _check(self, node: Node, args: tuple[Any, ...], result: Any) -> None:
         if node.name in self._wanted and not bool(torch.isfinite(result).all()):
             raise CalibrationError(
-                f"{node.scope or node.name} outputs NaN or infinite values on these images. "
-                "Check the images and the model's weights."
+                f"{node.scope or node.name} outputs NaN or infinite values on these images: "
+                "check the images and the model's weights"
             )
 
     def _counted(self, name: str, stage: _Stage) -> tuple[int, int] | None:

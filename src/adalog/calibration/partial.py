@@ -63,13 +63,13 @@ class Lines:
             lines = [json.loads(line) for line in whole.splitlines()]
         except (OSError, ValueError, RecursionError) as cause:
             raise DataError(
-                f"{path} is not a file of finished {kind} ({cause}). Remove it, or choose another path."
+                f"{path} is not a file of finished {kind} ({cause}): remove it, or choose another path"
             ) from cause
         cut_in_header = json.dumps(self._header).encode().startswith(content)
         if lines[:1] != [self._header] and not cut_in_header:
             raise DataError(
                 f"{path} holds {kind} of another model, other images or other choices (including memory, seed, and the "
-                "versions of adalog and PyTorch). Use the same ones again, or remove the file."
+                "versions of adalog and PyTorch): use the same ones again, or remove the file"
             )
         with self.refusing(path):
             self.found |= {str(line["name"]): line for line in lines[1:]}
@@ -82,7 +82,7 @@ class Lines:
 
     @contextmanager
     def refusing(self, path: Path | None = None) -> Iterator[None]:
-        """Turn errors into a DataError that the file is damaged while the context is open."""
+        """Turn errors raised while the context is open into a DataError that says that the file is damaged."""
         try:
             yield
         except (
@@ -94,7 +94,7 @@ class Lines:
             ValueError,
             RuntimeError,
         ) as cause:
-            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}). Remove it.") from cause
+            raise DataError(f"{path or self.path} is damaged ({type(cause).__name__}: {cause}): remove it") from cause
 
     def _append(self, line: Any) -> None:
         try:
@@ -142,8 +142,8 @@ def check_storable(search: object) -> None:
     """Raise ValueError for a search whose quantizers cannot be stored in a file."""
     if isinstance(search, RangeSearch) and not search.round_zero_point:
         raise ValueError(
-            "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file. "
-            "Evaluate the model in memory, as `adalog tables` does, or use the method repq-vit, which rounds them."
+            "round_zero_point = False finds zero points that no file can store, whether an artifact or a partial file: "
+            "evaluate the model in memory, as `adalog tables` does, or use the method repq-vit, which rounds them"
         )
 
 

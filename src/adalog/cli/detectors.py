@@ -157,7 +157,7 @@ def _check_data(spec: str, data: Path | None, count: int) -> None:
 
 
 def _prepared(detector: Detector, data: Path | None, counts: Sequence[int], seed: int) -> list[list[Batch]]:
-    """Return for each count as many images in batches, from the folder or the bundled scenes; no image occurs twice."""
+    """Return that many images for each count, in batches, from the folder or the bundled scenes; none occurs twice."""
     ends = list(itertools.accumulate(counts))
     spans = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
     if data is None:

@@ -74,7 +74,7 @@ def methods_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def tables_list(tables: Mapping[str, PaperTable]) -> Table:
     """Return a table of the tables that can be measured."""
     table = Table(
-        title="Tables of the paper, and our table D. Measure with: adalog tables N ... --models MODEL,... --data DIR"
+        title="Tables of the paper, and our table D. Measure with: adalog tables N ... --models MODEL,... --data FOLDER"
     )
     for column in ("table", "title", "rows"):
         table.add_column(column, overflow="fold")

@@ -47,7 +47,7 @@ class Settings:
 
     @staticmethod
     def from_json(fields: Any) -> "Settings":
-        """Inverse of `to_json`, also through JSON. Raises ValueError for other fields or values."""
+        """Return the settings that `to_json` described. Raises ValueError for other fields or values."""
         known = {each.name: each for each in dataclasses.fields(Settings)}
         if not isinstance(fields, dict) or fields.keys() != known.keys():
             raise ValueError(f"the settings of a detector must be {', '.join(known)}")

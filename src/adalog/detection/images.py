@@ -61,7 +61,7 @@ class Resizing:
 
     @staticmethod
     def from_json(given: Any) -> "Resizing":
-        """Inverse of `dataclasses.asdict`, also through JSON. Raises ValueError for anything else."""
+        """Return the resizing that `dataclasses.asdict` described. Raises ValueError for anything else."""
         if not isinstance(given, dict) or given.keys() != {each.name for each in fields(Resizing)}:
             raise ValueError("the resizing of a detector has missing or unknown fields")
         if not all(type(given[name]) is int for name in ("short", "long", "divisor")):

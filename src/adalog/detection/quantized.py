@@ -61,7 +61,9 @@ def quantize_detector(
     check_parts(parts)
     counts = {config.images for config in configs}
     if len(counts) != 1:
-        raise ValueError(f"configs = {len(configs)} with {sorted(counts)} images: give some, all with the same number")
+        raise ValueError(
+            f"{len(configs)} configs have {sorted(counts)} images: give one or more, all with the same number"
+        )
     inputs, images = recorded(detector, batches)
     count = min(*counts, len(images))
     few = {} if count == len(images) else recorded(detector, _first(batches, count))[0]
@@ -115,7 +117,9 @@ def check_parts(parts: Collection[str]) -> None:
     """Raise ValueError if a part is unknown, or if there are none."""
     unknown = set(parts) - set(KINDS)
     if unknown or not parts:
-        raise ValueError(f"parts = {', '.join(sorted(unknown)) or 'none'}: choose from {', '.join(KINDS)}")
+        raise ValueError(
+            f"parts = {', '.join(sorted(unknown)) or 'none'} is not possible: choose from {', '.join(KINDS)}"
+        )
 
 
 def config_of(part: str, config: Config) -> Config:
@@ -163,7 +167,7 @@ def recorded(detector: Detector, batches: Sequence[Batch]) -> tuple[dict[str, tu
     lacking = [name for name, found in calls.items() if not found]
     if lacking:
         raise CalibrationError(
-            f"the detector finds no region in these images, so {lacking[0]} has no inputs: give others"
+            f"the detector finds no region in these images, so {lacking[0]} has no inputs: give other images"
         )
     joined = {name: tuple(map(torch.cat, zip(*found, strict=True))) for name, found in calls.items()}
     for name, values in joined.items():
@@ -211,7 +215,7 @@ def load(path: str | Path) -> Detector:
     try:
         header, stored = _parsed(content)
     except Exception as cause:  # parsing may raise any error on a hostile or damaged file
-        raise ArtifactError(f"{path} is damaged, or no detector: {one_line(cause)}; make it anew") from cause
+        raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
     parts = {
         name: QuantizedModel(artifact.deserialise(value.numpy().tobytes(), f"{path}, part {name},"))
         for name, value in stored.items()
@@ -219,7 +223,7 @@ def load(path: str | Path) -> Detector:
     try:
         return Detector(parts, header)
     except Exception as cause:
-        raise ArtifactError(f"{path} is damaged, or no detector: {one_line(cause)}; make it anew") from cause
+        raise ArtifactError(f"{path} is damaged, or not a detector: {one_line(cause)}; make it again") from cause
 
 
 def _parsed(content: bytes) -> tuple[Settings, Mapping[str, Tensor]]:

@@ -37,9 +37,9 @@ def export(
     Raises ArtifactError if the program cannot be exported to ONNX, and AdalogError if a package is missing.
     """
     if form not in FORMS:
-        raise ValueError(f"form = {form!r} is not one of {', '.join(FORMS)}.")
+        raise ValueError(f"form = {form!r} is not one of {', '.join(FORMS)}")
     if not quantized.example:
-        raise ArtifactError("The model was made without images, so its input shapes are unknown. Give it an `example`.")
+        raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
     content = to_onnx(quantized, form, source, selects="openvino" in engines)
     noise = noise_like(quantized, _IMAGES)
     return content, [certify(quantized, source, content, [noise], engine=engine) for engine in engines]

@@ -142,14 +142,14 @@ def certify(
         form, engine, executor, {"artifact": source, "export": hashlib.sha256(content).hexdigest()}, _versions(engine)
     )
     if about["artifact"] != source:
-        found.failures.append("The file was made from another artifact.")
+        found.failures.append("the file was made from another artifact")
     if about["graph"] != graph_digest(model):
-        found.failures.append("The file was changed after adalog wrote it.")
+        found.failures.append("the file was changed after adalog wrote it")
     replay = _replayed(quantized, form)
     odd = changed_tensors(model, replay)
     if odd:
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        found.failures.append(f"Tensors of the file differ from the artifact: {odd[0]}{more}.")
+        found.failures.append(f"tensors of the file differ from the artifact: {odd[0]}{more}")
     try:
         _compare(found, quantized, replay, model, content, batches)
     except ArtifactError as cause:
@@ -167,13 +167,13 @@ def read(content: bytes) -> tuple[Any, dict[str, Any]]:
         sane = about["form"] in FORMS and all(isinstance(about[key], str) for key in ("artifact", "graph"))
     except Exception as cause:  # parsers may raise any exception for arbitrary bytes
         raise ArtifactError(
-            f"The file is not an ONNX model that adalog exported ({one_line(cause)}). Make one with `adalog export`."
+            f"the file is not an ONNX model that adalog exported ({one_line(cause)}): make one with `adalog export`"
         ) from cause
     outside = any(each.data_location == onnx.TensorProto.EXTERNAL for each in model.graph.initializer)
     if not sane or outside:
         raise ArtifactError(
-            "The file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid. "
-            "Make one with `adalog export`."
+            "the file is not an ONNX model that adalog exported, because its metadata or its tensors are not valid: "
+            "make one with `adalog export`"
         )
     return model, about
 
@@ -246,7 +246,7 @@ def _compare(
             found.sites = _merged(found.sites, [_site(replay, site, inner, values, codes) for site in replay.sites])
         seen += len(batch[0])
     if not seen:
-        raise ValueError("There are no images to compare. Give at least one.")
+        raise ValueError("there are no images to compare: give at least one")
     found.images = seen
     found.own_error = float(_errors(own).median())
     judge(found, answers)
@@ -268,7 +268,7 @@ def _run(run: Run, inputs: Mapping[str, Any], engine: str) -> dict[str, Any]:
         return run(inputs)
     except Exception as cause:  # engines raise classes of their own
         raise ArtifactError(
-            f"{engine} cannot run the file ({one_line(cause)}). Try another version of it, or another engine."
+            f"{engine} cannot run the file ({one_line(cause)}): try another version of it, or another engine"
         ) from cause
 
 
@@ -297,7 +297,7 @@ def _watched(model: Any, replay: Replay) -> tuple[bytes, dict[str, str]]:
         wanted |= dict.fromkeys([*traced.results, *(digit.name for digit in digits)])
     missing = [name for name in wanted if name not in made]
     if missing:
-        raise ArtifactError(f"The file has no value {missing[0]}, which the artifact computes. Export it again.")
+        raise ArtifactError(f"the file has no value {missing[0]}, which the artifact computes: export it again")
     ends = {each.name for each in (*copy.graph.output, *copy.graph.input)}
     wanted |= {name: None for name in values.values() if name in made}
     copy.graph.output.extend(ValueInfoProto(name=name) for name in wanted if name not in ends)
@@ -380,14 +380,14 @@ def _answers(wanted: Sequence[Any], got: Sequence[Any]) -> Answers:
     for one, other in both:
         if one.shape != other.shape:
             raise ArtifactError(
-                f"The file returns an output of shape {tuple(other.shape)}, but the artifact returns "
-                f"{tuple(one.shape)}. Export it again."
+                f"the file returns an output of shape {tuple(other.shape)}, but the artifact returns "
+                f"{tuple(one.shape)}: export it again"
             )
     floats = [(one, other) for one, other in both if one.is_floating_point() and one.ndim]
     if not floats:
         raise ArtifactError(
-            "The model does not return a float output per image, so there is nothing to compare. Quantize it without "
-            "the argmax, or the mean of all images, at its end."
+            "the model does not return a float output per image, so there is nothing to compare: quantize it without "
+            "the argmax, or the mean of all images, at its end"
         )
     return floats
 
@@ -414,14 +414,14 @@ def judge(found: Certificate, answers: Sequence[Answers]) -> None:
         preferred = wanted.amax(1) - wanted.gather(1, got.argmax(1, keepdim=True))[:, 0]
         found.beyond_own = int((preferred > found.own_error * wanted.norm(dim=1)).sum())
         if found.beyond_own > max(1, CHANGED * found.images):
-            found.failures.append(f"The largest output of {found.beyond_own} images changes, not by rounding alone.")
+            found.failures.append(f"the largest output of {found.beyond_own} images changes, not by rounding alone")
     if not found.error["median"] <= max(ERROR, 2 * found.own_error):
-        found.failures.append(f"The median relative error of the outputs is too large: {found.error['median']:.2g}.")
+        found.failures.append(f"the median relative error of the outputs is too large: {found.error['median']:.2g}")
     unequal = [site.site for site in found.sites if not site.equal]
     if unequal or not found.sites:
         found.failures.append(
-            f"Accumulators differ from the exact sums of the codes: {unequal[0] if unequal else 'no site was found'}."
+            f"accumulators differ from the exact sums of the codes: {unequal[0] if unequal else 'no site was found'}"
         )
     off = [site for site in found.sites if site.off > max(1, CODES_OFF * site.operands)]
     if off:
-        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values.")
+        found.failures.append(f"{off[0].off} of {off[0].operands} codes of {off[0].site} are wrong for their values")

@@ -19,7 +19,7 @@ def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
     Raises ArtifactError if the engine refuses the file, and ValueError for an unknown engine.
     """
     if engine not in ENGINES:
-        raise ValueError(f"engine = {engine!r} is not one of {', '.join(ENGINES)}.")
+        raise ValueError(f"engine = {engine!r} is not one of {', '.join(ENGINES)}")
     module = package(engine)
     try:
         return (
@@ -27,7 +27,7 @@ def open_engine(engine: str, content: bytes, threads: int = 1) -> Run:
         )
     except Exception as cause:  # engines raise classes of their own
         raise ArtifactError(
-            f"{engine} cannot open the file ({one_line(cause)}). Try another version of it, or another engine."
+            f"{engine} cannot open the file ({one_line(cause)}): try another version of it, or another engine"
         ) from cause
 
 
@@ -69,6 +69,6 @@ def to_openvino(content: bytes) -> tuple[bytes, bytes]:
             return path.read_bytes(), path.with_suffix(".bin").read_bytes()
     except Exception as cause:  # the engine raises classes of its own
         raise ArtifactError(
-            f"OpenVINO cannot convert the file ({one_line(cause)}). Try another version of OpenVINO, or use the ONNX "
-            "file."
+            f"OpenVINO cannot convert the file ({one_line(cause)}): try another version of OpenVINO, or use the ONNX "
+            "file"
         ) from cause

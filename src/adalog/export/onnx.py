@@ -62,7 +62,7 @@ def to_onnx(quantized: QuantizedProgram, form: Form, source: str, *, selects: bo
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:  # for stored outputs, say
-        raise ArtifactError(f"The program cannot be exported to ONNX: {one_line(cause)}") from cause
+        raise ArtifactError(f"the program cannot be exported to ONNX: {one_line(cause)}") from cause
     return bytes(model.SerializeToString(deterministic=True))
 
 
@@ -94,7 +94,7 @@ def _translated(replay: Replay, quantized: QuantizedProgram) -> Any:
     except AdalogError:
         raise
     except Exception as cause:  # PyTorch may raise any exception for an operation that it cannot translate
-        raise ArtifactError(f"The program cannot be exported to ONNX: {one_line(cause)}") from cause
+        raise ArtifactError(f"the program cannot be exported to ONNX: {one_line(cause)}") from cause
     assert found is not None
     return found.model_proto
 

@@ -59,8 +59,8 @@ class Encoder(nn.Module):
             parts = [_Logarithm(quantizer), *(_Ones() for _ in self.limits[1:])]
         else:
             raise ArtifactError(
-                f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX. Choose "
-                "another kind of quantizer."
+                f"{name} has a quantizer of the kind {quantizer.kind}, which adalog cannot export to ONNX: choose "
+                "another kind of quantizer"
             )
         self.parts, self.each = nn.ModuleList(parts), parts
 
@@ -234,7 +234,7 @@ def _cells(thresholds: Tensor, table: Tensor) -> tuple[int, int, Tensor, Tensor]
     near = (places[None] > numbers[:, None] - _FUZZ).sum(1)
     if bool((near - above > 1).any()):
         raise ArtifactError(
-            f"The thresholds of {len(table)} levels are too close together to export to ONNX. Use fewer bits."
+            f"the thresholds of {len(table)} levels are too close together to export to ONNX: use fewer bits"
         )
     ends = torch.cat([thresholds, thresholds.new_full((1,), math.inf)])[torch.where(near > above, above, -1)]
     entries = torch.stack([table[near], table[above]], dim=1).flatten()

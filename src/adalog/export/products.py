@@ -299,6 +299,6 @@ def _bases(site: IntegerSite) -> tuple[int, int]:
         if site.terms * math.prod(largest) < _EXACT:
             return bases
     raise ArtifactError(
-        f"Site {site.name} sums {site.terms:,} products of up to {math.prod(sides):,}, which float32 cannot hold "
-        "exactly, so adalog cannot export it to ONNX. Use fewer bits."
+        f"site {site.name} sums {site.terms:,} products of up to {math.prod(sides):,}, which float32 cannot hold "
+        "exactly, so adalog cannot export it to ONNX: use fewer bits"
     )

@@ -46,7 +46,7 @@ class Replay(nn.Module):
         floats = [value for value in program.tensors.values() if value.is_floating_point()]
         odd = [value.dtype for value in floats if value.dtype != torch.float32]
         if odd:
-            raise ArtifactError(f"The model is in {odd[0]}, but adalog exports float32 only. Convert it to float32.")
+            raise ArtifactError(f"the model is in {odd[0]}, but adalog exports float32 only: convert it to float32")
         self.sites = _apart(plan(program, quantized.example))
         self.steps = nn.ModuleDict()
 
@@ -67,8 +67,8 @@ class Replay(nn.Module):
             elif node.op == FAKE_QUANTIZE:
                 site = str(node.args[1]).rpartition(".")[0]
                 raise ArtifactError(
-                    f"A float operation reads the quantized operand {node.args[1]}, which adalog cannot export to "
-                    f"ONNX. Keep the site in float, for example with --pin '{site}=32'."
+                    f"a float operation reads the quantized operand {node.args[1]}, which adalog cannot export to "
+                    f"ONNX: keep the site in float, for example with --pin '{site}=32'"
                 )
         self._stored = {name: f"tensors.{_path(name)}" for name in self.program.tensors}
         self.tensors = nn.Module()
@@ -96,7 +96,7 @@ class Replay(nn.Module):
 
 
 def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
-    """Return the same sites, in which each further call of a layer has a name of its own."""
+    """Return the sites, with a different name for each further call of a layer."""
     found: dict[str, IntegerSite] = {}
     for site in sites:
         name = f"{site.name}#{site.node.name}" if site.name in found else site.name
@@ -105,5 +105,5 @@ def _apart(sites: Sequence[IntegerSite]) -> list[IntegerSite]:
 
 
 def _path(name: str) -> str:
-    """Return a name that is valid for a module's part, and that none of the module's own attributes has."""
+    """Return a valid name for a part of a module, which cannot be the name of one of the module's own attributes."""
     return "/" + name.replace(".", "/")

@@ -28,8 +28,8 @@ def to_tape(path: Path, batch: int = 1) -> bytes:
     odd = [value.dtype for value in quantized.example if value.dtype != torch.float32]
     if odd:
         raise ArtifactError(
-            f"{path} takes inputs of {odd[0]}, but a tape takes float32 inputs only. Quantize the model with float32 "
-            "inputs."
+            f"{path} takes inputs of {odd[0]}, but a tape takes float32 inputs only: quantize the model with float32 "
+            "inputs"
         )
     compiled = Compiled(quantized, "native", threads=1)
     try:
@@ -43,8 +43,8 @@ def to_tape(path: Path, batch: int = 1) -> bytes:
         found = run.load(path, tape=file)(*(value.numpy() for value in noise))
     if not all(map(_is_same, leaves_of(found), leaves_of(compiled(*noise)))):
         raise ArtifactError(
-            f"adalog cannot make a tape of {path}: the images of a batch change each other's outputs. Run it with "
-            "PyTorch instead."
+            f"adalog cannot make a tape of {path}: the images of a batch change each other's outputs, so run it with "
+            "PyTorch instead"
         )
     return tape
 

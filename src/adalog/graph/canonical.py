@@ -57,8 +57,8 @@ def unfold_attention(call: Call) -> Ref:
     if given.get("is_causal") or given.get("enable_gqa"):
         where = call.scope or "the model"
         raise CaptureError(
-            f"The attention in {where} is causal or grouped, which adalog does not support. Capture a part of the "
-            "model that does not contain it."
+            f"the attention in {where} is causal or grouped, which adalog does not support: capture a part of the "
+            "model that does not contain it"
         )
     scale = given.get("scale")
     if scale is None:

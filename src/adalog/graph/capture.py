@@ -73,7 +73,7 @@ def capture(model: nn.Module, inputs: Tensor | Sequence[Any], sizes: Sizes = "fi
     and model differ on the inputs at batches of 1, 2 and 7 or, with free sizes, on images of another size.
     """
     if sizes not in get_args(Sizes):
-        raise ValueError(f"sizes = {sizes!r} is not one of {', '.join(get_args(Sizes))}.")
+        raise ValueError(f"sizes = {sizes!r} is not one of {', '.join(get_args(Sizes))}")
     example = batched(inputs)
     with inference(model):
         program = canonical(_import(model, take(example, [0, 1]), sizes == "free"))
@@ -94,9 +94,9 @@ def batched(inputs: Tensor | Sequence[Any]) -> tuple[Any, ...]:
     if not counts or len(set(counts)) > 1 or not counts[0]:
         shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, Tensor)) or "no tensor"
         raise CaptureError(
-            f"adalog cannot use these inputs: {shapes}. The first dimension of every tensor must count the images: at "
-            "least one, and the same number in each. Repeat an input that all images share once per image, or store it "
-            "in the model as a buffer."
+            f"adalog cannot use these inputs ({shapes}), because the first dimension of every tensor must count the "
+            "images, at least one and the same number in each: repeat an input that all images share once per image, "
+            "or store it in the model as a buffer"
         )
     return given
 
@@ -146,7 +146,7 @@ def _import(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> Progr
     if importer.unknown:
         raise CaptureError(
             f"{type(model).__name__} uses {', '.join(sorted(importer.unknown))}, which this version of adalog cannot "
-            "store or run. Capture a part of the model that does not use it."
+            "store or run: capture a part of the model that does not use it"
         )
     output = _structure(result, exported.call_spec.out_spec)
     program = Program(tuple(inputs), tuple(importer.nodes), output, tensors).pruned()
@@ -175,13 +175,13 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
             return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        part = "the part that can be exported (for a detector, its backbone) and pass that to adalog.quantize."
+        part = "the part that can be exported (for a detector, its backbone) and pass that to adalog.quantize"
         way_out = (
-            f'Capture it for one size (sizes="fixed", or without --free-sizes), or capture {part}'
+            f'capture it for one size (sizes="fixed", or without --free-sizes), or capture {part}'
             if any_size
-            else f"Capture {part}"
+            else f"capture {part}"
         )
-        raise CaptureError(f"{type(model).__name__} could not be exported ({first_line}). {way_out}") from cause
+        raise CaptureError(f"{type(model).__name__} could not be exported ({first_line}): {way_out}") from cause
 
 
 def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -> None:
@@ -193,7 +193,7 @@ def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -
                 raise CaptureError(
                     f"{type(model).__name__} takes another code path for more than "
                     f"{exported.range_constraints[size].upper} images at once, for example because it splits the "
-                    "batch. Capture a part of the model that treats batches of all sizes alike."
+                    "batch: capture a part of the model that treats batches of all sizes alike"
                 )
 
 
@@ -268,8 +268,8 @@ class _Importer:
         if isinstance(arg, (torch.device, torch.layout, torch.memory_format)):
             return None
         raise CaptureError(
-            f"An operation of the model has an argument of type {type(arg).__name__} ({arg}), which a program cannot "
-            "store. Capture a part of the model without this operation."
+            f"an operation of the model has an argument of type {type(arg).__name__} ({arg}), which a program cannot "
+            "store: capture a part of the model without this operation"
         )
 
     def _emit(self, source: fx.Node, op: str, *args: Arg, part: str = "", **kwargs: Arg) -> Ref:
@@ -395,7 +395,7 @@ def _structure(flat: Sequence[Arg], spec: Any) -> Any:
     if isinstance(keys, (tuple, list)) and keys and isinstance(keys[0], list):  # a dataclass: the fields that are set
         keys = keys[0]
     if spec.type is dict and not all(isinstance(key, str) for key in keys):
-        raise CaptureError(f"The model returns a dict with the keys {keys}. Use strings as keys.")
+        raise CaptureError(f"the model returns a dict with the keys {keys}: use strings as keys")
     if not isinstance(keys, list) or len(keys) != len(children) or not all(isinstance(key, str) for key in keys):
         return tuple(children)
     named = dict(zip(keys, children, strict=True))
@@ -408,16 +408,16 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
     given = f"inputs of {' and '.join(str(tuple(value.shape)) for value in tensors)}"
     if program.rule is not None and not all(program.rule.run(tensors)):
         raise CaptureError(
-            f"{type(model).__name__} takes another code path for {given}. Capture it for one size "
-            '(sizes="fixed", or without --free-sizes).'
+            f"{type(model).__name__} takes another code path for {given}: capture it for one size "
+            '(sizes="fixed", or without --free-sizes)'
         )
     try:
         # Clones, because the model may write to its inputs.
         made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
     except Exception as cause:  # the model's own code may raise any exception
         raise CaptureError(
-            f"{type(model).__name__} fails on {given} ({one_line(cause)}). Capture a part of the model that runs on "
-            "such inputs."
+            f"{type(model).__name__} fails on {given} ({one_line(cause)}): capture a part of the model that runs on "
+            "such inputs"
         ) from cause
     wanted = [value for value in pytree.tree_leaves(made) if value is not None]
     got = given_leaves(program.run(tensors))
@@ -426,9 +426,9 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
             continue
         if expected.shape != actual.shape:
             raise CaptureError(
-                f"The captured program of {type(model).__name__} differs from the model in the shape of an output on "
+                f"the captured program of {type(model).__name__} differs from the model in the shape of an output on "
                 f"{given}: {tuple(actual.shape)} instead of {tuple(expected.shape)}. The model may take another code "
-                "path for such inputs, or behave differently from call to call. Capture a part of it that does neither."
+                "path for such inputs, or behave differently from call to call: capture a part of it that does neither"
             )
         if not expected.is_floating_point() or not expected.numel():
             continue
@@ -437,10 +437,10 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
         error = (expected - actual).masked_fill(same, 0).abs().max().item() / max(largest, 1e-30)
         if not error <= TOLERANCE:
             raise CaptureError(
-                f"The captured program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
-                f"output on {given} (at most {TOLERANCE:g} is allowed). The images may hold NaN, or the model may "
-                "behave differently from call to call. Check the images, and capture a part of the model whose outputs "
-                "do not change between calls."
+                f"the captured program of {type(model).__name__} differs from the model by {error:.2g} of the largest "
+                f"output on {given} (at most {TOLERANCE:g} is allowed). The images may contain NaN, or the model may "
+                "behave differently from call to call: check the images, and capture a part of the model whose outputs "
+                "do not change between calls"
             )
 
 
@@ -464,8 +464,7 @@ def _of_another_size(program: Program, inputs: tuple[Any, ...]) -> tuple[Any, ..
         return tuple(stretched(value) for value in inputs)
     shapes = " and ".join(str(tuple(value.shape[1:])) for value in tensors)
     raise CaptureError(
-        f"The model takes no other size than {shapes}. Capture it for one size "
-        '(sizes="fixed", or without --free-sizes).'
+        f'the model takes no other size than {shapes}: capture it for one size (sizes="fixed", or without --free-sizes)'
     )
 
 

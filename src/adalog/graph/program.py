@@ -115,7 +115,7 @@ class Program:
         from the arguments, instead of the node's operation. Raises ProgramError if an operation fails.
         """
         if len(inputs) != len(self.inputs):
-            raise TypeError(f"The model takes {len(self.inputs)} inputs, got {len(inputs)}.")
+            raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
         values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
         for node, dead in zip(self.nodes, self._last_uses(), strict=True):
@@ -163,8 +163,8 @@ class Program:
         if self.rule is not None and not _holds(self.rule, inputs):
             sizes = " and ".join(str(tuple(value.shape[1:])) for value in inputs)
             raise ProgramError(
-                f"The program was not captured for inputs of {sizes}. The model takes another code path for this size, "
-                "for example because a map is not larger than a window. Quantize it with images of about this size."
+                f"the program was not captured for inputs of {sizes}. The model takes another code path for this size, "
+                "for example because a map is not larger than a window: quantize it with images of about this size"
             )
         for node in self.nodes:
             _check_dtypes(node)
@@ -177,8 +177,8 @@ class Program:
             count = sum(held.values()) + _scratch(node.op, args, result)
             if count > limit:
                 raise ProgramError(
-                    f"{_where(node)} takes {count:,} elements, but a batch of this size may take {limit:,}. "
-                    "Use smaller images."
+                    f"{_where(node)} takes {count:,} elements, but a batch of this size may take {limit:,}: "
+                    "use smaller images"
                 )
             for name in next(last_uses):
                 held.pop(name, None)
@@ -279,7 +279,7 @@ def _check_dtypes(node: Node) -> None:
     named = zip((argument.name for argument in arguments), node.args, strict=False)
     dtypes = [value for name, value in (*named, *node.kwargs.items()) if name == "dtype"]
     if not all(value is None or isinstance(value, torch.dtype) for value in dtypes):
-        raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}.")
+        raise ProgramError(f"{_where(node)} takes a torch.dtype, got {dtypes}")
 
 
 def _check_division(one: Any, other: Any) -> None:

@@ -186,9 +186,9 @@ class _Writer:
             if isinstance(expression, kind):
                 return self._joined(f"sym.{name}", [self._value(argument, guard) for argument in arguments])
         raise CaptureError(
-            f"The model takes another code path for sizes that do not satisfy {_told(guard)}, but adalog cannot check "
-            f"this because a program cannot hold {_told(expression)}. Capture it for one size "
-            '(sizes="fixed", or without --free-sizes).'
+            f"the model takes another code path for sizes that do not satisfy {_told(guard)}, but adalog cannot check "
+            f"this because a program cannot hold {_told(expression)}: capture it for one size "
+            '(sizes="fixed", or without --free-sizes)'
         )
 
     def _joined(self, op: str, values: Sequence[Ref | int]) -> Ref | int:

@@ -44,8 +44,8 @@ class Call:
         call, tensors = _call(self.signature, args, kwargs)
         if replace(call, output=self.output) != self:
             raise TypeError(
-                f"The module was quantized for the tensors {self.inputs} and the constants {self.constants}, but this "
-                f"call has the tensors {call.inputs} and the constants {call.constants}. Call it as in calibration."
+                f"the module was quantized for the tensors {self.inputs} and the constants {self.constants}, but this "
+                f"call has the tensors {call.inputs} and the constants {call.constants}: call it as in calibration"
             )
         return list(tensors)
 
@@ -81,7 +81,7 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
     """
     name = type(model).__name__
     if model is within or all(module is not model for module in within.modules()):
-        raise ValueError(f"{name} is not a part of {type(within).__name__}. Pass within= a model that contains it.")
+        raise ValueError(f"{name} is not a part of {type(within).__name__}: pass within= a model that contains it")
     signature = inspect.signature(model.forward)
     calls: list[Call] = []
     given: list[Inputs] = []
@@ -103,18 +103,18 @@ def record_calls(model: nn.Module, within: nn.Module, inputs: Sequence[Tensor]) 
             hook.remove()
     if not calls:
         raise CalibrationError(
-            f"{name} is not called in a forward pass of {type(within).__name__}. Choose another part of the model."
+            f"{name} is not called in a forward pass of {type(within).__name__}: choose another part of the model"
         )
     for key, value in calls[0].constants.items():
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise CalibrationError(
-                f"{name} is called with an argument {key} of type {type(value).__name__}, which adalog cannot store. "
-                "Call it with tensors, numbers, strings or None."
+                f"{name} is called with an argument {key} of type {type(value).__name__}, which adalog cannot store: "
+                "call it with tensors, numbers, strings or None"
             )
     if any(call != calls[0] for call in calls):
         raise CalibrationError(
             f"{name} is called {len(calls)} times in a forward pass of {type(within).__name__}, and its arguments "
-            "other than tensors differ. Choose a part of it, or a module that contains it."
+            "other than tensors differ: choose a part of it, or a module that contains it"
         )
     return calls[0], _joined(name, given)
 
@@ -130,7 +130,7 @@ def _joined(name: str, calls: list[Inputs]) -> list[Inputs]:
             raise CalibrationError(
                 f"{name} is called {len(calls)} times, on values of the shapes {shapes}. Calls can share quantizers "
                 "only if their values have the same sizes, or are maps (N, C, H, W) that differ in height and width "
-                "alone. Choose a part of it, or a module that contains it."
+                "alone: choose a part of it, or a module that contains it"
             )
     return calls
 
@@ -174,8 +174,8 @@ def check_shareable(model: nn.Module, sites: Sequence[Site]) -> None:
     if computed:
         raise CalibrationError(
             f"{type(model).__name__} is called on maps of several sizes and multiplies computed values "
-            f"({computed[0]}), but such calls cannot share quantizers of computed values. Choose a part of it, or a "
-            "module that contains it."
+            f"({computed[0]}), but such calls cannot share quantizers of computed values: choose a part of it, or a "
+            "module that contains it"
         )
 
 

@@ -55,7 +55,9 @@ def _listed(path: Path, names: Sequence[str]) -> tuple[int, ...]:
     for number, words in _lines(path):
         label = _number(words[-1], _CLASSES - 1)
         if len(words) != 2 or label is None:
-            raise DataError(f"{path}, line {number} is not a file and its class from 0 to {_CLASSES - 1}: correct it")
+            raise DataError(
+                f"{path}, line {number} is not FILE CLASS, with a class from 0 to {_CLASSES - 1}: correct it"
+            )
         found[Path(words[0]).name] = label
     missing = [name for name in names if name not in found]
     if missing:
@@ -85,7 +87,7 @@ def _classes(truth: Path) -> dict[int, int]:
     elif binary.is_file():
         synsets, source = _of_matlab(binary), binary
     else:
-        raise DataError(f"{truth} has ILSVRC numbers, not classes: put the kit's meta.mat or map_clsloc.txt beside it")
+        raise DataError(f"{truth} has ILSVRC numbers, not classes: put the kit's meta.mat or map_clsloc.txt next to it")
     if len(synsets) != _CLASSES or len(set(synsets.values())) != _CLASSES:
         raise DataError(f"{source} has {len(synsets)} numbered synsets, but ImageNet has {_CLASSES}: download it again")
     ranks = {synset: rank for rank, synset in enumerate(sorted(synsets.values()))}

@@ -134,7 +134,7 @@ class Preprocessing:
         rescale: Factor for the pixel values 0-255.
 
     Raises:
-        ValueError: If a field has a value that it cannot have.
+        ValueError: If a field has an invalid value.
 
     Examples:
         >>> from PIL import Image
@@ -160,9 +160,11 @@ class Preprocessing:
                 f"or {self.size} for no crop"
             )
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, std positive")
+            raise ValueError(f"mean = {self.mean} and std = {self.std} are not three numbers each, with a positive std")
         if self.interpolation not in get_args(Interpolation):
-            raise ValueError(f"interpolation = {self.interpolation!r} is none of {', '.join(get_args(Interpolation))}")
+            raise ValueError(
+                f"interpolation = {self.interpolation!r} is not one of {', '.join(get_args(Interpolation))}"
+            )
 
     @staticmethod
     def from_json(fields: Any) -> "Preprocessing":
@@ -175,7 +177,7 @@ class Preprocessing:
             The preprocessing.
 
         Raises:
-            ValueError: If a field is missing, unknown, or has a value that it cannot have.
+            ValueError: If a field is missing, unknown or invalid.
         """
         names = {field.name for field in dataclasses.fields(Preprocessing)}
         if not isinstance(fields, dict) or fields.keys() != names:

@@ -45,7 +45,7 @@ class LoadedModel:
 
     @property
     def prepared(self) -> Preprocessing:
-        """How to prepare images for the model. Raises DataError if that is not known."""
+        """The preprocessing of the model's images. Raises DataError if it is not known."""
         if self.preprocessing is None:
             raise DataError(
                 f"{self.name} does not say how to prepare images: return (module, "
@@ -68,7 +68,7 @@ def load_model(spec: str, *, pretrained: bool = True, checkpoint: Path | None = 
             load_weights(module, checkpoint, spec)
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and bool(value.isnan().any()):
-            raise DataError(f"{checkpoint or spec}: tensor {name} holds NaN: use other weights")
+            raise DataError(f"{checkpoint or spec}: tensor {name} contains NaN: use other weights")
     return LoadedModel(module.float().eval(), preprocessing, spec)
 
 

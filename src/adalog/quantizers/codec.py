@@ -100,7 +100,7 @@ def decode_weight(name: str, kind: Any, stored: Mapping[str, Tensor], bits: int,
 def checked_weight(name: str, weight: QuantizedTensor) -> QuantizedTensor:
     """Return the weight unchanged if it is valid.
 
-    Raises ArtifactError if weights cannot have this kind of quantizer, or if the quantizer lacks one of the codes.
+    Raises ArtifactError if weights cannot have this kind of quantizer, or if a code is too large for the quantizer.
     """
     quantizer = weight.quantizer
     type(quantizer).of_stored(name, quantizer.stored(), quantizer.bits)

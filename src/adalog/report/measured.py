@@ -86,7 +86,7 @@ def read_sensitivity(path: Path, quantized: QuantizedProgram) -> Losses:
     odd = [site for site in here or told if counts[site.site] != site.macs]
     if odd:
         raise DataError(
-            f"{path} is of another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, but "
+            f"{path} belongs to another model, whose sites differ: {odd[0].site} has {odd[0].macs} MACs there, but "
             f"{counts[odd[0].site]} here; run `adalog sensitivity` on this model"
         )
     try:
@@ -117,7 +117,9 @@ def read_evaluation(path: Path, quantized: QuantizedProgram) -> dict[str, Any]:
     except ValueError as cause:
         raise _other(path, "evaluate", cause) from cause
     if told["sites"] != artifact.describe(quantized)["sites"]:
-        raise DataError(f"{path} is of another artifact, whose sites differ: run `adalog evaluate --json` on this one")
+        raise DataError(
+            f"{path} belongs to another artifact, whose sites differ: run `adalog evaluate --json` on this one"
+        )
     absent = dict.fromkeys(("executor", "reference", "top1", "top5", *_JUDGED))
     full = absent | (told.get("full_precision") or {})
     return absent | told | {"file": PurePath(told.get("file") or "").name, "full_precision": full}
@@ -131,7 +133,7 @@ def read_bench(path: Path, digest: str) -> dict[str, Any]:
     told = _read(path, "bench")
     try:
         _fields(told, {"file": str, "sha256": str, "threads": int, "rows": list, "absent": dict})
-        _check(told["sha256"] == digest, "it is of another artifact")
+        _check(told["sha256"] == digest, "it belongs to another artifact")
         for row in told["rows"]:
             _fields(row, _ROW)
             _check(row["batch"] > 0, "a batch has no images")

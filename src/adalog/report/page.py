@@ -237,7 +237,7 @@ def _method(config: Config) -> str | None:
 
 
 def _command(subject: Subject) -> str | None:
-    """Return the command that made the file, as far as the file tells; None if its settings belong to no method."""
+    """Return the command that made the file, as far as the file records it; None if no method has its settings."""
     config, told = subject.quantized.config, subject.quantized.provenance
     method = _method(config)
     if method is None:

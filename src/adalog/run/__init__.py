@@ -115,7 +115,7 @@ class Model:
             The outputs, NumPy arrays in the same structure of tuples, lists and dicts as the original model's.
 
         Raises:
-            ValueError: If the number, shapes or dtypes of the inputs are wrong, or if they hold NaN.
+            ValueError: If the number, shapes or dtypes of the inputs are wrong, or if they contain NaN.
             ProgramError: If a step fails.
         """
         given = [np.ascontiguousarray(value) for value in inputs]
@@ -130,7 +130,7 @@ class Model:
             got = " and ".join(f"{value.shape} of {value.dtype}" for value in given)
             raise ValueError(f"the model takes {wanted} of float32; got {got or 'nothing'}")
         if any(np.isnan(value).any() for value in given):
-            raise ValueError("the inputs hold NaN, which has no code")
+            raise ValueError("the inputs contain NaN, which cannot be quantized")
         (count,) = counts
         result = _map(lambda view: np.empty((count, *view.shape[1:]), view.dtype), self._output)
         with self._lock, np.errstate(all="ignore"):

@@ -231,7 +231,7 @@ class Context:
         self.level, self.threads = level, threads
         self._pointer = self._library.adalog_open(threads, library.LEVELS.index(level))
         if not self._pointer:
-            raise ValueError(f"threads = {threads} are more than this machine can start: choose fewer")
+            raise ValueError(f"threads = {threads} is more than this machine can start: choose fewer")
         self._kernels = {name: getattr(self._library, f"adalog_{name}") for name in KERNELS}
 
     def __del__(self) -> None:

@@ -104,7 +104,7 @@ def _weight_of(entry: Any, tensor: Callable[[str], Array]) -> abi.Weights:
     good = len(choices) == 3 and all(is_whole(each, 0, 255) for each in choices) and 2 <= choices[0] <= 8
     check(
         good and _is_shape(shape) and len(shape) == 2 and all(shape),
-        f"weight {name} has the shape {shape} and the numbers {choices}",
+        f"weight {name} has an invalid shape {shape} or invalid numbers {choices}",
     )
     packed, zero = tensor(f"codes/{name}"), tensor(f"zero_point/{name}")
     check(

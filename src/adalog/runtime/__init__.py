@@ -67,7 +67,7 @@ class Compiled(nn.Module):
         if executor != "native" and (threads, batch, level) != (None, None, None):
             raise ValueError(f"only executor = 'native' takes threads, batch and level, not {executor!r}")
         if not quantized.example:
-            raise ArtifactError("the model was made without images, so its input shapes are unknown: pass `example`")
+            raise ArtifactError("the model was made without images, so its input shapes are unknown: set its `example`")
         self.quantized = quantized
         self.executor = executor
         self._context = None
@@ -118,7 +118,8 @@ class Compiled(nn.Module):
         odd = [value for value in given if value.device.type != "cpu" or value.dtype in (torch.float64, torch.float16)]
         if odd:
             raise ArtifactError(
-                f"'native' runs in float32 on the CPU; the model is in {odd[0].dtype} on {odd[0].device}"
+                f"executor = 'native' runs in float32 on the CPU, but the model is in {odd[0].dtype} on "
+                f"{odd[0].device}: convert or move it"
             )
 
     def prepare(self, batch: int, *shapes: Sequence[int]) -> native.Plan:
@@ -170,7 +171,7 @@ class Compiled(nn.Module):
         return program.run(inputs, None, steps)
 
     def _check(self, inputs: Sequence[Any]) -> None:
-        """Raise ValueError for inputs that the model does not take, or that contain NaN, which has no code."""
+        """Raise ValueError for inputs that the model does not take, or that contain NaN, which cannot be quantized."""
         self.quantized.check(inputs)
         if torch.compiler.is_compiling():  # the compiler has shapes but no values to check
             return
@@ -199,7 +200,8 @@ class Compiled(nn.Module):
         """Return the trace of the site with this name for these inputs. Raises ValueError for an unknown site."""
         if name not in self.sites:
             raise ValueError(
-                f"site = {name!r} is not one of the {len(self.sites)} in integers: {', '.join(self.sites)}"
+                f"site = {name!r} is not one of the {len(self.sites)} sites that run in integers: "
+                f"{', '.join(self.sites)}"
             )
         self._check(inputs)
         site, (program, steps) = self.sites[name], self._apart

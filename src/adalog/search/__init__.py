@@ -22,7 +22,7 @@ class SearchModule(Protocol):
         """
 
     def refuses_fold(self, search: Any, config: Config) -> str:
-        """Return the reason why the search folds no norm with these choices, or "" if it folds norms."""
+        """Return the reason why the search does not fold norms with these choices, or "" if it does."""
 
     def fold_channels(
         self, values: Tensor, bits: int, search: Any, weight: Tensor

@@ -71,7 +71,7 @@ class Format:
 
     @staticmethod
     def power_law(kind: PostSoftmax, bits: int, config: Config, offset: float) -> "Format":
-        """Return the format of a kind of quantizer for power laws, such as "log2".
+        """Return the format of a logarithmic quantizer of this kind, such as "log2".
 
         log2 and log-sqrt2 use exact powers, with a float scale as in their papers. AdaLog uses the rounded tables of
         Eq. 9.

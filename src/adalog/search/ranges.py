@@ -42,7 +42,7 @@ def needs(search: RangeSearch) -> frozenset[str]:
 
 
 def refuses_fold(search: RangeSearch, config: Config) -> str:
-    """Return the reason why this search folds no norm, or "" if it folds norms."""
+    """Return the reason why this search does not fold norms, or "" if it does."""
     return "this method does not fold norms" if search.share == "none" else ""
 
 

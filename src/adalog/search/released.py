@@ -59,7 +59,7 @@ def needs(search: ReleasedSearch) -> frozenset[str]:
 
 
 def refuses_fold(search: ReleasedSearch, config: Config) -> str:
-    """Return the reason why this search folds no norm with these choices, or "" if it folds norms."""
+    """Return the reason why this search does not fold norms with these choices, or "" if it does."""
     if config.weight_bits != config.activation_bits:
         return "the released code does not fold norms if weights and activations have different bits"
     return ""
@@ -217,7 +217,7 @@ class _UniformSpace:
         return UniformQuantizer(scale, zero_point, self.operand.format.bits)
 
     def start(self, *, own_error: bool) -> UniformQuantizer:
-        """Return the quantizer with the least own error, or the last but one of the grid."""
+        """Return the quantizer with the least own error, or the second-to-last of the grid."""
         if not own_error:
             return self._quantizer(self._grid[0][POINTS - 2])
         values, own_dims = self.operand.values.double(), self.operand.format.own_dims
@@ -296,7 +296,7 @@ class _LogSpace:
     def start(self, *, own_error: bool) -> LogQuantizer:
         """Return the quantizer with q = 37. own_error: not used.
 
-        Its scale is 1 if `scale_is_one`, else the last but one of POINTS scales.
+        Its scale is 1 if `scale_is_one`, else the second-to-last of the POINTS scales.
         """
         if self.scale_is_one:
             return self._quantizer(self.operand.values.new_ones(()), _RADIX)

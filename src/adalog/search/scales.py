@@ -60,14 +60,14 @@ def needs(search: ScaleSearch) -> frozenset[str]:
 
 
 def refuses_fold(search: ScaleSearch, config: Config) -> str:
-    """Return the reason why this search folds no norm."""
+    """Return the reason why this search does not fold norms."""
     return "this method does not fold norms"
 
 
 def fold_channels(
     values: Tensor, bits: int, search: ScaleSearch, weight: Tensor
 ) -> tuple[Fold, UniformQuantizer | None]:
-    """Raise ValueError, because this search folds no norm (see `refuses_fold`)."""
+    """Raise ValueError, because this search does not fold norms (see `refuses_fold`)."""
     raise ValueError(refuses_fold(search, Config()))
 
 

@@ -130,7 +130,7 @@ def quantize_within(
             return staged
         more = Totals(staged.bytes - chosen.bytes, staged.bops - chosen.bops, 0.0)
         extra = Totals(max(extra.bytes, more.bytes), max(extra.bops, more.bops), 0.0)
-    raise DataError("after the stages, no choice of widths was within the budget: allow a little more")
+    raise DataError("after the stages, no choice of widths was within the budget: increase it a little")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _without_stages(maker: _Maker, budget: Budget, fixed: Mapping[OperandKind, i
     if best is None:
         assert beside is not None
         choose(maker.found, budget, fixed, Totals(beside.bytes + extra.bytes, beside.bops + extra.bops, 0.0))
-        raise DataError("no choice of widths was within the budget: allow a little more")
+        raise DataError("no choice of widths was within the budget: increase it a little")
     return best
 
 
@@ -210,7 +210,7 @@ def _free(calibration: Calibration, config: Config, found: Sensitivity) -> Sensi
         raise DataError("all sites are pinned, so no width is left to choose: remove the budget or some pins")
     odd = [name for name, unit in units.items() if known.get(name) != unit]
     if odd:
-        raise DataError(f"the sensitivity is of another model, whose {odd[0]} differs: measure this model")
+        raise DataError(f"the sensitivity was measured on another model, whose {odd[0]} differs: measure this model")
     found.check(calibration, config)
     rows = (row for row in found.rows if row.unit in units)
     kept = tuple(row for row in rows if getattr(config, f"{row.operand}_bits") != FLOAT_BITS)

@@ -91,7 +91,7 @@ class Cost:
     size_bytes: size of the stored tensors by part: "codes", "scale" and "zero_point" of weights, "activation" (scales
     and zero points of activations) and "float" (all other tensors).
     table_bytes: size of the tables of logarithmic codes, which are computed when the file is loaded.
-    float_operations: how often each operation runs in float, including operations that multiply nothing, as in the
+    float_operations: how often each operation runs in float, including operations without a multiplication, as in the
     summary of a model.
     """
 

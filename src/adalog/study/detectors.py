@@ -57,7 +57,9 @@ class DetectorBench:
 
     def __post_init__(self) -> None:
         if self.data is None and self.name != zoo.DEMO:
-            raise DataError(f"{self.name} has no images of its own: give --data DIR with train, val and instances.json")
+            raise DataError(
+                f"{self.name} has no images of its own: give --data FOLDER with train, val and instances.json"
+            )
         if self.data is not None:
             for name in ("train", "val", "instances.json"):
                 if not (self.data / name).exists():

@@ -172,7 +172,7 @@ def view(loss: Loss, low: Tensor, high: Tensor, size: int, jobs: int = 1) -> Vie
 
 
 def fpcs_path(operand: Operand, search: Search, loss: Loss, rough: Loss | None) -> SearchPath:
-    """Return the path of the configured search of an operand with one group, by recording the points it asks about.
+    """Return the path of the configured search of an operand with one group, by recording the points that it evaluates.
 
     loss: the loss that survivors and the walk use. rough: the cheaper loss that the steps use, if any. Raises
     ValueError if the strategy is not FPCS.

@@ -98,7 +98,8 @@ def curve(
     progress(done, total, name): counts models.
     ranks: the ranks that share the searches and the images of each model. They do not share whole models, since the
     models have most searches in common.
-    Raises DataError if the sensitivity has only one width or is of another model or method, and for several outputs.
+    Raises DataError for a model with several outputs, and for a sensitivity that has only one width or belongs to
+    another model or method.
     """
     check_output(calibration.program)
     found.check(calibration, config)

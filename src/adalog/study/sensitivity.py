@@ -118,7 +118,7 @@ class Sensitivity:
 
     @staticmethod
     def from_json(told: Any) -> "Sensitivity":
-        """Inverse of `to_json`. Raises DataError for anything else."""
+        """Return the sensitivity that `to_json` wrote as JSON. Raises DataError for anything else."""
         with refusal("this is not the JSON of `adalog sensitivity`", "make it with `adalog sensitivity`"):
             units = tuple(Unit(tuple(UnitSite(**site) for site in unit)) for unit in told["units"])
             rows = tuple(map(_row, told["rows"]))
@@ -136,7 +136,7 @@ class Sensitivity:
         own = _digest(calibration.program)
         if self.tensors != own:
             told = f"whose tensors have the digest {self.tensors[:16]} instead of {own[:16]}"
-            raise DataError(f"the sensitivity is of another model, {told}: {_WAY_OUT}")
+            raise DataError(f"the sensitivity was measured on another model, {told}: {_WAY_OUT}")
         self.check_choices(config)
 
     def check_choices(self, config: Config) -> None:
@@ -146,7 +146,7 @@ class Sensitivity:
         if odd is not None:
             name, given, wanted = (json.dumps(each)[:80] for each in (odd, self.choices.get(odd), mine.get(odd)))
             told = f"in which {name} is {given} instead of {wanted}"
-            raise DataError(f"the sensitivity is of another method, {told}: {_WAY_OUT}")
+            raise DataError(f"the sensitivity was measured with another method, {told}: {_WAY_OUT}")
 
 
 def _digest(program: Program) -> str:
@@ -476,7 +476,7 @@ class _Judge:
                     power[index] += more[1]
             found = sum(map(loss_of, error, power)) / len(error)
             if not math.isfinite(found):
-                raise DataError(f"{key} bits: the loss is {found}; check for images with infinite outputs")
+                raise DataError(f"{key} bits: the loss is {found}: check whether images have infinite outputs")
             return found
 
         ranks.shared(list(waiting), loss, threads=jobs, finished=finished)

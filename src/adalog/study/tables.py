@@ -78,7 +78,7 @@ class Bench:
     Images are normalised tensors or files.
     pool: the images to choose calibration images from.
     judged: the evaluation images. labels: (N,), their labels.
-    more: the images to choose from for stages; None for the calibration pool.
+    more: the images to choose from for stages; None means the calibration pool.
     """
 
     model: LoadedModel
@@ -98,7 +98,7 @@ class Bench:
             bench = Bench(model, demo.calibration_images(), *demo.test_images(), demo.unlabelled_images())
         else:
             if data is None:
-                raise DataError(f"{model.name} has no images of its own: give --data DIR with folders train and val")
+                raise DataError(f"{model.name} has no images of its own: give --data FOLDER with train and val")
             for name in ("train", "val"):
                 if not (data / name).is_dir():
                     raise DataError(f"{data} has no folder {name}: give a folder with train and val")

@@ -148,9 +148,9 @@ def buckets_of(thresholds: Tensor, values: Tensor) -> tuple[Tensor, Places]:
     """Return (buckets, places) of a function of few values, as `Steps` in native.cpp defines them.
 
     buckets: int32, (count, 2): the bits of the threshold, a float32, and the values below it (low 16 bits) and from it
-    on (high 16 bits). There are as few buckets as leave one threshold to each, and at most MOST_BUCKETS, which fit in
-    the first-level cache. A bucket with more thresholds has NaN as its threshold. Logarithmic codes crowd buckets of
-    equal width, and crowd growing buckets less.
+    on (high 16 bits). The count is doubled until each bucket has at most one threshold, or up to MOST_BUCKETS, which
+    fit in the first-level cache. A bucket with more thresholds has NaN as its threshold. Logarithmic codes crowd
+    buckets of equal width, and crowd growing buckets less.
     """
     values = values.int()
     if not len(thresholds):

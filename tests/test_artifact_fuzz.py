@@ -383,7 +383,10 @@ HOSTILE = {
     ),
     "powers": (doubled, "sizes must be 64-bit integers"),
     "text": (text_arithmetic, "sizes must be 64-bit integers"),
-    "another device": (program(aten("zeros_like.default", X, device="cuda:0")), "chooses the device or layout of its value"),
+    "another device": (
+        program(aten("zeros_like.default", X, device="cuda:0")),
+        "chooses the device or layout of its value",
+    ),
     "another argument": (program(aten("relu.default", X, slope=2)), "aten.relu.default"),
     "another kind of argument": (program(aten("relu.default", "x")), "aten.relu.default"),
     "another operation": (program(("aten.set_.source_Storage", [X], {})), "is not one that a program can hold"),

@@ -1,17 +1,16 @@
-"""Offsets that a bias absorbs, and convolutions as products, leave outputs as they were."""
+"""Offsets that a bias absorbs leave the outputs of a program as they were."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import conv2d, gelu, layer_norm
+from torch.nn.functional import gelu
 
 import adalog
 from adalog import Config, Search
-from adalog.graph.convolution import patches
 from adalog.graph.rewrite import absorb_offset
-from adalog.quantizers import Fold, LogQuantizer
+from adalog.quantizers import LogQuantizer
 from strategies import R, normal
 
 CHANNELS = 16
@@ -71,35 +70,3 @@ def test_a_quantized_model_loses_the_offset_with_its_quantized_weight(has_bias, 
     trace = quantized.compile("reference").trace("2", x)
     for codes, found in ((quantizer.quantize(hidden[0]), output), (trace.left, trace.output)):
         torch.testing.assert_close(found.double(), expected(codes), rtol=0, atol=1e-5)  # float32 sums of 64 terms
-
-
-@pytest.mark.parametrize(
-    ("stride", "padding", "dilation"), [((4, 4), (0, 0), (1, 1)), ((2, 1), (1, 2), (1, 1)), ((1, 2), (2, 0), (2, 1))]
-)
-def test_patches_make_a_convolution_a_product(stride, padding, dilation):
-    x, weight = normal(2, 3, 12, 10), normal(5, 3, 4, 2, seed=1)
-    expected = conv2d(x, weight, None, stride, padding, dilation)
-    rows = patches(x, (4, 2), stride, padding, dilation)
-    product = (rows @ weight.flatten(1).T).transpose(1, 2).reshape(expected.shape)
-    torch.testing.assert_close(product, expected, **EXACT)
-
-
-# --- Sec. 3.2 of RepQ-ViT, which Sec. 4.1 takes over: LayerNorm scale reparameterization --------------------
-
-
-def test_layer_norm_reparameterization() -> None:
-    """With r = s / mean(s) and beta = mean(s) (mean(z) - z), the fold into norm and linear leaves the output."""
-    scale, zero_point = normal(12, seed=1).exp(), torch.arange(12, dtype=torch.float64)
-    gamma, shift, weight, bias = normal(12, seed=2), normal(12, seed=3), normal(5, 12, seed=4), normal(5, seed=5)
-    fold = Fold.sharing(scale, zero_point)
-    r, beta = fold.ratio, fold.beta
-    mean, center = sum(scale.tolist()) / 12, round(sum(zero_point.tolist()) / 12)
-    assert r.tolist() == pytest.approx([s / mean for s in scale.tolist()], rel=1e-12)
-    assert beta.tolist() == pytest.approx([mean * (center - z) for z in zero_point.tolist()], rel=1e-12)
-
-    x = normal(30, 12, seed=6)
-    before = layer_norm(x, (12,), gamma, shift) @ weight.T + bias
-    new_gamma, new_shift = fold.norm(gamma, shift)
-    new_weight, new_bias = fold.linear(weight, bias)
-    after = layer_norm(x, (12,), new_gamma, new_shift) @ new_weight.T + new_bias
-    torch.testing.assert_close(after, before, rtol=0, atol=1e-11)

@@ -1,4 +1,4 @@
-"""The rivals' methods on whole models: folds, ledgers and what each of them sees."""
+"""Every method on whole models: folds, ledgers, outputs of any kind, and what each of them sees."""
 
 import math
 import re
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu
 
+import adalog
 import zoo
-from adalog import Calibration, Config, QuantizedModel
+from adalog import Calibration, CalibrationError, Config, QuantizedModel
 from adalog.artifact import deserialise, serialise
 from adalog.choices import BlockRefinement, Evolution, RangeSearch, ScaleSearch
 from adalog.errors import ArtifactError
@@ -18,6 +19,7 @@ from adalog.quantizers import FLOAT_BITS
 from adalog.search import ranges, scales
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
+from toys import SMALL_IMAGES, Unbound
 
 # --- whole models ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     config = brief("repq-vit")
     (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
     x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
-    fold, shared = ranges.fold_channels(x, 4, config.search)
+    fold, shared = ranges.fold_channels(x, 4, config.search, x[:2])
     assert torch.equal(found.assignment.left.scale, shared.scale)
     assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
     assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)
@@ -263,3 +265,45 @@ def test_gradients_are_thinned_as_operands_are():
         plain = replace(part.product, weights=None, row_splits=None)
         unweighted = scales.search_product(plain, config.search)
         assert float(unweighted.left.scale) > 1.5 * float(part.assignment.left.scale)
+
+
+# --- outputs and images of any kind -----------------------------------------------------------------------------------
+
+
+ENDS = {
+    "logits": lambda y: y,
+    "logits and classes": lambda y: (y, y.argmax(1)),
+    "one number": lambda y: y[:, 0],
+    "classes": lambda y: y.argmax(1),
+}
+
+
+def quick(method):
+    config = replace(Config.preset("w4a4", method), images=4)
+    if method in ("qdrop", "fima-q"):
+        (stage,) = config.stages
+        config = replace(config, stages=(replace(stage, images=6, iterations=4),))
+    if method == "evol-q":
+        config = replace(config, stages=(replace(config.stages[0], cycles=1, passes=1),))
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("method", ["ptq4vit", "apq-vit", "qdrop", "fima-q", "evol-q"])
+def test_methods_take_any_outputs(method, ends):
+    model = Unbound(ENDS[ends]).eval()
+    if ends == "classes" and method != "qdrop":  # which compares the blocks themselves
+        with pytest.raises(CalibrationError, match="the model has no"):
+            adalog.quantize(model, SMALL_IMAGES, quick(method))
+        return
+    found = adalog.quantize(model, SMALL_IMAGES, quick(method))
+    assert set(found.float_sites()) <= {"patches"}  # images, which PTQ4ViT does not quantize
+    assert found(SMALL_IMAGES[:2])[0] is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["qdrop", "fima-q"])
+def test_blank_images_train_nothing(method):
+    found = adalog.quantize(Unbound(ENDS["logits"]).eval(), torch.zeros_like(SMALL_IMAGES), quick(method))
+    assert bool(found(torch.zeros_like(SMALL_IMAGES)).isfinite().all())

@@ -225,7 +225,7 @@ def changed(content, change):
         (lambda told: told["settings"].pop("mask"), "the settings of a detector must be"),
         (lambda told: told["parts"].pop(), "its parts do not match its header"),
         (lambda told: told.update(format=99), "its format is not 1"),
-        (lambda told: told["settings"].update(names=["a\x1b[2J", *told["settings"]["names"][1:]]), "does not print"),
+        (lambda told: told["settings"].update(names=["a\x1b[2J", *told["settings"]["names"][1:]]), "do not print"),
         (lambda told: told["settings"].update(names=["x" * 2**23]), "more than 8388608"),
     ],
 )

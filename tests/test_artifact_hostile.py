@@ -14,9 +14,7 @@ from safetensors.torch import save as to_bytes
 import adalog
 from adalog import ArtifactError
 from adalog.artifact import FORMAT, KEY
-from adalog.quantizers import (
-    UniformQuantizer,
-)
+from adalog.quantizers import UniformQuantizer
 from adalog.quantizers.codec import decode_quantizer
 from stored import deserialise, rebuilt, refused, serialise
 
@@ -182,7 +180,7 @@ def unknown_tensor(header):
         (no_quantizer, "names a quantizer that the file does not have"),
         (no_value, "does not quantize a value"),
         (unknown_kind, "of the unknown kind 'code'"),
-        (name_of_a_reference, "a value has the name"),
+        (name_of_a_reference, "a value has the invalid name"),
         (two_keys, "ValueError"),
         (unknown_dtype, "the type 'object' is not one of"),
         (weight_without_type, "a weight is not among the tensors"),
@@ -247,7 +245,7 @@ def weight_of(content):
         ("codes", lambda value: value.float(), "of the types torch.float32"),
         ("codes", lambda value: None, "do not match: only one of them names codes/head.weight"),
         ("float", lambda value: None, "do not have the same names: float/head.bias"),
-        ("float", lambda value: value * torch.nan, "tensor head.bias holds NaN"),
+        ("float", lambda value: value * torch.nan, "tensor head.bias contains NaN"),
     ],
 )
 def test_damaged_tensors(content, part, spoil, match):

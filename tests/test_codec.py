@@ -1,4 +1,4 @@
-"""Weights whose quantizers are not asymmetric uniform: symmetric ones, and a kind that the package does not have."""
+"""Codes to bits and back; symmetric weights, and weights of the how-to's quantizer."""
 
 import json
 import math
@@ -9,18 +9,60 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction, artifact, library
+from adalog import ArtifactError, Calibration, Correction, QuantizedModel, Reconstruction, artifact, library
 from adalog.calibration.partial import Partial
-from adalog.choices import RangeSearch
-from adalog.errors import ArtifactError, DataError
+from adalog.errors import DataError
 from adalog.quantizers import Assignment, LogQuantizer, QuantizedTensor, TwinUniformQuantizer, UniformQuantizer
-from adalog.quantizers.codec import decode_weight, pack
-from adalog.search.bounds import point_of
+from adalog.quantizers.codec import decode_weight, pack, unpack
 from adalog.search.operand import Format
 from adalog.study.cost import cost
-from problems import symmetric
 from stored import deserialise, serialise
+from strategies import bits
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+@given(bits, st.integers(0, 65), st.randoms(use_true_random=False))
+def test_pack_and_unpack_are_inverse(width, count, random):
+    codes = torch.tensor([random.randrange(2**width) for _ in range(count)], dtype=torch.uint8)
+    packed = pack(codes, width)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (math.ceil(width * count / 8),)
+    assert torch.equal(unpack(packed, width, count), codes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1001])
+def test_three_bits_take_three_bits(count):
+    assert pack(torch.full((count,), 5, dtype=torch.uint8), 3).numel() == math.ceil(3 * count / 8)
+
+
+def test_the_stream_starts_at_the_least_significant_bit():
+    # 1, 2, 7 in 3 bits: 001 010 111 from the right is 1_1101_0001 = 0xD1, 0x01.
+    assert pack(torch.tensor([1, 2, 7], dtype=torch.uint8), 3).tolist() == [0b11010001, 0b1]
+
+
+@pytest.mark.parametrize("width", [2, 3, 7])
+def test_a_code_that_does_not_fit_is_refused(width):
+    with pytest.raises(ValueError, match=f"code {2**width} does not fit in {width} bits"):
+        pack(torch.tensor([0, 2**width], dtype=torch.uint8), width)
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_stream_of_another_length_is_refused(extra):
+    packed = torch.zeros(4 + extra, dtype=torch.uint8)
+    with pytest.raises(ArtifactError, match="10 codes of 3 bits take 4 bytes, the file has"):
+        unpack(packed, 3, 10)
+
+
+@pytest.mark.parametrize("place", [6, 7])
+def test_bits_after_the_last_code_must_be_zero(place):
+    packed = torch.tensor([0, 0, 0, 1 << place], dtype=torch.uint8)  # ten codes of three bits end at bit 30
+    with pytest.raises(ArtifactError, match="bits after the last code are not zero"):
+        unpack(packed, 3, 10)
+
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "add-a-quantizer.md"
 EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
@@ -55,52 +97,6 @@ def test_symmetric_weights_run_and_round_trip(symmetric_model, images):
     loaded = deserialise(serialise(symmetric_model))
     assert torch.equal(loaded(images), symmetric_model(images))
     assert loaded.config.weights == "symmetric"
-
-
-def test_a_search_can_start_from_symmetric_weights_alone():
-    right = symmetric()[1]
-    upper = right.values.abs().amax(1)
-    point = point_of(right, right.quantizer(upper[None]))
-    torch.testing.assert_close(point, upper[None])
-    skewed = UniformQuantizer(torch.ones(12, 1), torch.full((12, 1), 3.0), 4)
-    assert point_of(right, skewed) is None
-
-
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("reach", [0.1, 0.4])
-def test_the_box_of_one_scale_begins_below_the_best_one(width, reach):
-    """Against a grid of scales for each row, by the error of the weight itself."""
-    right = symmetric(width)[1]
-    right = replace(right, values=right.values.abs().clamp(max=3) * right.values.sign())  # without outliers
-    low, high = right.box(reach)
-    top = right.values.abs().amax(1)
-    points = torch.linspace(0.02, 1.2, 119, dtype=torch.float64)[:, None] * top
-    errors = right.errors(right.values)(points[:, None], torch.float64).square().sum(2)
-    best = points.gather(0, errors.argmin(0)[None])
-    assert bool((low <= best * 1.02).all())
-    assert torch.equal(high[0], top)
-
-
-def test_a_twin_whose_negative_scale_is_another_starts_a_search():
-    form = Format(4, one_scale=TwinUniformQuantizer, offset=0.17)
-    operand = replace(symmetric()[0], format=form)
-    twin = TwinUniformQuantizer(torch.tensor(0.3), torch.tensor(0.5), 4)
-    assert point_of(operand, twin).item() == pytest.approx(7 * 0.3)
-
-
-def test_the_largest_level_decides_a_symmetric_quantizer():
-    found = UniformQuantizer.reaching(torch.tensor([[3.5], [0.0]]), 4, 0.0)
-    assert found.levels()[[0, -1]].tolist() == [-4.0, 3.5]
-    assert float(found.scale[1]) > 0
-
-
-def test_weights_are_a_choice_of_search_alone():
-    config = Config(weights="symmetric")
-    assert Config.from_json(config.to_json()) == config
-    with pytest.raises(ValueError, match=re.escape("weights = 'symmetric' goes with search = Search(...)")):
-        Config(weights="symmetric", post_softmax="log2", post_gelu="uniform", search=RangeSearch())
-    with pytest.raises(ValueError, match="weights = 'ternary' is none of uniform, symmetric"):
-        Config(weights="ternary")
 
 
 # --- the quantizer of the how-to --------------------------------------------------------------------------------------
@@ -247,8 +243,3 @@ def test_integers_that_span_more_than_a_byte_run_by_reference_alone(quantized, i
     torch.testing.assert_close(model.compile("reference")(images), model(images), rtol=1e-3, atol=1e-3)
     with pytest.raises(ArtifactError, match="integers span more than a byte: use executor = 'reference'"):
         model.compile("torch")
-
-
-def test_kinds_that_take_more_than_one_number():
-    with pytest.raises(ValueError, match="largest level alone does not determine a quantizer of the kind log"):
-        LogQuantizer.reaching(torch.ones(()), 4, 0.0)

@@ -207,6 +207,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, package, spec, e
 
 # --- the user's own file ---------------------------------------------------------------------------------------------
 
+
 OWN = """
 import dataclasses
 from torch import nn

@@ -1,4 +1,4 @@
-"""Layers that are called several times: one site, one weight, and quantizers for all that its calls read."""
+"""Calibration of a whole model: layers that are called several times, and what is refused."""
 
 from dataclasses import replace
 
@@ -7,13 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from adalog import Calibration, Config, Correction, Reconstruction, library
+import adalog
+from adalog import Calibration, CalibrationError, CaptureError, Config, Correction, Reconstruction, Search, library
 from adalog.choices import RangeSearch
 from adalog.graph.sites import census
 from adalog.methods import METHODS
 from adalog.study.cost import cost
 from stored import deserialise, serialise
-from toys import Toy
+from toys import TOKENS, Toy, tokens_config
 
 EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 IMAGES = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(3))
@@ -26,7 +27,7 @@ def pyramid(m, x):
     return [m.scores(value) for value in hidden], [m.boxes(value) for value in hidden]
 
 
-def make():
+def make_pyramid():
     torch.manual_seed(0)
     return Toy(
         pyramid,
@@ -56,31 +57,33 @@ def layers(function):
 
 
 @pytest.fixture(scope="module")
-def calibration():
-    return Calibration(make(), IMAGES)
+def pyramid_calibration():
+    return Calibration(make_pyramid(), IMAGES)
 
 
 @pytest.fixture(scope="module")
-def quantized(calibration, fast):
-    return calibration.quantize(replace(fast, images=8))
+def pyramid_quantized(pyramid_calibration, fast):
+    return pyramid_calibration.quantize(replace(fast, images=8))
 
 
-def test_calls_are_one_site(calibration):
-    assert [(site.name, len(site.calls)) for site in calibration.sites] == [
+def test_calls_are_one_site(pyramid_calibration):
+    assert [(site.name, len(site.calls)) for site in pyramid_calibration.sites] == [
         ("stem", 3),
         ("shared", 3),
         ("scores", 3),
         ("boxes", 3),
     ]
-    found = census(calibration.program, calibration.sites, calibration.pairs)
-    assert [(row["site"], row["calls"]) for row in found["sites"]] == [(site.name, 3) for site in calibration.sites]
+    found = census(pyramid_calibration.program, pyramid_calibration.sites, pyramid_calibration.pairs)
+    assert [(row["site"], row["calls"]) for row in found["sites"]] == [
+        (site.name, 3) for site in pyramid_calibration.sites
+    ]
     assert found["convs"] == 4
 
 
-def test_what_calls_read_has_one_source(calibration):
-    kinds = {site.name: site.left_source.kind for site in calibration.sites}
+def test_what_calls_read_has_one_source(pyramid_calibration):
+    kinds = {site.name: site.left_source.kind for site in pyramid_calibration.sites}
     assert kinds == {"stem": "other", "shared": "other", "scores": "relu", "boxes": "relu"}
-    assert calibration.sites[2].left_source.minimum == 0.0
+    assert pyramid_calibration.sites[2].left_source.minimum == 0.0
 
 
 @pytest.mark.parametrize(
@@ -95,35 +98,35 @@ def test_what_calls_read_has_one_source(calibration):
 def test_another_bias_or_geometry_is_another_site(function, fast):
     torch.manual_seed(0)
     model = Toy(function, a=nn.Conv2d(3, 4, 2), b=nn.Conv2d(3, 4, 2)).eval()
-    calibration = Calibration(model, IMAGES)
-    assert [len(site.calls) for site in calibration.sites] == [1, 1]
-    assert len(calibration.quantize(replace(fast, images=8)).program.weights) == 2
+    pyramid_calibration = Calibration(model, IMAGES)
+    assert [len(site.calls) for site in pyramid_calibration.sites] == [1, 1]
+    assert len(pyramid_calibration.quantize(replace(fast, images=8)).program.weights) == 2
 
 
-def test_a_range_holds_what_all_calls_read(calibration):
+def test_a_range_holds_what_all_calls_read(pyramid_calibration):
     """The oracle: minimum and maximum of the inputs of all calls, in the float model."""
     config = replace(Config.preset("w8a8", "minmax"), images=8)
-    model, read = make(), []
+    model, read = make_pyramid(), []
     model.shared.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     with torch.no_grad():
         model(IMAGES)
     assert len(read) == 3
     low, high = (float(pick(torch.stack([pick(value) for value in read]))) for pick in (torch.min, torch.max))
-    quantizer = calibration.quantize(config).program.quantizers["shared.input"]
+    quantizer = pyramid_calibration.quantize(config).program.quantizers["shared.input"]
     assert float(quantizer.scale) == pytest.approx((high - low) / 255, rel=1e-5)
 
 
-def test_one_weight_and_one_quantizer_are_stored(quantized):
-    program = quantized.program
+def test_one_weight_and_one_quantizer_are_stored(pyramid_quantized):
+    program = pyramid_quantized.program
     assert sorted(program.weights) == ["boxes.weight", "scores.weight", "shared.weight", "stem.weight"]
     assert sorted(program.quantizers) == ["boxes.input", "scores.input", "shared.input", "stem.input"]
-    assert [row.site for row in quantized.ledger] == ["stem", "shared", "scores", "boxes"]
-    assert quantized.float_sites() == []
+    assert [row.site for row in pyramid_quantized.ledger] == ["stem", "shared", "scores", "boxes"]
+    assert pyramid_quantized.float_sites() == []
 
 
-def test_it_is_saved_and_runs_in_integers(quantized):
-    loaded = deserialise(serialise(quantized))
-    wanted = [value for values in quantized(IMAGES) for value in values]
+def test_it_is_saved_and_runs_in_integers(pyramid_quantized):
+    loaded = deserialise(serialise(pyramid_quantized))
+    wanted = [value for values in pyramid_quantized(IMAGES) for value in values]
     assert all(torch.equal(a, b) for a, b in zip(wanted, [v for vs in loaded(IMAGES) for v in vs], strict=True))
     for executor in EXECUTORS:
         compiled = loaded.compile(executor)
@@ -135,8 +138,8 @@ def test_it_is_saved_and_runs_in_integers(quantized):
     assert len(names) == len(set(names)) == 12
 
 
-def test_every_call_costs(quantized):
-    rows = [row for row in cost(quantized.program, [(3, 16, 16)]).rows if row.role == "conv"]
+def test_every_call_costs(pyramid_quantized):
+    rows = [row for row in cost(pyramid_quantized.program, [(3, 16, 16)]).rows if row.role == "conv"]
     assert len(rows) == 12
     assert sum(row.weight_bytes > 0 for row in rows) == 4  # a weight is stored once
     assert sum(row.count for row in rows if row.name.startswith("stem")) == (64 + 16 + 4) * 8 * 12
@@ -145,12 +148,12 @@ def test_every_call_costs(quantized):
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_method_takes_layers_that_are_called_several_times(method, calibration):
+def test_every_method_takes_layers_that_are_called_several_times(method, pyramid_calibration):
     config = Config.preset("w8a8", method)
     short = {Correction: {"images": 8}, Reconstruction: {"images": 8, "iterations": 4, "batch": 4}}
     stages = tuple(replace(stage, **short.get(type(stage), {})) for stage in config.stages)
-    model = calibration.quantize(replace(config, images=8, stages=stages))
-    wanted, found = make()(IMAGES), model(IMAGES)
+    model = pyramid_calibration.quantize(replace(config, images=8, stages=stages))
+    wanted, found = make_pyramid()(IMAGES), model(IMAGES)
     for a, b in zip((v for vs in wanted for v in vs), (v for vs in found for v in vs), strict=True):
         assert float((a - b).norm() / a.norm()) < 0.5
 
@@ -168,6 +171,8 @@ def test_every_method_takes_layers_that_are_called_several_times(method, calibra
     ids=["search", "minmax", "corrected"],
 )
 def test_two_calls_are_calibrated_as_one_on_both(config):
+    if isinstance(config.search, Search):  # the probes of importance give two calls other random signs than one
+        config = replace(config, search=replace(config.search, importance=0.0))
     split = Calibration(layers(twice), IMAGES).quantize(config).program
     joined = Calibration(layers(once), IMAGES).quantize(config).program
     assert sorted(split.weights) == sorted(joined.weights) == ["inner.weight", "out.weight"]
@@ -218,9 +223,35 @@ def test_a_block_that_runs_twice(stages, fast):
         out=nn.Linear(16, 8),
         head=nn.Linear(8, 5),
     ).eval()
-    quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
-    assert set(quantized.refusals.values()) == {"not folded: inner is called several times"}
-    assert len(quantized.program.weights) == 4
+    pyramid_quantized = Calibration(model, IMAGES).quantize(replace(fast, images=8, stages=stages))
+    assert set(pyramid_quantized.refusals.values()) == {"not folded: inner is called several times"}
+    assert len(pyramid_quantized.program.weights) == 4
     with torch.no_grad():
         wanted = model(IMAGES)
-    assert float((quantized(IMAGES) - wanted).norm() / wanted.norm()) < 0.3
+    assert float((pyramid_quantized(IMAGES) - wanted).norm() / wanted.norm()) < 0.3
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_fails_on_its_images_is_told():
+    with pytest.raises(CaptureError, match="Double"):
+        adalog.quantize(Toy(lambda m, x: m.fc(x), fc=nn.Linear(8, 3)).eval(), TOKENS.double(), tokens_config())
+
+
+@pytest.mark.parametrize("more", [(TOKENS, TOKENS), TOKENS.double(), TOKENS[..., :4, None]])
+def test_unlabelled_images_are_those_that_the_model_takes(more):
+    model = Toy(lambda m, x: m.fc(x), fc=nn.Linear(8, 3)).eval()
+    with pytest.raises(CalibrationError, match="the unlabelled images are"):
+        Calibration(model, TOKENS, unlabelled=more)
+
+
+def test_arguments_that_nothing_can_be_done_with(tiniest, images, tmp_path, monkeypatch):
+    config = Config(images=4, search=Search(rounds=1, steps=0))
+    with pytest.raises(ValueError, match="jobs = 0 is not a whole number of at least 1"):
+        adalog.Calibration(tiniest, images).quantize(config, jobs=0)
+    with pytest.raises(CalibrationError, match="on the meta device, which holds no values"):
+        adalog.Calibration(tiniest, images.to("meta"))
+    monkeypatch.chdir(tmp_path)
+    adalog.Calibration(tiniest, images).quantize(config, partial="searches")
+    assert (tmp_path / "searches").exists()

@@ -1,0 +1,128 @@
+"""Evolution of scales (Evol-Q): its loss against a loop, and that it changes nothing else."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import zoo
+from adalog import Calibration, Config
+from adalog.calibration.evolution import evolve, evolved, info_nce, mutated
+from adalog.choices import Evolution
+from adalog.graph.rewrite import rewritten
+from adalog.quantizers import UniformQuantizer
+from problems import uniform_of
+from strategies import normal
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_info_nce():
+    """Evol-Q's loss: each quantized output tells its own float output from those of the other images."""
+    outputs, wanted, t = normal(5, 7), normal(5, 7, seed=1), 3.0
+
+    def similarity(i, j):
+        a, b = outputs[i].tolist(), wanted[j].tolist()
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+    terms = []
+    for i in range(5):
+        total = sum(math.exp(similarity(i, j) / t) for j in range(5))
+        terms.append(-math.log(math.exp(similarity(i, i) / t) / total))
+    assert info_nce(outputs, wanted, t) == pytest.approx(sum(terms) / 5)
+    assert info_nce(outputs.view(5, 7, 1) * 4, wanted, t) == pytest.approx(sum(terms) / 5)
+    assert info_nce(wanted, wanted, t) < info_nce(outputs, wanted, t)
+
+
+# --- evolution -------------------------------------------------------------------------------------------------------
+
+
+def test_mutants_lie_within_the_radius():
+    scale = torch.tensor([[1.0], [1e-4], [0.0005]], dtype=torch.float64)
+    quantizer = UniformQuantizer(scale, torch.full_like(scale, 3), 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        child = mutated(quantizer, None, generator)
+        assert bool((child.scale > 0).all())
+        assert bool(((child.scale - scale).abs() <= 1e-3).logical_or(child.scale <= 1e-3 - scale).all())
+        assert torch.equal(child.zero_point, quantizer.zero_point)
+    wide = replace(quantizer, scale=torch.ones(500, 1, dtype=torch.float64))
+    moves = {bits: mutated(replace(wide, bits=bits), None, generator).scale - 1 for bits in (4, 8)}
+    for bits, radius in ((4, 1e-3), (8, 1e-4)):
+        assert 0.95 * radius < float(moves[bits].abs().max()) <= radius * (1 + 1e-9)
+        assert abs(float(moves[bits].mean())) < 0.1 * radius
+    assert 0.4 < float((mutated(wide, 0.5, generator).scale - 1).abs().max()) <= 0.5
+
+
+def test_evolution_finds_better_scales_and_keeps_the_best():
+    seen = []
+
+    def loss(individual):
+        seen.append([float(quantizer.scale) for quantizer in individual])
+        return sum((scale - 1.01) ** 2 for scale in seen[-1])
+
+    choices = Evolution(cycles=60, population=4, samples=3, radius=2e-3)
+    least, best = evolve(loss, [uniform_of(1.0), uniform_of(1.02)], choices, torch.Generator().manual_seed(1))
+    assert len(seen) == 61
+    losses = [sum((scale - 1.01) ** 2 for scale in scales) for scales in seen]
+    assert losses.index(min(losses)) == seen.index([float(quantizer.scale) for quantizer in best])
+    assert least == min(losses) < losses[0] / 4
+    # Every mutant is a step from one that was seen before it.
+    for index, child in enumerate(seen[1:], 1):
+        steps = (max(abs(a - b) for a, b in zip(child, parent, strict=True)) for parent in seen[:index])
+        assert min(steps) <= 2e-3
+
+
+def test_evolution_that_finds_nothing_changes_nothing():
+    start = [uniform_of(1.0)]
+    choices = Evolution(cycles=5, radius=0.1)
+    for least in (None, 0.0):
+        found = evolve(lambda individual: abs(float(individual[0].scale) - 1), start, choices, torch.Generator(), least)
+        assert found[0] == 0
+        assert found[1] is start
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_evolution_keeps_the_start_among_equals():
+    start = [uniform_of(1.0)]
+    assert evolve(lambda _: 2.0, start, Evolution(cycles=5), torch.Generator().manual_seed(0))[1] is start
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_evolution_lowers_the_model_s_loss():
+    calibration = Calibration(zoo.captured("timm_vit")[0], zoo.IMAGES)
+    choices = Evolution(passes=2, cycles=3)
+    config = replace(Config.preset("w3a4", "fq-vit"), images=4)
+    assigned = calibration.assign(config)
+    after = evolved(calibration.program, calibration.images, assigned, choices, torch.Generator().manual_seed(0))
+    again = evolved(calibration.program, calibration.images, assigned, choices, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = calibration.program.run(calibration.images)
+        losses = [
+            info_nce(rewritten(calibration.program, each).run(calibration.images), wanted, choices.temperature)
+            for each in (assigned, after)
+        ]
+    assert losses[1] < losses[0]
+    changed = 0
+    for (group, before), (_, now), (_, same) in zip(assigned, after, again, strict=True):
+        assert now.left is before.left
+        assert torch.equal(now.right.scale, same.right.scale)
+        assert torch.equal(now.right.zero_point, before.right.zero_point)
+        changed += now.right is not before.right
+        if group.first.role in ("qk", "av"):
+            assert now.right is before.right
+        else:
+            assert float((now.right.scale - before.right.scale).abs().max()) <= 6 * 1e-3
+    assert changed > 0
+    model = calibration.quantize(replace(config, stages=(choices,)))
+    for row, (_, now) in zip(model.ledger, after, strict=True):
+        assert model.program.weights.get(f"{row.site}.weight") is None or torch.equal(
+            model.program.weights[f"{row.site}.weight"].quantizer.scale.flatten(), now.right.scale.flatten()
+        )
