@@ -1,15 +1,20 @@
-"""How much accuracy quantization costs a real pretrained transformer on real images.
+"""Measure how much accuracy quantization costs pretrained transformers on real images.
 
-    python benchmarks/realbench.py --realbench DIR --bits w8a8 w6a6 w4a4 w3a3 [--methods adalog uniform] [--seeds 3]
-        [--json FILE]
+    python -m benchmarks.realbench --realbench DIR [--model deit_tiny:FOLDER] --bits w8a8 w6a6 w4a4 w3a3
+        [--methods adalog uniform] [--seeds 3] [--work DIR] [--json FILE]
 
-DIR, or the environment variable ADALOG_REALBENCH, names a folder with TinyViT-5M, which has no classifier, and 2,000
-labelled images. Each query takes the label of the support image whose features are nearest. 32 support images
-calibrate; each seed draws others. Stages of a method fit as many support images as they ask for, or all of them,
-without their labels. Prints one JSON object and saves it as benchmarks/results/realbench.json: top-1 of the float model
-and of each quantized model; for a quantized model also its agreement with the float one, McNemar's p against the float
-one and against `adalog` at the same bits and of the same draw, which queries it gets right (one bit each, hexadecimal),
-and the SQNR of every site. `--work DIR` keeps finished rows as long as the sources of the package are the same.
+DIR, or the environment variable ADALOG_REALBENCH, names a folder with 2,000 labelled images: 1,000 support images, one
+per ImageNet class, and 1,000 queries. Without --model it also has TinyViT-5M, which has no classifier: each query takes
+the label of the support image with the nearest features. With --model NAME:FOLDER, the model is a classifier of
+ImageNet's 1,000 classes: FOLDER has its weights as NAME*.safetensors, under the name of its timm architecture.
+
+Each seed selects other support images: 32 calibrate, and stages of a method fit as many as they ask for, or all,
+without their labels. For the float model and for each quantized model, the script reports top-1 on the queries; for a
+quantized model also its agreement with the float model, McNemar's p against the float model and against `adalog` with
+the same bits and seed, which queries it gets right (one bit each, hexadecimal), and the SQNR of every site. For a
+classifier it adds the KL divergence from the float model, and the same measures on the support images that nothing
+fitted. The script prints one JSON object and saves it as benchmarks/results/realbench.json, or realbench-NAME.json.
+`--work DIR` keeps finished rows as long as the sources of the package stay the same.
 """
 
 from benchmarks.publish import RESULTS, publish
@@ -18,7 +23,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -30,51 +35,78 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from adalog import METHODS, Calibration, Config
-from adalog.inputs.images import ImageSet, Preprocessing, find_images
+from adalog.inputs.images import ImageSet, Preprocessing, draw_indices, find_images
 from adalog.model import quickest
 from adalog.study.doctor import machine
-from adalog.study.evaluate import Nearest, predict, score
+from adalog.study.evaluate import Nearest, divergence, predict, score
 from adalog.study.tables import kept, p_value, packed
 
 IMAGES = 32
 
 
-def load_model(folder: Path) -> nn.Module:
-    import timm
-
-    model = timm.create_model("tiny_vit_5m_224", num_classes=0)
-    model.load_state_dict(load_file(folder / "tiny_vit_5m_224_in22k.safetensors"))
-    return model.eval()
-
-
 @dataclass(frozen=True)
 class RealBench:
-    """The model, and its images: support images calibrate and give labels, query images are labelled.
+    """A model and its images: support images calibrate, and queries evaluate.
 
-    support: (N,) booleans, whether an image is one of the support. labels: (N,).
+    name: of the model. classifies: True if its outputs are scores of classes, False if they are features. labels: (N,).
+    support: (N,) booleans.
     """
 
+    name: str
     model: nn.Module
+    classifies: bool
     images: ImageSet
     labels: Tensor
     support: Tensor
     preprocessing = Preprocessing(size=(224, 224), resize=256)
 
     @staticmethod
-    def of(folder: Path) -> "RealBench":
+    def of(folder: Path, model: str | None = None) -> "RealBench":
+        """Load the images of a folder, and TinyViT from it or the model NAME:FOLDER."""
+        import timm
+
+        name, _, weights = model.partition(":") if model else ("tiny_vit", "", str(folder))
+        (file,) = Path(weights).glob(f"{name}*.safetensors")
+        architecture = file.stem if model else "tiny_vit_5m_224"
+        network = timm.create_model(architecture, **({} if model else {"num_classes": 0}))
+        network.load_state_dict(load_file(file))
         images = find_images(folder)
         support = torch.tensor([path.parent.name == "support" for path in images.paths])
-        return RealBench(load_model(folder), images, torch.tensor(images.labels), support)
+        return RealBench(name, network.eval(), bool(model), images, torch.tensor(images.labels), support)
+
+    def chosen(self, seed: int, count: int = IMAGES) -> list[int]:
+        """Return the numbers of `count` support images that a seed selects."""
+        pool = torch.nonzero(self.support).flatten().tolist()
+        return [pool[index] for index in draw_indices(len(pool), count, seed)]
 
     def calibration_images(self, seed: int, count: int = IMAGES) -> Tensor:
-        """`count` support images, drawn with the seed and normalised."""
-        pool = self.images.select(torch.nonzero(self.support).flatten().tolist())
-        return pool.sample(count, seed).load(self.preprocessing)
+        """Return `count` support images that a seed selects, normalised."""
+        return self.images.select(self.chosen(seed, count)).load(self.preprocessing)
+
+    def outputs(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
+        """Return the outputs of a network for all images. jobs: batches that run at once."""
+        return predict(network, self.images.batches(self.preprocessing, batch=batch, jobs=jobs), jobs=jobs)
 
     def classes(self, network: Callable[[Tensor], Any], jobs: int, batch: int = 20) -> Tensor:
-        """The label that the features of a network give to each query. jobs: batches that run at once."""
-        features = predict(network, self.images.batches(self.preprocessing, batch=batch, jobs=jobs), jobs=jobs)
-        return Nearest(features[self.support], self.labels[self.support])(features[~self.support])
+        """Return the class that a network gives to each query."""
+        return self.classes_of(self.outputs(network, jobs, batch))
+
+    def classes_of(self, outputs: Tensor) -> Tensor:
+        """Return the class of each query by the outputs for all images."""
+        if self.classifies:
+            return outputs[~self.support].argmax(1)
+        return Nearest(outputs[self.support], self.labels[self.support])(outputs[~self.support])
+
+    def divergences(self, outputs: Tensor, reference: Tensor, fitted: Sequence[int]) -> dict[str, Any]:
+        """Return a classifier's KL divergence on the queries, and its measures on support images not fitted."""
+        if not self.classifies:
+            return {}
+        rest = self.support.clone()
+        rest[torch.tensor(fitted)] = False
+        unseen = score(outputs[rest], self.labels[rest], reference[rest])
+        measures = {"images": int(rest.sum()), "top1": unseen.top1.value, "agreement": unseen.agreement}
+        kl = divergence(reference[~self.support], outputs[~self.support])
+        return {"kl": kl, "support": {**measures, "kl": divergence(reference[rest], outputs[rest])}}
 
     @property
     def truth(self) -> Tensor:
@@ -85,25 +117,27 @@ class RealBench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--realbench", type=Path, default=os.environ.get("ADALOG_REALBENCH"))
+    parser.add_argument("--model", help="NAME:FOLDER of a classifier; default: TinyViT, in the folder of --realbench")
     parser.add_argument("--bits", nargs="+", default=["w8a8", "w6a6", "w4a4", "w3a3"])
     parser.add_argument("--methods", nargs="+", default=["adalog", "uniform"], choices=METHODS)
-    parser.add_argument("--seed", type=int, default=0, help="that of the first draw of calibration images")
-    parser.add_argument("--seeds", type=int, default=1, help="number of draws")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed of the calibration images")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--work", type=Path)
-    parser.add_argument("--json", type=Path, default=RESULTS / "realbench.json")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.realbench is None or not Path(given.realbench).is_dir():
         print(f"skipped: there is no folder {given.realbench}; give --realbench DIR or set ADALOG_REALBENCH")
         sys.exit(0)
     torch.set_num_threads(1)
-    bench = RealBench.of(Path(given.realbench))
+    bench = RealBench.of(Path(given.realbench), given.model)
 
     def finished(name: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         return kept(None if given.work is None else given.work / f"{name}.json", key, make)
 
-    data = {"images": len(bench.images), "folder": Path(given.realbench).resolve().name}
-    reference = torch.tensor(finished("fp32", data, lambda: bench.classes(bench.model, given.jobs).tolist()))
+    data = {"images": len(bench.images), "folder": Path(given.realbench).resolve().name, "model": bench.name}
+    floats = torch.tensor(finished("fp32", data, lambda: bench.outputs(bench.model, given.jobs).tolist()))
+    reference = bench.classes_of(floats)
     calibrations: dict[int, Calibration] = {}  # one seed at a time, made when a row is first measured
 
     def choices(bits: str, method: str) -> Config:
@@ -121,8 +155,9 @@ def main() -> None:
         quantized = calibrations[seed].quantize(choices(bits, method), jobs=given.jobs)
         seconds = time.process_time() - start
         runs, executor, at_once = quickest(quantized, given.jobs)
-        answers = bench.classes(runs, at_once)
-        result = score(answers, bench.truth, reference)
+        outputs = bench.outputs(runs, at_once)
+        classes, fitted = bench.classes_of(outputs), bench.chosen(seed, choices(bits, method).images_needed)
+        result = score(classes, bench.truth, reference)
         print(f"{bits} {method}, seed {seed}: {100 * result.top1.value:.1f} %, {seconds:.0f} s", file=sys.stderr)
         return {
             "bits": bits,
@@ -132,10 +167,11 @@ def main() -> None:
             "top1": result.top1.value,
             "agreement": result.agreement,
             "mcnemar_p": result.p_value,
-            "right": packed(answers == bench.truth),
+            "right": packed(classes == bench.truth),
             "lost": result.lost,
             "gained": result.gained,
-            "seconds": round(seconds, 1),
+            **bench.divergences(outputs, floats, fitted),
+            "cpu_seconds": round(seconds, 1),
             "sqnr": {entry.site: round(entry.sqnr, 2) for entry in quantized.ledger},
             "left": {entry.site: entry.left for entry in quantized.ledger},
         }
@@ -145,12 +181,13 @@ def main() -> None:
     for seed, bits, method in product(seeds, given.bits, given.methods):
         key = {**data, "config": choices(bits, method).to_json(), "seed": seed, "calibration_images": IMAGES}
         rows.append(finished(f"{bits}-{method}-{seed}", key, partial(measured, bits, method, seed)))
-    beside = {(row["bits"], row["seed"]): row for row in rows if row["method"] == "adalog"}
+    adalog = {(row["bits"], row["seed"]): row for row in rows if row["method"] == "adalog"}
     for row in rows:
-        other = beside.get((row["bits"], row["seed"]), row)
+        other = adalog.get((row["bits"], row["seed"]), row)
         row["mcnemar_p_adalog"] = None if other is row else p_value(other, row)
     float_score = score(reference, bench.truth)
     result = {
+        "model": bench.name,
         "fp32": {"top1": float_score.top1.value, "low": float_score.top1.low, "high": float_score.top1.high},
         "queries": len(bench.truth),
         "calibration_images": IMAGES,
@@ -159,7 +196,7 @@ def main() -> None:
         "rows": rows,
         "machine": machine(),
     }
-    publish(result, given.json)
+    publish(result, given.json or RESULTS / f"realbench{f'-{bench.name}' if given.model else ''}.json")
 
 
 if __name__ == "__main__":

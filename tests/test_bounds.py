@@ -27,7 +27,7 @@ from adalog.quantizers import (
     uniform_fake_quantize,
 )
 from adalog.search import bounds, product
-from adalog.search.bounds import minimise, point_of, search_channels, search_own
+from adalog.search.bounds import best_ranges, fold_channels, minimise, point_of, search_channels, search_own
 from adalog.search.objective import ProductError
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product
@@ -445,6 +445,9 @@ def test_bases_stay_in_their_range(q_min, q_max, exponent, expected):
 # --- channels -------------------------------------------------------------------------------------------------
 
 
+OWN, DEVIATIONS = (replace(SEARCH, fold_ranges=ranges) for ranges in ("own", "deviations"))
+
+
 def channels():
     """A LayerNorm's output: channels of different width and place, with outliers, and one that never moves."""
     values = normal(300, 6, seed=1) * torch.tensor([0.1, 1, 3, 10, 1, 0]) + torch.tensor([0.0, 2, -3, 20, 0, 0])
@@ -455,7 +458,7 @@ def channels():
 @pytest.mark.parametrize("width", [3, 4])
 def test_search_channels_is_no_worse_than_min_and_max(width):
     values = channels()
-    scale, zero_point = search_channels(values, width, SEARCH)
+    scale, zero_point = search_channels(values, width, OWN)
     assert scale.shape == zero_point.shape == (6,)
     assert bool((scale > 0).all())
     widest = bounds_to_uniform(values.min(0).values, values.max(0).values, width)
@@ -470,9 +473,9 @@ def test_search_channels_is_no_worse_than_min_and_max(width):
 
 
 @pytest.mark.parametrize("width", [5, 6, 8])
-def test_search_channels_with_many_bits_takes_one_range_in_deviations(width):
+def test_channels_may_share_one_range_in_deviations(width):
     values = channels()
-    scale, zero_point = search_channels(values, width, SEARCH)
+    scale, zero_point = search_channels(values, width, DEVIATIONS)
     deviation, mean = values.std(0, correction=0), values.mean(0)
     lower, upper = -zero_point * scale, (2**width - 1 - zero_point) * scale
     holds_zero = [1, 4, 0]  # channels whose range is not widened to reach zero
@@ -483,16 +486,23 @@ def test_search_channels_with_many_bits_takes_one_range_in_deviations(width):
     assert torch.equal(zero_point, zero_point.round())
 
 
-@pytest.mark.parametrize("width", [3, 8])
-@pytest.mark.parametrize("ranges", ["own", "deviations"])
-def test_fold_ranges_are_those_asked_for_whatever_the_bits(ranges, width):
-    values = channels()
-    scale, zero_point = search_channels(values, width, replace(SEARCH, fold_ranges=ranges))
-    at_many, at_few = (search_channels(values, bits, SEARCH) for bits in (8, 3))
-    usual = {8: at_many, 3: at_few}[width]
-    assert (torch.equal(scale, usual[0]) and torch.equal(zero_point, usual[1])) == (
-        (ranges == "own") == (width == 3)  # "by-bits", the default
-    )
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("changed", [False, True], ids=["alike", "outliers later"])
+def test_the_best_ranges_have_the_smallest_error_on_later_rows(width, changed):
+    """Ranges from the first three quarters of the rows are compared on the last quarter."""
+    values, weight = normal(400, 6, seed=1) * torch.logspace(-1, 1, 6), normal(5, 6, seed=2)
+    values[300:] *= 3 if changed else 1
+    errors = {}
+    for search in (OWN, DEVIATIONS):
+        scale, zero_point = search_channels(values[:300], width, search)
+        added = uniform_fake_quantize(values[300:], scale, zero_point, width) - values[300:]
+        errors[search.fold_ranges] = float((added.double() @ weight.double().t()).square().sum())
+    best = min(errors, key=errors.get)
+    assert best_ranges(values, width, SEARCH, weight) == best
+    fold, shared = fold_channels(values, width, SEARCH, weight)
+    expected = fold_channels(values, width, replace(SEARCH, fold_ranges=best), weight)[0]
+    assert shared is None
+    assert torch.equal(fold.ratio, expected.ratio)
 
 
 @pytest.mark.slow
@@ -505,14 +515,14 @@ def test_ranges_in_deviations_fit_unseen_values_better():
         return ((uniform_fake_quantize(unseen, *parameters, 8) - unseen).square().mean(0) / scales.square()).mean()
 
     own = search_own(Operand(seen, Format(8, own_dims=(1,))), SEARCH)
-    assert lost(search_channels(seen, 8, SEARCH)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
+    assert lost(search_channels(seen, 8, DEVIATIONS)) < 0.5 * lost(bounds_to_uniform(own[0], own[1], 8))
 
 
 def test_search_channels_treats_each_channel_alone():
     values = channels()
-    together = search_channels(values, 4, SEARCH)
+    together = search_channels(values, 4, OWN)
     for i in range(6):
-        alone = search_channels(values[:, i : i + 1], 4, SEARCH)
+        alone = search_channels(values[:, i : i + 1], 4, OWN)
         assert (alone[0].item(), alone[1].item()) == (together[0][i].item(), together[1][i].item())
 
 

@@ -362,9 +362,20 @@ def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
     assert config.search.fold_ranges == "own"
     assert json.loads(config.to_json())["search"]["fold_ranges"] == "own"
     assert Config.from_json(config.to_json()) == config
-    assert json.loads(Config().to_json())["search"]["fold_ranges"] == "by-bits"
-    with pytest.raises(ValueError, match="fold_ranges = 'widest' is not one of own, deviations, by-bits"):
+    assert json.loads(Config().to_json())["search"]["fold_ranges"] == "best"
+    with pytest.raises(ValueError, match="fold_ranges = 'widest' is not one of own, deviations, best"):
         Search(fold_ranges="widest")
+
+
+@pytest.mark.parametrize("power", [-0.1, 1.5, "half"])
+def test_importance_is_a_power_up_to_one(power):
+    with pytest.raises(ValueError, match=r"importance = .* is not from 0 to 1"):
+        Search(importance=power)
+
+
+def test_the_methods_of_papers_count_all_rows_alike():
+    assert Config().search.importance > 0
+    assert Config.preset("w4a4", "adalog-paper").search.importance == 0
 
 
 def test_weights_are_a_choice_of_search_alone():

@@ -159,7 +159,7 @@ def test_a_folded_norm_decides_the_quantizer_of_its_linears(calibrations):
     config = brief("repq-vit")
     (found,) = calibration.search(config, ["blocks.1.attn.qkv"])
     x = calibration.operand(next(s for s in calibration.sites if s.name == "blocks.1.attn.qkv").left).flatten(0, -2)
-    fold, shared = ranges.fold_channels(x, 4, config.search)
+    fold, shared = ranges.fold_channels(x, 4, config.search, x[:2])
     assert torch.equal(found.assignment.left.scale, shared.scale)
     assert torch.equal(found.assignment.left.zero_point, shared.zero_point)
     assert torch.equal(found.product.left.values, x / fold.ratio - fold.beta)

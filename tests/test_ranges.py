@@ -142,7 +142,7 @@ def test_channels_share_the_mean_scale(rounds):
     """RepQ-ViT, Eqs. 6-9: s' and z' are means, r = s / s', beta = s' (z' - z); the channels' codes are kept."""
     x = normal(64, 6) * torch.tensor([1.0, 2, 3, 0.5, 1, 4]) + torch.tensor([0.0, 1, -1, 0, 2, -3])
     search = RangeSearch(percentiles=(0.99, 0.9), share="mean", round_zero_point=rounds)
-    fold, shared = ranges.fold_channels(x, 4, search)
+    fold, shared = ranges.fold_channels(x, 4, search, x[:2])
     ratio, beta = fold.ratio, fold.beta
     each = [range_of(x[:, channel], 4, search.percentiles) for channel in range(6)]
     s = sum(s for s, _ in each) / 6
@@ -160,7 +160,7 @@ def test_channels_share_the_mean_scale(rounds):
 def test_channels_are_powers_of_two_apart():
     """FQ-ViT's power-of-two factors, each of the least error; the fold is exact."""
     x = normal(64, 5) * torch.tensor([1.0, 0.3, 5.0, 0.01, 2.0])
-    fold, shared = ranges.fold_channels(x, 4, RangeSearch(share="power-of-two"))
+    fold, shared = ranges.fold_channels(x, 4, RangeSearch(share="power-of-two"), x[:2])
     ratio, beta = fold.ratio, fold.beta
     low, high = float(x.min()), float(x.max())
     s = (high - low) / 15 / 8

@@ -80,7 +80,7 @@ def assert_points(quantizer, points):
 def channels_of(values, bits, search):
     """(scale, zero_point) of the channels' own quantizers, each (C,), which a fold shares."""
     with mock.patch.object(Fold, "sharing", wraps=Fold.sharing) as sharing:
-        fold, quantizer = fold_channels(values, bits, search)
+        fold, quantizer = fold_channels(values, bits, search, values[:2])
     assert quantizer is None
     ((scale, zero_point), _) = sharing.call_args
     expected = Fold.sharing(scale, zero_point)

@@ -21,7 +21,7 @@ WeightRounding = Literal["latent", "adaround"]
 BlockLoss = Literal["squared", "fisher", "averaged", "low-rank"]
 Scope = Literal["block", "model"]
 CorrectionTarget = Literal["output", "stream"]
-FoldRanges = Literal["own", "deviations", "by-bits"]
+FoldRanges = Literal["own", "deviations", "best"]
 
 
 def check_whole(name: str, value: object, least: int) -> None:
@@ -87,8 +87,10 @@ class Search:
             Chosen by measurement: docs/benchmarks. The paper uses 0.1.
         fold_ranges: How to find the ranges of the channels of a folded norm. "own": each channel has its own range, by
             its own error (RepQ-ViT's reparameterization, Sec. 4.1). "deviations": all channels have the same range
-            in standard deviations around their mean, which is more accurate on other images if the codes are fine.
-            "by-bits": "own" up to 4 bits and "deviations" above. Chosen by measurement: docs/benchmarks.
+            in standard deviations around their mean. "best": for each norm, the kind with the smaller error of the
+            linears' outputs on images that did not choose the ranges.
+        importance: Rows (tokens) count by their squared gradient to this power, so that errors count where the model's
+            output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -105,7 +107,8 @@ class Search:
     rough_rows: int = 256
     refit: bool = True
     reach: float = 0.4
-    fold_ranges: FoldRanges = "by-bits"
+    fold_ranges: FoldRanges = "best"
+    importance: float = 0.5
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, Strategy)
@@ -113,6 +116,8 @@ class Search:
         for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
             check_whole(name, getattr(self, name), least)
         check_flag("refit", self.refit)
+        if not isinstance(self.importance, (int, float)) or not 0 <= self.importance <= 1:
+            raise ValueError(f"importance = {self.importance} is not from 0 to 1")
         if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
             raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")
         if not isinstance(self.init, tuple) or len(self.init) != 2:

@@ -130,7 +130,9 @@ METHODS: dict[str, Method] = {
             "tables": "float",
             "offset": 0.17,
             "per_head": False,
-            "search": Search(steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1, fold_ranges="own"),
+            "search": Search(
+                steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1, fold_ranges="own", importance=0.0
+            ),
         },
     ),
     # The released code has 2**bits + 1 levels, keeps the image in float, and does not fold the norm of the head.

@@ -23,6 +23,7 @@ from adalog.calibration.operands import (
     operands_of,
     request_of,
     why_unfolded,
+    with_rows,
 )
 from adalog.calibration.partial import Partial, assignment_json, check_storable, fingerprint
 from adalog.calibration.schedule import Progress, run_searches
@@ -403,7 +404,8 @@ class Calibration:
         """Return the group's product, with its operands in the float network."""
         seen = self._observed.seen(self._requests[group.name].names)
         left, right = operands_of(self.program, group, seen, config, fold, activation)
-        return Product(group.first.role, left, right, fold)
+        rows = self._shared.rows(group, self._requests[group.name].names, config)
+        return Product(group.first.role, left if rows is None else with_rows(left, rows), right, fold)
 
     def _fold(
         self, group: SiteGroup, whole: Config, ordered: Mapping[str, Tensor] | None
@@ -418,7 +420,11 @@ class Calibration:
             seen = self._observed.seen(self._requests[group.name].names) if ordered is None else ordered
             read = {site.left for site in self.sites if site.name in pair.sites}
             values = joined([seen[name].flatten(0, -2) for name in sorted(read)], dim=0)
-            self._found[key] = SEARCHES[type(search)].fold_channels(values, bits, search)
+            rows = self._shared.rows(group, self._requests[group.name].names, whole)
+            if rows is not None and len(rows) == len(values):
+                values = values[rows]
+            weights = [self.program.tensors[site.right] for site in self.sites if site.name in pair.sites]
+            self._found[key] = SEARCHES[type(search)].fold_channels(values, bits, search, torch.cat(weights))
         return cast(tuple[Fold, UniformQuantizer | None], self._found[key])
 
     # --- all groups ---

@@ -82,11 +82,16 @@ def _is_scores(outputs: Sequence[Tensor]) -> bool:
 
 
 def squared_gradients(
-    program: Program, images: Sequence[Tensor], names: Collection[str], probes: Sequence[Probe]
+    program: Program,
+    images: Sequence[Tensor],
+    names: Collection[str],
+    probes: Sequence[Probe],
+    reduced: Callable[[str, Tensor], Tensor] = lambda _, squares: squares,
 ) -> dict[str, Tensor]:
     """Return the squared gradient of each named value, averaged over probes and scaled to mean 1.
 
-    A value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images takes
+    reduced: maps a name and the squared gradients of a batch to what is kept of them; it keeps the images apart. A
+    value that no gradient reaches gets ones, so that all its errors count equally. Each batch of `BATCH` images takes
     one forward, and one backward per probe. If some value does not keep images apart, all images form one batch. Raises
     CalibrationError if no output has a gradient.
     """
@@ -128,7 +133,7 @@ def squared_gradients(
                 if gradient is not None:
                     squares[name] += gradient.square() / len(probes)
         for name, value in squares.items():
-            batches[name].append(value)
+            batches[name].append(reduced(name, value))
     together = {
         name: values[0] if dimensions is None else torch.cat(values, dimensions[name])
         for name, values in batches.items()

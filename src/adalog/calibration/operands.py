@@ -226,6 +226,15 @@ def _conv_operands(
     return Operand(x, activation, mask), Operand(kernels, Format.of_weights(config, 0, 1))
 
 
+def with_rows(operand: Operand, rows: Tensor) -> Operand:
+    """Return the operand with these rows. rows: (T,), or (*batch, T), which broadcasts to the operand's shape."""
+    if rows.ndim == 1:
+        mask = None if operand.mask is None else operand.mask.index_select(-2, rows)
+        return replace(operand, values=operand.values.index_select(-2, rows), mask=mask)
+    index = rows.expand(operand.values.shape[:-1])[..., None].expand_as(operand.values)
+    return replace(operand, values=operand.values.gather(-2, index))
+
+
 def joined(rows: list[Tensor], dim: int) -> Tensor:
     """Concatenate the rows of several inputs; a single input is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(rows, dim)

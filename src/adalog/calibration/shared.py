@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.gradients import given_probe, hessian_probe, noise_probe, squared_gradients
+from adalog.calibration.importance import resampled, row_weights
 from adalog.calibration.observe import Observed
 from adalog.calibration.operands import in_shape_of_product
 from adalog.calibration.ordered import observe_in_order
@@ -62,6 +63,8 @@ class Shared:
             self._error_gradients(config)
         if "row_splits" in needs:
             self._all_row_splits()
+        if "importance" in needs:
+            self._row_weights(config)
 
     def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
         """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
@@ -79,6 +82,34 @@ class Shared:
             found["weights"] = in_shape_of_product(self._program, group, values)
         if "row_splits" in needs:
             found["row_splits"] = self._row_splits(group)
+        return found
+
+    def rows(self, group: SiteGroup, names: Collection[str], config: Config) -> Tensor | None:
+        """Return the numbers of the rows of a group's left operand with which a search counts them by importance.
+
+        The numbers have the shape (T,), or (*batch, T) for a product of activations. None: the search reads each row
+        once. names: as in `wanted`.
+        """
+        if "importance" not in SEARCHES[type(config.search)].needs(config.search):
+            return None
+        weights = self._row_weights(config)
+        values = {
+            each.node.name: self._observed.alike(each.left, names, weights[each.node.name])
+            for call in group.calls
+            for each in call
+        }
+        if group.first.role == "conv":
+            channels = len(self._program.tensors[group.first.right])
+            values = {name: value.expand(-1, channels, -1, -1) for name, value in values.items()}
+        found = in_shape_of_product(self._program, group, values).mean(-1)
+        return resampled(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
+
+    def _row_weights(self, config: Config) -> dict[str, Tensor]:
+        search: Any = config.search
+        key = ("importance", search.importance)
+        if key not in self._found:
+            self._found[key] = row_weights(self._program, self._images, self._groups, search.importance, self._seed)
+        found: dict[str, Tensor] = self._found[key]
         return found
 
     def order(self, config: Config) -> Config | None:

@@ -15,17 +15,23 @@ class SearchModule(Protocol):
     """The functions that every search module provides."""
 
     def needs(self, search: Any) -> frozenset[str]:
-        """Return the optional fields of `Product` that the search reads: "ordered", "weights", "row_splits"."""
+        """Return what the search needs besides the operands.
+
+        "ordered", "weights" and "row_splits" are fields of `Product`. "importance": the rows of the operands occur as
+        often as the model's output depends on them.
+        """
 
     def refuses_fold(self, search: Any, config: Config) -> str:
         """Return the reason why the search does not fold norms with these choices, or "" if it does."""
 
-    def fold_channels(self, values: Tensor, bits: int, search: Any) -> tuple[Fold, UniformQuantizer | None]:
+    def fold_channels(
+        self, values: Tensor, bits: int, search: Any, weight: Tensor
+    ) -> tuple[Fold, UniformQuantizer | None]:
         """Return the fold of a norm's channels, and the quantizer that they then share.
 
         The quantizer is None if `search_product` finds it.
 
-        values: (T, C), the output of the norm.
+        values: (T, C), the output of the norm. weight: (O, C), the weights of all linears that read it.
         """
 
     def search_product(self, product: Product, search: Any) -> Assignment:

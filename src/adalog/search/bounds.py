@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from adalog.choices import Search
+from adalog.choices import FoldRanges, Search
 from adalog.config import Config
 from adalog.quantizers import (
     Assignment,
@@ -30,13 +30,15 @@ from adalog.search.strategies import Loss, alternating, brute_force, fpcs, grid_
 _LEAST_GAIN = 1e-3
 # Survivors are scored on this many times as many rows as the steps use.
 _FAIR = 8
+# The kinds of ranges that `best_ranges` compares; among equally good ones the first wins.
+_RANGES: tuple[FoldRanges, ...] = ("own", "deviations")
 # The number of neighbours of each parent in FPCS.
 _CHILDREN = 8
 
 
 def needs(search: Search) -> frozenset[str]:
-    """Return no fields: this search reads only the operands."""
-    return frozenset()
+    """Return "importance", unless all rows count alike."""
+    return frozenset({"importance"} if search.importance else ())
 
 
 def refuses_fold(search: Search, config: Config) -> str:
@@ -44,9 +46,25 @@ def refuses_fold(search: Search, config: Config) -> str:
     return ""
 
 
-def fold_channels(values: Tensor, bits: int, search: Search) -> tuple[Fold, UniformQuantizer | None]:
-    """Return the fold of a norm's channels. values: (T, C), the output of the norm."""
-    return Fold.sharing(*search_channels(values, bits, search)), None
+def fold_channels(values: Tensor, bits: int, search: Search, weight: Tensor) -> tuple[Fold, UniformQuantizer | None]:
+    """Return the fold of a norm's channels. values: (T, C), the output of the norm. weight: (O, C), of its linears."""
+    ranges = best_ranges(values, bits, search, weight) if search.fold_ranges == "best" else search.fold_ranges
+    return Fold.sharing(*search_channels(values, bits, replace(search, fold_ranges=ranges))), None
+
+
+def best_ranges(values: Tensor, bits: int, search: Search, weight: Tensor) -> FoldRanges:
+    """Return the kind of ranges with the smallest error of the linears' outputs on the last quarter of the rows.
+
+    The ranges come from the rows before them. Rows are in the order of the images, so these rows are of other images.
+    """
+    fitted, held_out = values.tensor_split([len(values) - len(values) // 4])
+
+    def error(ranges: FoldRanges) -> float:
+        scale, zero_point = search_channels(fitted, bits, replace(search, fold_ranges=ranges))
+        added = UniformQuantizer(scale, zero_point, bits).fake_quantize(held_out) - held_out
+        return float((added @ weight.t()).square().sum())
+
+    return min(_RANGES, key=error)
 
 
 def search_product(product: Product, search: Search) -> Assignment:
@@ -248,11 +266,11 @@ def _better(error: ProductError, operand: Operand, best: Tensor, incumbent: Tens
 def search_channels(values: Tensor, bits: int, search: Search) -> tuple[Tensor, Tensor]:
     """Return (scale, zero_point), each (C,), of one uniform quantizer per channel, for a fold. values: (T, C).
 
-    `search.fold_ranges` chooses between two kinds of ranges. A range that is found by the channel's own error follows,
-    with fine codes, the channel's few largest values, and fits other images less well. The other kind is one range for
-    all channels, in standard deviations around the mean of each channel. `benchmarks/folds.py` compares them.
+    `search.fold_ranges` chooses between two kinds of ranges. A range that is found by the channel's own error ("own")
+    follows, with fine codes, the channel's few largest values, and may fit other images less well. The other kind is
+    one range for all channels, in standard deviations around the mean of each channel.
     """
-    if search.fold_ranges == "own" or (search.fold_ranges == "by-bits" and bits <= 4):
+    if search.fold_ranges == "own":
         point = search_own(Operand(values, Format(bits, own_dims=(1,))), search)
         return bounds_to_uniform(point[0], point[1], bits)
     mean, deviation = values.mean(0), values.std(0, correction=0)

@@ -101,7 +101,9 @@ def _own_error(operand: Operand, point: Tensor) -> Tensor:
     return error.groups().mean(dim=1).reshape(point.shape[1:])
 
 
-def fold_channels(values: Tensor, bits: int, search: RangeSearch) -> tuple[Fold, UniformQuantizer | None]:
+def fold_channels(
+    values: Tensor, bits: int, search: RangeSearch, weight: Tensor
+) -> tuple[Fold, UniformQuantizer | None]:
     """Return the fold of a norm's channels, and the quantizer that they then share.
 
     values: (T, C), the output of the norm.

@@ -65,7 +65,9 @@ def refuses_fold(search: ReleasedSearch, config: Config) -> str:
     return ""
 
 
-def fold_channels(values: Tensor, bits: int, search: ReleasedSearch) -> tuple[Fold, UniformQuantizer | None]:
+def fold_channels(
+    values: Tensor, bits: int, search: ReleasedSearch, weight: Tensor
+) -> tuple[Fold, UniformQuantizer | None]:
     """Return the fold of a norm's channels, each quantized by its own error. values: (T, C), the output of the norm."""
     operand = Operand(values, Format(bits, own_dims=(1,)))
     quantizer = _UniformSpace(operand, min(2**bits, 16), search, _LEAST_SCALE).start(own_error=True)

@@ -64,7 +64,9 @@ def refuses_fold(search: ScaleSearch, config: Config) -> str:
     return "this method does not fold norms"
 
 
-def fold_channels(values: Tensor, bits: int, search: ScaleSearch) -> tuple[Fold, UniformQuantizer | None]:
+def fold_channels(
+    values: Tensor, bits: int, search: ScaleSearch, weight: Tensor
+) -> tuple[Fold, UniformQuantizer | None]:
     """Raise ValueError, because this search does not fold norms (see `refuses_fold`)."""
     raise ValueError(refuses_fold(search, Config()))
 

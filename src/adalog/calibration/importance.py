@@ -1,0 +1,64 @@
+"""Weigh the rows of products by how much the model's output depends on them.
+
+In a late block of a model with a class token, nearly all of the output depends on the class token, which is one row in
+two hundred. An error that counts all rows alike does not see it. The weights come from random probes of the float
+network, so they need no labels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from adalog.calibration.gradients import hessian_probe, squared_gradients
+from adalog.graph.program import Program
+from adalog.graph.rewrite import SiteGroup
+from adalog.graph.tracing import image_axes
+
+# Backward passes per image. Averages over channels and images leave little noise.
+_PROBES = 2
+# The share of a row's weight that does not depend on its gradients, so that no row is ignored.
+_EVEN = 0.2
+
+
+def row_weights(
+    program: Program, images: Sequence[Tensor], groups: Sequence[SiteGroup], power: float, seed: int
+) -> dict[str, Tensor]:
+    """Return the weight of each row of every site's output, with mean 1, by the output's name.
+
+    A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
+    position. The result has the output's dimensions, with size 1 for those that are averaged, but for a convolution's
+    channels.
+    """
+    roles = {name: group.first.role for group in groups for name in group.nodes}
+
+    def averaged(name: str, squares: Tensor) -> Tensor:
+        if roles[name] == "conv":
+            return squares.mean(1, keepdim=True)
+        rows = squares.ndim - 2
+        return squares.mean(-1 if roles[name] == "linear" else [d for d in range(1, squares.ndim) if d != rows], True)
+
+    probes = [hessian_probe(torch.Generator().manual_seed(seed))] * _PROBES
+    means, axes = squared_gradients(program, images, roles, probes, averaged), image_axes(program, images)
+    weights = {}
+    for name, mean in means.items():
+        axis = axes.get(name)
+        weight = (mean if axis is None else _averaged_over_images(mean, *axis)).pow(power)
+        weights[name] = (1 - _EVEN) * weight / weight.mean() + _EVEN
+    return weights
+
+
+def _averaged_over_images(values: Tensor, dim: int, each: int) -> Tensor:
+    """Average over the images, which have `each` entries in this dimension; keep the shape."""
+    parts = values.unflatten(dim, (-1, each))
+    return parts.mean(dim, keepdim=True).expand_as(parts).flatten(dim, dim + 1)
+
+
+def resampled(weights: Tensor) -> Tensor:
+    """Return as many row numbers as there are weights, (..., T), so that each row occurs in proportion to its weight.
+
+    The numbers ascend. They are those of a systematic sample, which has no random part.
+    """
+    sums, count = weights.double().cumsum(-1), weights.shape[-1]
+    points = (torch.arange(count, dtype=sums.dtype, device=sums.device) + 0.5) / count * sums[..., -1:]
+    return torch.searchsorted(sums, points).clamp(max=count - 1)
