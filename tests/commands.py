@@ -13,10 +13,10 @@ from adalog.cli import main
 
 
 @functools.cache
-def _context():
+def forking():
     """Processes that fork from one that has imported the commands, since importing PyTorch takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["adalog.cli"])
+    context.set_forkserver_preload(["adalog.cli", "pytest"])
     return context
 
 
@@ -42,7 +42,7 @@ def forked(*arguments, cwd=None, prepare=None, **environment):
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "error")]
         given = [str(each) for each in arguments], cwd or Path.cwd(), {**os.environ, **environment}, prepare, *files
-        process = _context().Process(target=_child, args=given)
+        process = forking().Process(target=_child, args=given)
         process.start()
         process.join(600)
         assert process.exitcode is not None, "the command did not end"

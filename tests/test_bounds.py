@@ -115,9 +115,10 @@ def test_a_search_of_samples_is_deterministic(problem, sampled, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rough_rows", [0, pytest.param(10, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("problem", [linear, pytest.param(after_gelu, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk", [pytest.param(16, marks=pytest.mark.slow), 50])
+@pytest.mark.parametrize(
+    ("chunk", "problem", "rough_rows"),
+    [(50, linear, 0), (50, linear, 10), (50, after_gelu, 0), (50, after_gelu, 10), (16, linear, 10)],
+)
 def test_a_weight_in_pieces_is_found_as_in_one(problem, rough_rows, chunk, monkeypatch):
     """Its rows are searched independently; in the second round they meet their own incumbents.
 

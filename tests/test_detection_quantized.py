@@ -18,7 +18,7 @@ from stored import serialise
 pytest.importorskip("torchvision")
 pytestmark = pytest.mark.slow  # a Swin of any size takes seconds to capture
 EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
-CONFIG = replace(Config.preset("w8a8"), images=3, search=Search(rounds=1, steps=1))
+CONFIG = replace(Config.preset("w8a8"), images=3, search=Search(init=(8, 4), parents=4, rounds=1, steps=1))
 
 
 def quantize(detector, given, config, **choices):

@@ -117,11 +117,12 @@ def test_tests_that_are_named_exist(page):
 
 
 @pytest.mark.slow
-def test_the_readme_python_runs(monkeypatch, tmp_path):
-    """The five lines, with a search cut short."""
+def test_the_readme_python_runs(monkeypatch, tmp_path, tiny):
+    """The five lines, with a small model and a search cut short."""
     code = python_of(ROOT / "README.md")
     quick = Config(images=4, search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
     monkeypatch.setattr(Config, "preset", staticmethod(lambda bits: quick))
+    monkeypatch.setattr(adalog.demo, "load_model", lambda: tiny)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(code, names)
@@ -130,8 +131,8 @@ def test_the_readme_python_runs(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_python_that_raises_accuracy_runs(monkeypatch, tmp_path):
-    """Run both stages of "raise-accuracy", shortened; the file then records how its images are prepared."""
+def test_the_python_that_raises_accuracy_runs(monkeypatch, tmp_path, tiny):
+    """Run both stages of "raise-accuracy" on a small model, shortened; the file records how images are prepared."""
     code, quantize = python_of(ROOT / "docs" / "how-to" / "raise-accuracy.md"), adalog.quantize
     stages = (adalog.Correction(images=8), adalog.Reconstruction(images=8, iterations=1))
 
@@ -142,6 +143,7 @@ def test_the_python_that_raises_accuracy_runs(monkeypatch, tmp_path):
         return quantize(model, images, replace(config, images=4, search=search, stages=stages), **options)
 
     monkeypatch.setattr(adalog, "quantize", shortened)
+    monkeypatch.setattr(adalog.demo, "load_model", lambda: tiny)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert [path.name for path in tmp_path.iterdir()] == ["vit.safetensors"]
@@ -250,7 +252,7 @@ def test_several_processes_run(tmp_path):
     name = "run-on-several-processes"
     page = ROOT / "docs" / "how-to" / f"{name}.md"
     (tmp_path / "own.py").write_text("import torch\n\ntorch.set_num_threads(1)\n" + python_of(page))
-    for index in range(4):
+    for index in range(10):  # as many folders as the bundled model has classes
         (tmp_path / "images" / str(index)).mkdir(parents=True)
         Image.effect_noise((32, 32), 60 + index).convert("RGB").save(tmp_path / "images" / str(index) / "image.png")
     *lines, evaluate = shell_of(page)

@@ -201,6 +201,7 @@ FAMILIES = {
 # logarithmic quantizer, which is finest at the minimum, tells few of them apart; MobileViT v2 multiplies by a context
 # that puts most of a projection's input near zero.
 LEAST = {"tiny vit": -3, "mobilevit v2": 10}
+SHORT = Search(init=(8, 4), parents=4, steps=0, rounds=1)
 
 
 @pytest.mark.slow
@@ -211,7 +212,7 @@ def test_families_end_to_end(name, tmp_path):
     torch.manual_seed(0)
     model = make().eval()
     images = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(1))
-    config = Config(images=2, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=0))
+    config = Config(images=2, weight_bits=8, activation_bits=8, softmax_bits=8, search=SHORT)
     result = adalog.quantize(model, images[:2], config)
     roles = Counter(row.role for row in result.ledger)
     if counts is not None:

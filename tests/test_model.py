@@ -20,7 +20,7 @@ from adalog.search import bounds
 from stored import deserialise, serialise
 from toys import Toy
 
-BITS4 = Config(images=4, search=Search(rounds=1, steps=1))
+BITS4 = Config(images=4, search=Search(init=(8, 4), parents=4, rounds=1, steps=1))
 BITS8 = dataclasses.replace(BITS4, weight_bits=8, activation_bits=8, softmax_bits=8)
 
 
@@ -39,29 +39,38 @@ def sqnr(model, quantized, images):
 
 
 @functools.cache
-def four_bits(name):
-    """A model, and the same quantized."""
+def eight_bits(name):
+    """A model, its program, and the same quantized."""
     model = zoo.make(name)
-    return model, quantize(model, zoo.IMAGES, BITS4)
+    calibration = Calibration(model, zoo.IMAGES)
+    return model, calibration.program, calibration.quantize(BITS8)
+
+
+def assert_same_after_saving(result, path):
+    result.save(path)
+    expected, loaded = result(zoo.IMAGES), adalog.load(path)(zoo.IMAGES)
+    assert type(loaded) is type(expected)
+    assert torch.equal(logits(loaded), logits(expected))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["hf_vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", "timm_vit"))]
 )
-def test_quantizes_to_four_bits(name):
-    model, result = four_bits(name)
+def test_quantizes_to_four_bits(name, tmp_path):
+    model = zoo.make(name)
+    result = quantize(model, zoo.IMAGES, BITS4)
     assert result.float_sites() == []
     assert sqnr(model, result, zoo.IMAGES) > 5
+    assert_same_after_saving(result, tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_eight_bits_are_close_to_full_precision(name):
-    model = zoo.make(name)
-    result = quantize(model, zoo.IMAGES, BITS8)
+    model, program, result = eight_bits(name)
     assert result.float_sites() == []
-    assert {row.site for row in result.ledger} == {site.name for site in find_sites(zoo.captured(name)[1])}
+    assert {row.site for row in result.ledger} == {site.name for site in find_sites(program)}
     assert min(row.sqnr for row in result.ledger) > 28
     assert sqnr(model, result, zoo.IMAGES) > 25
 
@@ -69,11 +78,7 @@ def test_eight_bits_are_close_to_full_precision(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_every_model_is_the_same_after_saving(name, tmp_path):
-    _, result = four_bits(name)
-    result.save(tmp_path / "model.safetensors")
-    expected, loaded = result(zoo.IMAGES), adalog.load(tmp_path / "model.safetensors")(zoo.IMAGES)
-    assert type(loaded) is type(expected)
-    assert torch.equal(logits(loaded), logits(expected))
+    assert_same_after_saving(eight_bits(name)[2], tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
@@ -240,7 +245,7 @@ def test_a_site_that_is_not_quantized_is_told(quantized, calibration):
 
 @pytest.mark.slow
 def test_outputs_keep_their_structure(images):
-    output = four_bits("hf_vit")[1](images)
+    output = eight_bits("hf_vit")[2](images)
     assert isinstance(output, Output)
     assert output.logits.shape == (4, 10)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from adalog import Calibration, Config, DataError, Search
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Scratch
 from adalog.choices import BlockRefinement, Evolution, ScaleSearch
+from adalog.inputs.demo.model import DemoViT
 from adalog.quantizers import (
     Assignment,
     Fold,
@@ -28,6 +28,7 @@ from adalog.quantizers import (
     UniformQuantizer,
 )
 from adalog.search import bounds
+from commands import forking
 from stored import serialise
 
 
@@ -250,37 +251,41 @@ def test_other_refinements_are_another_calibration(tmp_path, seeded, method):
             seeded[0].assign(other, partial=path)
 
 
-SCRIPT = """
-import sys, torch, adalog
-from pathlib import Path
-from adalog.inputs.demo.model import DemoViT
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = DemoViT(width=32, depth=3, heads=2).eval()
-images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-out, partial = sys.argv[1:3]
-adalog.quantize(model, images, adalog.Config.preset("w3a3"), partial=Path(partial) if partial else None).save(out)
-"""
+def quantize_all(out, partial=None):
+    """What a process does until it is killed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = DemoViT(width=32, depth=2, heads=2).eval()
+    images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    adalog.quantize(model, images, Config.preset("w3a3"), partial=partial).save(out)
 
 
 @pytest.mark.slow
 def test_a_killed_process_goes_on_and_ends_in_the_same_bytes(tmp_path):
     whole = tmp_path / "whole.safetensors"
-    subprocess.run([sys.executable, "-c", SCRIPT, str(whole), ""], check=True)
     out, partial = tmp_path / "killed.safetensors", tmp_path / "partial"
-    moments = random.Random(0)
-    command = [sys.executable, "-c", SCRIPT, str(out), str(partial)]
+
+    def start(*arguments):
+        process = forking().Process(target=quantize_all, args=arguments)
+        process.start()
+        return process
+
+    moments, first = random.Random(0), start(whole)
+    first.join()
+    assert first.exitcode == 0
     for _ in range(4):
-        process = subprocess.Popen(command)
+        process = start(out, partial)
         lines = len(partial.read_bytes().splitlines()) if partial.exists() else 0
         target = lines + moments.randint(1, 4)
-        while process.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < target):
+        while process.exitcode is None and (not partial.exists() or partial.read_bytes().count(b"\n") < target):
             time.sleep(0.01)
         time.sleep(moments.random() * 0.3)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert not out.exists() or out.read_bytes() == whole.read_bytes()
-    subprocess.run(command, check=True)
+    last = start(out, partial)
+    last.join()
+    assert last.exitcode == 0
     assert out.read_bytes() == whole.read_bytes()
     names = [json.loads(line)["name"] for line in partial.read_text().splitlines()[1:]]
     assert len(names) == len(set(names))

@@ -359,10 +359,33 @@ def place(tmp_path_factory):
     return folder
 
 
+def cut_short():
+    """A reconstruction of a hundred steps a block."""
+    preset = Config.preset
+
+    def short(*given):
+        config = preset(*given)
+        stages = (replace(one, iterations=100) if isinstance(one, Reconstruction) else one for one in config.stages)
+        return replace(config, stages=tuple(stages))
+
+    Config.preset = staticmethod(short)
+
+
+SHORT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from adalog.cli import main
+from test_ranks import cut_short
+cut_short()
+main()
+"""
+
+
 def start(folder, *arguments, restarts=0):
-    """`adalog ARGUMENTS` on two processes."""
+    """`adalog ARGUMENTS` on two processes, with a reconstruction that is cut short."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, f"--max-restarts={restarts}", "-m", "adalog", *map(str, arguments)]
+    (folder / "short.py").write_text(SHORT)
+    command = [*launcher, f"--max-restarts={restarts}", "short.py", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, env=environment)
@@ -383,7 +406,7 @@ def test_a_killed_reconstruction_goes_on_and_the_file_is_the_same(place):
     """The first rank, which writes, is killed while the second block or a later one is trained."""
     options = ("--data", "images", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 32, "--threads", 1)
     arguments = ("quantize", "own.py:model", *options)
-    told = run(*arguments, "-o", "whole.st", cwd=place).splitlines()
+    told = run(*arguments, "-o", "whole.st", cwd=place, prepare=cut_short).splitlines()
     process = start(place, *arguments, "-o", "trained.st", restarts=2)
 
     def blocks():

@@ -24,6 +24,7 @@ from adalog.runtime.regions import REGION, SUMS
 from adalog.runtime.vectors import vectors
 from stored import deserialise, serialise
 from strategies import normal
+from toys import Toy
 from whole_numbers import EXECUTORS, PORTABLE, convolved, model_of
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -131,9 +132,15 @@ def test_without_a_compiler(monkeypatch, quantized, images):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
-def test_compiled_regions(quantized, images):
+def test_compiled_regions(fast):
     """With what torch.compile makes of them; without a compiler the same as without."""
-    model = quantized.compile("torch")
+
+    def function(m, x):
+        return m.last(nn.functional.gelu(m.up(x + m.mix(m.norm(x)).softmax(-1))))
+
+    images = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    parts = {"norm": nn.LayerNorm(8), "mix": nn.Linear(8, 8), "up": nn.Linear(8, 16), "last": nn.Linear(16, 5)}
+    model = Calibration(Toy(function, **parts).eval(), images).quantize(fast).compile("torch")
     wanted, zero = model(images), torch.tensor([1e-40])
     model.compile()
     for count in (4, 3, 1):
