@@ -64,7 +64,7 @@ def real_table() -> str:
         name = labelled(method) + " †" * any("renewed" in row for row in rows)
         test = f"{median(row['mcnemar_p'] for row in rows):.2g}"
         lines.append([bits.upper(), name, percent(rows, "top1"), f"{lost:.1f}", percent(rows, "agreement"), test])
-        lines[-1] += [p_adalog(rows), f"{mean(row['seconds'] for row in rows):.0f}"]
+        lines[-1] += [p_adalog(rows), f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
     renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
     note = (
         f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate (seed "
@@ -87,7 +87,7 @@ def seeds_table() -> str:
     lines = []
     for (bits, method), rows in group_rows(result).items():
         cells = [bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1"), percent(rows, "agreement")]
-        lines.append([*cells, p_adalog(rows), f"{mean(row['seconds'] for row in rows):.0f}"])
+        lines.append([*cells, p_adalog(rows), f"{mean(row['cpu_seconds'] for row in rows):.0f}"])
     note = (
         f"Mean ± standard deviation over random sets of {result['calibration_images']} support images. Full precision "
         f"has {100 * result['fp32']['top1']:.1f} %. p: McNemar's test against adalog with the same seed, median over "

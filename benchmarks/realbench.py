@@ -44,6 +44,18 @@ from adalog.study.tables import kept, p_value, packed
 IMAGES = 32
 
 
+def load_model(folder: Path, model: str | None = None) -> nn.Module:
+    """Load TinyViT from a folder, or the classifier NAME:FOLDER, whose file is named after its timm architecture."""
+    import timm
+
+    name, _, weights = model.partition(":") if model else ("tiny_vit", "", str(folder))
+    (file,) = Path(weights).glob(f"{name}*.safetensors")
+    architecture = file.stem if model else "tiny_vit_5m_224"
+    network = timm.create_model(architecture, **({} if model else {"num_classes": 0}))
+    network.load_state_dict(load_file(file))
+    return network.eval()
+
+
 @dataclass(frozen=True)
 class RealBench:
     """A model and its images: support images calibrate, and queries evaluate.
@@ -63,16 +75,10 @@ class RealBench:
     @staticmethod
     def of(folder: Path, model: str | None = None) -> "RealBench":
         """Load the images of a folder, and TinyViT from it or the model NAME:FOLDER."""
-        import timm
-
-        name, _, weights = model.partition(":") if model else ("tiny_vit", "", str(folder))
-        (file,) = Path(weights).glob(f"{name}*.safetensors")
-        architecture = file.stem if model else "tiny_vit_5m_224"
-        network = timm.create_model(architecture, **({} if model else {"num_classes": 0}))
-        network.load_state_dict(load_file(file))
         images = find_images(folder)
         support = torch.tensor([path.parent.name == "support" for path in images.paths])
-        return RealBench(name, network.eval(), bool(model), images, torch.tensor(images.labels), support)
+        name = model.partition(":")[0] if model else "tiny_vit"
+        return RealBench(name, load_model(folder, model), bool(model), images, torch.tensor(images.labels), support)
 
     def chosen(self, seed: int, count: int = IMAGES) -> list[int]:
         """Return the numbers of `count` support images that a seed selects."""
@@ -103,6 +109,8 @@ class RealBench:
             return {}
         rest = self.support.clone()
         rest[torch.tensor(fitted)] = False
+        if not rest.any():
+            return {"kl": divergence(reference[~self.support], outputs[~self.support])}
         unseen = score(outputs[rest], self.labels[rest], reference[rest])
         measures = {"images": int(rest.sum()), "top1": unseen.top1.value, "agreement": unseen.agreement}
         kl = divergence(reference[~self.support], outputs[~self.support])

@@ -105,7 +105,7 @@ def load_case(spec: str, blocks: int, count: int, data: Path | None, seed: int) 
     """Return the case that --model names. blocks: the number of first blocks to keep; 0 keeps all."""
     kind, _, name = spec.partition(":")
     if kind == "realbench":
-        model, preprocessing = realbench.RealBench.of(Path(name)).model, Preprocessing(size=(224, 224), resize=256)
+        model, preprocessing = realbench.load_model(Path(name)), Preprocessing(size=(224, 224), resize=256)
         found = find_images(Path(name))
         support = [index for index, path in enumerate(found.paths) if path.parent.name == "support"]
         query = sorted(set(range(len(found))) - set(support))

@@ -268,8 +268,8 @@ def test_load(tiny_demo, result_of, monkeypatch):
 
 @pytest.fixture
 def real_folder(tmp_path, monkeypatch):
-    """36 images of noise, 4 of them queries, and a model that makes features of them."""
-    images = (normal(36, 3, 8, 8) * 60 + 128).clamp(0, 255).to(torch.uint8)
+    """40 images of noise, 4 of them queries, and a model that makes features of them."""
+    images = (normal(40, 3, 8, 8) * 60 + 128).clamp(0, 255).to(torch.uint8)
     folder = tmp_path / "real"
     for index, pixels in enumerate(images):
         path = folder / ("query" if index < 4 else "support") / f"{index}.png"
@@ -279,7 +279,7 @@ def real_folder(tmp_path, monkeypatch):
     (folder / "labels.csv").write_text("\n".join(["file,label", *rows]))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 56, 56), torch.nn.Flatten(), torch.nn.Linear(128, 12)).eval()
-    monkeypatch.setattr(realbench, "load_model", lambda folder: model)
+    monkeypatch.setattr(realbench, "load_model", lambda folder, name=None: model)
     return folder
 
 
@@ -291,6 +291,18 @@ def test_realbench(real_folder, quick_presets, result_of):
     ]
     assert result["queries"] == 4
     assert accuracy_tables.real_table()
+
+
+def test_realbench_with_a_classifier(real_folder, quick_presets, result_of):
+    """A classifier is evaluated by its outputs, and on support images that did not calibrate."""
+    result = result_of(
+        realbench, "--realbench", real_folder, "--model", "own:folder", "--bits", "w8a8", "--methods", "minmax"
+    )
+    (row,) = result["rows"]
+    assert result["model"] == "own"
+    assert row["kl"] >= 0
+    assert row["support"]["images"] == 4
+    assert row["cpu_seconds"] >= 0
 
 
 @pytest.mark.slow

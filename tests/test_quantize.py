@@ -437,7 +437,8 @@ def test_the_error_of_what_was_found_is_that_of_the_products(calibration):
 @pytest.mark.slow
 @torch.no_grad()
 def test_quantizers_are_judged_on_other_images(calibration, tiny, images):
-    config = with_bits("w4a4")
+    config = with_bits("w4a4")  # all rows count alike, since importance depends on the images and their order
+    config = replace(config, search=replace(config.search, importance=0.0))
     found = calibration.search(config)
     other = Calibration(tiny, images.flip(0))
     same = [calibration.evaluate(site, config).mean_square_error() for site in found]
