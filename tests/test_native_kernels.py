@@ -563,4 +563,4 @@ def test_a_forked_child_runs_and_ends():
 def test_more_threads_than_a_machine_starts():
     command = [sys.executable, "-c", CROWDED]
     told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert told == "threads = 1024 are more than this machine can start: choose fewer\n"
+    assert told == "threads = 1024 is more than this machine can start: choose fewer\n"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.gradients import hessian_probe, squared_gradients
+from adalog.errors import CalibrationError
 from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup
 from adalog.graph.tracing import image_axes
@@ -21,14 +22,15 @@ _PROBES = 2
 _EVEN = 0.2
 
 
+@torch.inference_mode(False)  # which allows no gradients
 def row_weights(
     program: Program, images: Sequence[Tensor], groups: Sequence[SiteGroup], power: float, seed: int
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor] | None:
     """Return the weight of each row of every site's output, with mean 1, by the output's name.
 
     A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
-    position. The result has the output's dimensions, with size 1 for those that are averaged, but for a convolution's
-    channels.
+    position. The result has the output's dimensions, with size 1 for those that are averaged, except for a
+    convolution's channels. It is None if no output of the model has a gradient.
     """
     roles = {name: group.first.role for group in groups for name in group.nodes}
 
@@ -39,8 +41,11 @@ def row_weights(
         return squares.mean(-1 if roles[name] == "linear" else [d for d in range(1, squares.ndim) if d != rows], True)
 
     probes = [hessian_probe(torch.Generator().manual_seed(seed))] * _PROBES
-    means, axes = squared_gradients(program, images, roles, probes, averaged), image_axes(program, images)
-    weights = {}
+    try:
+        means = squared_gradients(program, images, roles, probes, averaged)
+    except CalibrationError:  # no output has a gradient
+        return None
+    axes, weights = image_axes(program, images), {}
     for name, mean in means.items():
         axis = axes.get(name)
         weight = (mean if axis is None else _averaged_over_images(mean, *axis)).pow(power)

@@ -93,6 +93,8 @@ class Shared:
         if "importance" not in SEARCHES[type(config.search)].needs(config.search):
             return None
         weights = self._row_weights(config)
+        if weights is None:
+            return None
         values = {
             each.node.name: self._observed.alike(each.left, names, weights[each.node.name])
             for call in group.calls
@@ -104,12 +106,12 @@ class Shared:
         found = in_shape_of_product(self._program, group, values).mean(-1)
         return resampled(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
 
-    def _row_weights(self, config: Config) -> dict[str, Tensor]:
+    def _row_weights(self, config: Config) -> dict[str, Tensor] | None:
         search: Any = config.search
         key = ("importance", search.importance)
         if key not in self._found:
             self._found[key] = row_weights(self._program, self._images, self._groups, search.importance, self._seed)
-        found: dict[str, Tensor] = self._found[key]
+        found: dict[str, Tensor] | None = self._found[key]
         return found
 
     def order(self, config: Config) -> Config | None:

@@ -148,7 +148,9 @@ class Program:
         if node.op in _PIECES:
             count = _PIECES[node.op](*args, **kwargs)
             if count > MAX_ELEMENTS // _PER_TENSOR:
-                raise ValueError(f"splitting one tensor into {count} takes too much memory")
+                raise ValueError(
+                    f"a tensor cannot be split into {count} parts: at most {MAX_ELEMENTS // _PER_TENSOR} are allowed"
+                )
         if node.op == "aten.div.Tensor_mode" and kwargs.get("rounding_mode") == "trunc":
             _check_division(*args[:2])
         return resolve(node.op)(*args, **kwargs)
