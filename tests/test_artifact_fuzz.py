@@ -363,7 +363,7 @@ HOSTILE = {
         program(aten("unsqueeze.default", X, 1), aten("upsample_nearest2d.vec", LAST, [2**16, 2**16], None)),
         "takes",
     ),
-    "pieces": (program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)), "one tensor into 134217728"),
+    "pieces": (program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)), "cannot be split into 134217728 parts"),
     "many": (many, r"aten.zeros.default \(n1\) takes [\d,]+ elements"),
     "patches": (
         program(

@@ -155,7 +155,7 @@ def test_chosen_parts_alone_are_quantized(tmp_path):
     (one, _), (other, _) = found(batches()[0]), whole.load(tmp_path / "detector")(batches()[0])
     assert torch.equal(one.boxes, other.boxes)
     for wrong in ([], ["backbone", "tail"]):
-        with pytest.raises(ValueError, match="choose among backbone, neck, rpn, box, mask"):
+        with pytest.raises(ValueError, match="choose from backbone, neck, rpn, box, mask"):
             quantize(make(), batches(), CONFIG, parts=wrong)
 
 
@@ -254,6 +254,6 @@ def test_damaged_files(quantized, tmp_path):
     good = path.read_bytes()
     for damaged in (good[:-20], good[:100], b"", b"x" * 64, content):
         path.write_bytes(damaged)
-        with pytest.raises(ArtifactError, match="is damaged, or no detector"):
+        with pytest.raises(ArtifactError, match="is damaged, or not a detector"):
             whole.load(path)
     assert not whole.is_detector(content)

@@ -287,11 +287,11 @@ def test_too_little_memory_is_told_with_how_much_is_enough():
             break
         except ValueError as error:
             told.append(str(error))
-            more = int(told[-1].split("Use ")[1].split(" ")[0].replace(",", "")) // 2
+            more = int(told[-1].split("use ")[1].split(" ")[0].replace(",", "")) // 2
             assert more > memory
             memory = more
     assert told[0].startswith(
-        "memory = 200,000 bytes is too little for patch_embed.conv2, which reads values of shape (33, 8, 32, 32). "
+        "memory = 200,000 bytes is too little for patch_embed.conv2, which reads values of shape (33, 8, 32, 32): use "
     )
     assert memory < size_of(program, [IMAGES]) / 2
 
