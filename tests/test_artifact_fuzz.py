@@ -241,10 +241,10 @@ def test_mutants(count):
 
 @pytest.mark.slow
 def test_many_mutants():
-    counts = hunt(range(300, 3_300))
-    assert counts["refused"] > 900
-    assert counts["runs"] > 150
-    assert counts["fails"] > 15
+    counts = hunt(range(300, 1_300))
+    assert counts["refused"] > 300
+    assert counts["runs"] > 50
+    assert counts["fails"] > 3
 
 
 # --- the worst of each kind ------------------------------------------------------------------------------------------
@@ -363,7 +363,10 @@ HOSTILE = {
         program(aten("unsqueeze.default", X, 1), aten("upsample_nearest2d.vec", LAST, [2**16, 2**16], None)),
         "takes",
     ),
-    "pieces": (program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)), "cannot be split into 134217728 parts"),
+    "pieces": (
+        program(aten("zeros.default", [2**27]), aten("unbind.int", LAST)),
+        "cannot be split into 134217728 parts",
+    ),
     "many": (many, r"aten.zeros.default \(n1\) takes [\d,]+ elements"),
     "patches": (
         program(

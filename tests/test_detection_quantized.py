@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from adalog import ArtifactError, CalibrationError, Config, QuantizedModel, Search, library
+from adalog.calibration import calibration
+from adalog.calibration.partial import fingerprint
 from adalog.detection import quantized as whole
 from adalog.detection.detector import Detector
+from adalog.graph import capture as graph
 from adalog.graph.rewrite import rewritten
 from adalog.study.detectors import sensitivities
 from problems_detector import SETTINGS, make, pictures
@@ -28,6 +31,22 @@ def quantize(detector, given, config, **choices):
 
 def batches():
     return [SETTINGS.resizing.batch(pictures(2), (96, 96)), SETTINGS.resizing.batch(pictures()[2:], (96, 96))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once():
+    """The same part is captured once, because that takes seconds."""
+    known = {}
+
+    def capture(model, example, sizes):
+        key = fingerprint((repr(model), [value.shape for value in example], sizes), model.state_dict().items())
+        if key not in known:
+            known[key] = graph.capture(model, example, sizes)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "capture", capture)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +134,11 @@ SIZES = [(96, 96), (128, 96), (112, 128)]
 @torch.no_grad()
 @pytest.mark.parametrize("size", SIZES)
 def test_programs_are_their_parts_at_every_size(size):
-    from adalog.graph.capture import capture
-
     parts, maps = make().parts, SETTINGS.resizing.batch(pictures(2), (96, 96)).images
     images = torch.nn.functional.interpolate(maps, size)
     for name in ("backbone", "neck", "rpn"):
         given, others = (value if isinstance(value, tuple) else (value,) for value in (maps, images))
-        program = capture(parts[name], given, sizes="free")
+        program = calibration.capture(parts[name], given, "free")
         wanted, found = parts[name](*others), program.run(others)
         assert len(wanted) == len(found)
         for one, other in zip(wanted, found, strict=True):

@@ -389,7 +389,8 @@ def under_sanitizers(tmp_path_factory):
         "-pthread",
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover",
-        "-fno-sanitize=null,object-size,vptr",  # address reports null; there are no virtual functions
+        # The address sanitizer reports null, there are no virtual functions, and the last two take half of the compile.
+        "-fno-sanitize=null,object-size,vptr,alignment,pointer-overflow",
         *("--param", "asan-instrumentation-with-call-threshold=0"),  # calls in place of code in place, which is slower
     ]
     subprocess.run([compiler, *flags, *map(str, SOURCES), "-o", str(built)], check=True)
@@ -448,7 +449,7 @@ def test_elementwise_work_stays_within_its_memory(under_sanitizers):
 @needs_kernels
 def test_corrupt_artifacts_stay_within_their_memory(under_sanitizers):
     """Whatever bytes an artifact has, kernels do not leave what is theirs."""
-    assert int(under_sanitizers(MUTANTS, 1000)) > 50
+    assert int(under_sanitizers(MUTANTS, 400)) > 20
 
 
 @pytest.mark.slow

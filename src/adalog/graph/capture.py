@@ -7,7 +7,7 @@ The importer drops identities (dropout, clone, casts to the same dtype) and turn
 import inspect
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -171,7 +171,7 @@ def _export(model: nn.Module, example: tuple[Any, ...], any_size: bool) -> torch
         if inspect.Parameter.VAR_POSITIONAL in kinds[: len(shapes)]:
             more = kinds.index(inspect.Parameter.VAR_POSITIONAL)
             shapes = (*shapes[:more], shapes[more:])  # one entry per parameter of forward
-        with _without_layouts() if any_size else nullcontext():
+        with _for_free_sizes() if any_size else nullcontext():
             return torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception as cause:  # torch.export raises whatever the model's own code raises
         first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -197,12 +197,19 @@ def _check_any_batch(model: nn.Module, exported: torch.export.ExportedProgram) -
                 )
 
 
-def _without_layouts() -> AbstractContextManager[Any]:
-    """Keep export from asking for memory layouts at every size, which would take most of its time."""
-    if not hasattr(export_config, "backed_size_oblivious"):  # PyTorch 2.6 does not have this option
-        return nullcontext()
-    patch: AbstractContextManager[Any] = export_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    return patch
+@contextmanager
+def _for_free_sizes() -> Iterator[None]:
+    """Keep export from two things that take most of its time if sizes are free.
+
+    It would ask for memory layouts at every size, and check every entry of a cache that hardly ever saves work then.
+    """
+    from torch._dynamo import config as dynamo_config  # which takes a second to import; export does so anyway
+
+    with ExitStack() as stack:
+        stack.enter_context(dynamo_config.patch(fake_tensor_cache_enabled=False))
+        if hasattr(export_config, "backed_size_oblivious"):  # PyTorch 2.6 does not have this option
+            stack.enter_context(export_config.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+        yield
 
 
 class _Importer:
