@@ -16,9 +16,9 @@ from adalog.calibration import compensate
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.compensate import (
     Moments,
-    _held,
     _in_turn,
     _least_squares,
+    _rows_of_every,
     _swept,
     _target,
     chosen_ridge,
@@ -26,6 +26,7 @@ from adalog.calibration.compensate import (
     rounded,
     rows_of,
 )
+from adalog.calibration.judge import logit_error
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import UniformQuantizer
@@ -216,7 +217,7 @@ def test_grouped_rows_are_chosen_apart():
 
 
 SHORT = Search(rounds=1, steps=0, rough_rows=0)
-STAGE = Correction(images=24)
+STAGE = Correction(images=24, coefficient=1.0)
 LOW = Config(weight_bits=2, activation_bits=4, softmax_bits=4, images=8, search=SHORT)
 
 
@@ -373,7 +374,7 @@ def test_held_rows_are_those_of_whole_images(searched, dim):
     group = next(group for group in searched[0].groups if group.first.role == "linear")
     images = torch.arange(8.0).unflatten(0, (8, 1) if dim == 0 else (1, 8))[..., None]
     values = images.expand(*(8 if index == dim else 5 for index in range(2)), 3)
-    held = _held(group, values, (dim, 1), 0, 40)
+    held = _rows_of_every(4, group, values, (dim, 1), 0, 40)
     assert set(values[..., 0].flatten()[held].tolist()) == {3.0, 7.0}
     assert int(held.sum()) == 10
 
@@ -395,6 +396,72 @@ def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
     assert seen == [6 * 2 * 4, 6 * 2] * 2  # rows of every fourth image
     for (_, one), (_, other) in zip(whole, apart, strict=True):
         assert torch.equal(one.right.codes, other.right.codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", range(4))
+def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkeypatch, chosen):
+    """The first candidate is the piece as it was; the others are made with the coefficients 1, 0.3 and 0."""
+    calibration, before = searched
+    made, tried = {}, compensate._tried
+
+    def remember(*arguments):
+        results = tried(*arguments)
+        for index in arguments[5]:
+            made[index] = [result[index][1] for result in results]
+        assert arguments[7] == (1.0, 0.3, 0.0)
+        return results
+
+    def errors(judge, quantized, number, candidates):
+        assert len(candidates) == 4
+        return [float(index != chosen) for index in range(4)]
+
+    monkeypatch.setattr(compensate, "_tried", remember)
+    monkeypatch.setattr(compensate.Judge, "errors", errors)
+    after = corrected(calibration.program, [pool[:24]], before, Correction(24))
+    assert len(made) > 5
+    for index, ((_, one), (_, other)) in enumerate(zip(before, after, strict=True)):
+        assert other is (made[index][chosen - 1] if chosen and index in made else one)
+
+
+@pytest.mark.slow
+def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched):
+    """The float rest behind the last piece is empty: the error there is that of the whole model."""
+    calibration, before = searched
+    after = corrected(calibration.program, [pool[:24]], before, Correction(24))
+    held = pool[:24][torch.arange(24) % 8 == 7]
+    wanted = predict(tiny, held)
+    errors = [
+        logit_error(predict(QuantizedModel(calibration.build_program(each, LOW)), held), wanted)
+        for each in (before, after)
+    ]
+    assert errors[1] < errors[0]
+
+
+def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):
+    """Its codes are then the nearest ones, and with 1 they are those of the fit."""
+    calibration, before = searched
+    group, assignment = next(each for each in before if each[0].first.role == "linear")
+    pieces = find_pieces(calibration.program)
+    number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
+    program = rewritten(calibration.program, before)
+    floats, quantized = (Blocks(each, [pool[:24]], pieces) for each in (calibration.program, program))
+    seen = compensate._seen(floats, quantized, number, group, program)
+    weight = torch.cat([calibration.program.tensors[site.right] for site in group.sites])
+    if assignment.fold is not None:
+        weight = assignment.fold.weight(weight)
+    right = getattr(assignment.right, "quantizer", assignment.right)
+    nearest = compensate.with_codes(right, weight)
+    found = [
+        compensate._refitted(
+            *(calibration.program, group, replace(assignment, right=right), seen),
+            *(replace(STAGE, compensate=False), coefficient),
+        )
+        for coefficient in (0.0, 1.0)
+    ]
+    assert torch.equal(found[0].right.codes, nearest.codes)
+    assert not torch.equal(found[1].right.codes, nearest.codes)
+    assert found[1].sqnr > found[0].sqnr
 
 
 @pytest.mark.slow

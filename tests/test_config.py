@@ -369,7 +369,7 @@ def test_the_paper_to_the_letter_folds_with_each_channels_own_range():
 
 @pytest.mark.parametrize("power", [-0.1, 1.5, "half"])
 def test_importance_is_a_power_up_to_one(power):
-    with pytest.raises(ValueError, match=r"importance = .* is not from 0 to 1"):
+    with pytest.raises(ValueError, match=r"importance = .* is not a number from 0 to 1"):
         Search(importance=power)
 
 

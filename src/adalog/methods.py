@@ -218,12 +218,16 @@ METHODS: dict[str, Method] = {
     "qwt": Method(
         "QwT (Fu et al., CVPR 2025) on 512 images: the error of the stream after a block is compensated in closed "
         "form, but by the block's own weights instead of an additional linear",
-        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=512, target="stream"),)},
+        {
+            **_REPQ_VIT_CHOICES,
+            "search": _REPQ_VIT_SEARCH,
+            "stages": (Correction(images=512, target="stream", coefficient=1.0),),
+        },
         label="our reading",
     ),
     "erq": Method(
         "ERQ (Zhong et al., ICML 2024): its ridge regressions, with codes rounded as GPTQ does",
-        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=32),)},
+        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=32, coefficient=1.0),)},
         label="our reading",
     ),
 }

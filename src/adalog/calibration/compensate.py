@@ -14,6 +14,10 @@ change as long as the error falls. Only second moments of the rows are held.
 If a site's output is added to a stream, the site can instead be fitted to the difference between the float sum and the
 quantized stream. It then also compensates for the errors of earlier sites. QwT (Fu et al., CVPR 2025) adds another
 linear to each block for this purpose. Here the block's own weights do it, and the artifact needs no new parts.
+
+The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
+signal is left. The target may therefore lie between the weight and its fit (MARR, arXiv 2605.17997). The coefficient is
+chosen for each piece of the network by its effect on the model's output.
 """
 
 import math
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.blocks import Blocks
+from adalog.calibration.judge import Judge
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Correction
@@ -37,6 +42,10 @@ from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
 _HELD_OUT = 4
+# Every n-th image is not fitted at all if it judges which coefficient is best. It is one of the held-out images.
+_JUDGING = 8
+# The coefficients that are tried if the choices give none: 1 is the fit, and 0 is the weight itself.
+_COEFFICIENTS = (1.0, 0.3, 0.0)
 # Candidate ridge strengths, as fractions of the inputs' mean variance. The last one keeps the weight.
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 # The ridge strength if no image is held out to choose it.
@@ -130,37 +139,77 @@ def corrected(
     floats = Blocks(program, images, pieces, share)
     quantized = Blocks(rewritten(program, current), images, pieces, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
+    judge = None
+    if choices.coefficient is None:
+        numbers = torch.arange(floats.count, device=images[0].device)
+        judging = numbers[_every(_JUDGING, numbers)]
+        judge = Judge(program, floats, judging if len(judging) else numbers)
+    coefficients = _COEFFICIENTS if choices.coefficient is None else (choices.coefficient,)
     done = 0
     for number, piece in enumerate(pieces):
         names = set(piece.nodes)
-        for index, (group, assignment) in enumerate(current):
-            if group.first.node.name not in names:
-                continue
-            if (
-                assignment.right is not None
-                and group.first.role in ("linear", "conv")
-                and names.issuperset(group.nodes)
-            ):
-                key = f"correction of {group.name}"
-                found = None if partial is None else partial.get(key, images[0].device)
-                if found is None:
-                    stream = _stream(program, group) if choices.target == "stream" else None
-                    seen = _seen(floats, quantized, number, group, rewritten(program, current), stream)
-                    try:
-                        found = _refitted(program, group, assignment, seen, choices)
-                    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
-                        raise CalibrationError(
-                            f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
-                            f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
-                        ) from cause
-                    if partial is not None:
-                        partial.add(key, found)
-                current[index] = (group, found)
-            done += 1
-            if progress is not None:
-                progress(done, len(current), f"{group.name} corrected")
+        inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
+        members = [index for index in inside if _can_be_corrected(*current[index], names)]
+        keys = {f"correction of {current[index][0].name}": index for index in members}
+        found: dict[str, Assignment] = {}
+        if partial is not None:
+            found = {key: each for key in keys if (each := partial.get(key, images[0].device)) is not None}
+        if len(found) < len(keys):
+            tried = _tried(program, floats, quantized, number, current, members, choices, coefficients)
+            if judge is not None:
+                tried = [current, *tried]
+                errors = judge.errors(quantized, number, [rewritten(program, each) for each in tried])
+                tried = [tried[errors.index(min(errors))]]
+            found = {key: tried[0][index][1] for key, index in keys.items()}
+            if partial is not None:
+                for key, assignment in found.items():
+                    partial.add(key, assignment)
+        for key, index in keys.items():
+            current[index] = (current[index][0], found[key])
         quantized.change(number, rewritten(program, current))
+        done += len(inside)
+        if progress is not None and inside:
+            progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     return current
+
+
+def _can_be_corrected(group: SiteGroup, assignment: Assignment, names: set[str]) -> bool:
+    """Return True for a group with quantized weights that is called in this piece alone. names: the piece's nodes."""
+    return assignment.right is not None and group.first.role in ("linear", "conv") and names.issuperset(group.nodes)
+
+
+def _tried(
+    program: Program,
+    floats: Blocks,
+    quantized: Blocks,
+    number: int,
+    current: Assigned,
+    members: Sequence[int],
+    choices: Correction,
+    coefficients: Sequence[float],
+) -> list[list[tuple[SiteGroup, Assignment]]]:
+    """Return the assignments after the correction of a piece with each of these coefficients.
+
+    number: of the piece. members: the indices of its groups that are corrected, in order of execution.
+    """
+    results = [list(current) for _ in coefficients]
+    for index in members:
+        group, assignment = current[index]
+        stream = _stream(program, group) if choices.target == "stream" else None
+        seen = None
+        for result, coefficient in zip(results, coefficients, strict=True):
+            if seen is None or index != members[0]:  # the inputs of the first group are the same for all coefficients
+                judged = choices.coefficient is None
+                seen = _seen(floats, quantized, number, group, rewritten(program, result), stream, judged=judged)
+            try:
+                fitted = _refitted(program, group, assignment, seen, choices, coefficient)
+            except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+                raise CalibrationError(
+                    f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
+                    f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
+                ) from cause
+            result[index] = (group, fitted)
+    return results
 
 
 @dataclass(frozen=True)
@@ -192,12 +241,14 @@ def _seen(
     group: SiteGroup,
     program: Program,
     stream: tuple[str, str] | None = None,
+    *,
+    judged: bool = False,
 ) -> _Seen:
     """Collect the moments of a group's inputs in the quantized network and of its targets.
 
     The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
     there are few images or they cannot be separated. stream: the result of `_stream`; the target is then the difference
-    between the float sum and the quantized stream.
+    between the float sum and the quantized stream. judged: leave out every eighth image, which judges.
     """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
@@ -221,10 +272,14 @@ def _seen(
                 x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
-                held = _held(group, inputs, axis, first, x.shape[1])
+                held = _rows_of_every(_HELD_OUT, group, inputs, axis, first, x.shape[1])
+                used = ~held
+                if judged:
+                    left_out = _rows_of_every(_JUDGING, group, inputs, axis, first, x.shape[1])
+                    held, used = held & ~left_out, used & ~left_out
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
-                for index, chosen in enumerate((~held, held)):
+                for index, chosen in enumerate((used, held)):
                     if bool(chosen.any()):
                         part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
                         sums[index] = part if before is None else before + part
@@ -237,8 +292,10 @@ def _seen(
     return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
 
 
-def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
-    """Return a mask of the rows that belong to held-out images: (rows,).
+def _rows_of_every(
+    every: int, group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int
+) -> Tensor:
+    """Return a mask of the rows that belong to every n-th image: (rows,).
 
     axis: the image axis and the number of entries per image. first: the index of the first entry.
     """
@@ -246,11 +303,16 @@ def _held(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first:
         return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
     dim, each = axis
     numbers = (first + torch.arange(inputs.shape[dim], device=inputs.device)) // each
-    held = numbers % _HELD_OUT == _HELD_OUT - 1
+    held = _every(every, numbers)
     if group.first.role == "conv":
         return held.repeat_interleave(rows // len(held))
     shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
     return held.reshape(shape).expand(inputs.shape[:-1]).flatten()
+
+
+def _every(every: int, numbers: Tensor) -> Tensor:
+    """Return True for the number of every n-th image."""
+    return numbers % every == every - 1
 
 
 def _pieces(
@@ -284,9 +346,12 @@ def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Pro
 
 
 def _refitted(
-    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction
+    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction, coefficient: float
 ) -> Assignment:
-    """Return the group's assignment with codes, scales and bias fitted to the observed moments."""
+    """Return the group's assignment with codes, scales and bias fitted to the observed moments.
+
+    Once the ridge strength is chosen, the held-out images are fitted as well.
+    """
     right = assignment.right
     weight = torch.cat([program.tensors[site.right].flatten(1) for site in group.sites])
     if assignment.fold is not None:
@@ -302,6 +367,7 @@ def _refitted(
     if choices.ridge and held is not None:
         ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
     form, target = _target(whole, start, ridge, _ROUNDING * both.count * mean_x.square().mean(1))
+    target = start.lerp(target, coefficient)
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
         codes, levels = rounded(target, form, levels)

@@ -1,0 +1,90 @@
+"""The judge: errors of outputs against a search for the best factor, and against networks that run whole."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adalog import Calibration, Config, Search
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.judge import Judge, logit_error, relative_error
+from adalog.graph.rewrite import rewritten
+from adalog.graph.sites import find_pieces
+from toys import Toy
+
+CONFIG = Config(weight_bits=3, activation_bits=3, softmax_bits=3, images=4, search=Search(rounds=1, steps=0))
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_error_of_logits_is_the_divergence_at_the_best_factor():
+    exact = 2 * normal(6, 10, seed=1)
+    logits = 3 * exact + 2 * normal(6, 10)
+
+    def divergence(factor):
+        other = torch.distributions.Categorical(logits=factor * logits)
+        return float(torch.distributions.kl_divergence(torch.distributions.Categorical(logits=exact), other).mean())
+
+    best = min(divergence(factor) for factor in torch.logspace(-2, 1, 3001, base=10).double())
+    assert logit_error(logits, exact) == pytest.approx(best, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 7.0])
+@pytest.mark.parametrize("error", [logit_error, relative_error])
+def test_a_common_factor_is_no_error(error, factor):
+    exact = normal(5, 8)
+    assert error(factor * exact, exact) == pytest.approx(0, abs=1e-9)
+
+
+def test_the_relative_error_is_that_at_the_best_factor():
+    values, exact = normal(4, 6), normal(4, 6, seed=1) + normal(4, 6)
+    factor = (values * exact).sum() / values.square().sum()
+    assert relative_error(values, exact) == pytest.approx(
+        float((factor * values - exact).square().sum() / exact.square().sum())
+    )
+    assert relative_error(-exact, exact) == 1  # only positive factors
+    assert relative_error(torch.zeros(2, 2), torch.zeros(2, 2)) == 0
+    assert relative_error(torch.zeros(2, 2), torch.ones(2, 2)) == 1
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_one_quantized_piece_is_judged_as_in_the_whole_network(head):
+    """Every piece, by logits or by features, in batches of images or at once."""
+
+    def function(m, x):
+        x = x + m.one(m.norm(x))
+        x = x + m.three(m.two(x).sigmoid())
+        return m.head(x.mean(1)) if head else x
+
+    parts = {"norm": nn.LayerNorm(8), "one": nn.Linear(8, 8), "two": nn.Linear(8, 16), "three": nn.Linear(16, 8)}
+    model = Toy(function, **parts, head=nn.Linear(8, 5)).eval()
+    images, error = normal(8, 6, 8).float(), logit_error if head else relative_error
+    calibration = Calibration(model, images[:4])
+    assigned, program = calibration.assign(CONFIG), calibration.program
+    pieces, numbers = find_pieces(program), torch.tensor([1, 3, 7])
+    wanted = program.run([images])[numbers].flatten(1)
+    for batch in (2, 8):
+        floats = Blocks(program, [images], pieces)
+        floats.batch = batch
+        judge = Judge(program, floats, numbers)
+        for number, piece in enumerate(pieces):
+            here = [each for each in assigned if set(each[0].nodes) <= set(piece.nodes)]
+            quantized = rewritten(program, here)
+            found = judge.errors(Blocks(program, [images], pieces), number, [program, quantized])
+            assert found[0] == pytest.approx(0, abs=1e-6)
+            whole = quantized.run([images])[numbers].flatten(1)
+            assert found[1] == pytest.approx(error(whole, wanted), rel=1e-3, abs=1e-6)
+
+
+def test_outputs_that_are_not_finite_have_an_infinite_error():
+    model = Toy(lambda m, x: m.two(m.one(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval()
+    calibration = Calibration(model, normal(8, 4).float())
+    program, images = calibration.program, calibration.images
+    pieces = find_pieces(program)
+    judge = Judge(program, Blocks(program, images, pieces), torch.arange(8))
+    broken = Calibration(Toy(model.function, one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval(), images[0]).program
+    broken.tensors["one.weight"].fill_(math.inf)
+    assert judge.errors(Blocks(program, images, pieces), 0, [broken]) == [math.inf]
