@@ -425,11 +425,13 @@ def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkey
 
 
 @pytest.mark.slow
-def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched):
+@pytest.mark.parametrize("few", [24, 64])
+def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched, monkeypatch, few):
     """The float rest behind the last piece is empty: the error there is that of the whole model."""
+    monkeypatch.setattr(compensate, "_FEW", few)
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, Correction(24))
-    held = pool[:24][torch.arange(24) % 8 == 7]
+    held = pool[:24][torch.arange(24) % 8 == 7] if few == 24 else pool[:24]
     wanted = predict(tiny, held)
     errors = [
         logit_error(predict(QuantizedModel(calibration.build_program(each, LOW)), held), wanted)

@@ -319,8 +319,9 @@ class Correction:
         target: What a site is fitted to. "output": its output in the float network. "stream": if the output is added to
             a residual stream, the difference between the float stream and the quantized stream.
         coefficient: How far a weight moves from its own value (0) to the fitted value (1) before it is rounded. None:
-            1, 0.3 or 0 for each residual branch, whichever gives the model's output the smallest error on every fourth
-            image, which is then not fitted. The branch stays as it was if none of them lowers the error.
+            1, 0.3 or 0 for each residual branch, whichever gives the model's output the smallest error on every eighth
+            image, which is then not fitted (on all of fewer than 64 images). The branch stays as it was if none of them
+            lowers the error.
 
     Raises:
         ValueError: If a field has an invalid value.

@@ -42,8 +42,10 @@ from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
 _HELD_OUT = 4
-# Every n-th image is not fitted at all if it judges which coefficient is best. It is one of the held-out images.
+# Every n-th image judges which coefficient is best, and is not fitted at all. It is one of the held-out images.
 _JUDGING = 8
+# With fewer images than this, all of them are fitted and judge, because a few would judge by chance.
+_FEW = 64
 # The coefficients that are tried if the choices give none: 1 is the fit, and 0 is the weight itself.
 _COEFFICIENTS = (1.0, 0.3, 0.0)
 # Candidate ridge strengths, as fractions of the inputs' mean variance. The last one keeps the weight.
@@ -142,8 +144,7 @@ def corrected(
     judge = None
     if choices.coefficient is None:
         numbers = torch.arange(floats.count, device=images[0].device)
-        judging = numbers[_every(_JUDGING, numbers)]
-        judge = Judge(program, floats, judging if len(judging) else numbers)
+        judge = Judge(program, floats, numbers if floats.count < _FEW else numbers[_every(_JUDGING, numbers)])
     coefficients = _COEFFICIENTS if choices.coefficient is None else (choices.coefficient,)
     done = 0
     for number, piece in enumerate(pieces):
@@ -199,7 +200,7 @@ def _tried(
         seen = None
         for result, coefficient in zip(results, coefficients, strict=True):
             if seen is None or index != members[0]:  # the inputs of the first group are the same for all coefficients
-                judged = choices.coefficient is None
+                judged = choices.coefficient is None and floats.count >= _FEW
                 seen = _seen(floats, quantized, number, group, rewritten(program, result), stream, judged=judged)
             try:
                 fitted = _refitted(program, group, assignment, seen, choices, coefficient)
