@@ -96,6 +96,28 @@ def seeds_table() -> str:
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
 
+def classifier_table() -> str:
+    """Return top-1, agreement and divergence on DeiT-T, a classifier with a class token."""
+    results = {name: read(name) for name in ("realbench-deit_tiny", "realbench-deit_tiny-plus")}
+    full = next(iter(results.values()))["fp32"]
+    heads = ["bits", "method", "seeds", "top-1", "share of fp32", "agreement", "KL", "calibration [CPU s]"]
+    lines = [
+        ["fp32", "", "", f"{100 * full['top1']:.1f} % ({100 * full['low']:.1f}-{100 * full['high']:.1f})", *[""] * 4]
+    ]
+    for result in results.values():
+        for (bits, method), rows in group_rows(result).items():
+            top1 = mean(row["top1"] for row in rows)
+            lines.append([bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1")])
+            lines[-1] += [f"{100 * top1 / full['top1']:.1f} %", percent(rows, "agreement")]
+            lines[-1] += [f"{mean(row['kl'] for row in rows):.3f}", f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
+    note = (
+        "1,000 queries. `adalog` calibrates on 32 support images, and `adalog+` also corrects on 128; its seconds are "
+        "those of the search and the correction. KL: divergence from the float model's predictions [nats]. "
+        + " ".join(source(name) for name in results)
+    )
+    return f"{markdown_table(heads, lines)}\n\n{note}"
+
+
 def worst_sites_table() -> str:
     """Return the sites with the lowest SQNR under `adalog` on TinyViT, for each width."""
     lines = []

@@ -22,6 +22,7 @@ TABLES = (
     ("README.md", "front page table", accuracy_tables.front_page_table),
     ("docs/benchmarks/accuracy.md", "real table", accuracy_tables.real_table),
     ("docs/benchmarks/accuracy.md", "seeds table", accuracy_tables.seeds_table),
+    ("docs/benchmarks/accuracy.md", "classifier table", accuracy_tables.classifier_table),
     ("docs/benchmarks/accuracy.md", "worst sites table", accuracy_tables.worst_sites_table),
     ("docs/benchmarks/accuracy.md", "demo table", accuracy_tables.demo_table),
     ("docs/benchmarks/accuracy.md", "sides table", accuracy_tables.sides_table),
