@@ -99,7 +99,8 @@ def seeds_table() -> str:
 def classifier_table() -> str:
     """Return top-1, agreement and divergence on DeiT-T, a classifier with a class token."""
     results = {name: read(name) for name in ("realbench-deit_tiny", "realbench-deit_tiny-plus")}
-    full = next(iter(results.values()))["fp32"]
+    first = next(iter(results.values()))
+    full = first["fp32"]
     heads = ["bits", "method", "seeds", "top-1", "share of fp32", "agreement", "KL", "calibration [CPU s]"]
     lines = [
         ["fp32", "", "", f"{100 * full['top1']:.1f} % ({100 * full['low']:.1f}-{100 * full['high']:.1f})", *[""] * 4]
@@ -111,9 +112,9 @@ def classifier_table() -> str:
             lines[-1] += [f"{100 * top1 / full['top1']:.1f} %", percent(rows, "agreement")]
             lines[-1] += [f"{mean(row['kl'] for row in rows):.3f}", f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
     note = (
-        "1,000 queries. `adalog` calibrates on 32 support images, and `adalog+` also corrects on 128; its seconds are "
-        "those of the search and the correction. KL: divergence from the float model's predictions [nats]. "
-        + " ".join(source(name) for name in results)
+        f"{first['queries']:,} queries; {first['calibration_images']} support images calibrate, and `adalog+` fits "
+        "more; its seconds are those of the search and the correction. KL: divergence from the float model's "
+        "predictions [nats]. " + " ".join(source(name) for name in results)
     )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 

@@ -107,13 +107,13 @@ class RealBench:
         """Return a classifier's KL divergence on the queries, and its measures on support images not fitted."""
         if not self.classifies:
             return {}
+        kl = divergence(reference[~self.support], outputs[~self.support])
         rest = self.support.clone()
         rest[torch.tensor(fitted)] = False
         if not rest.any():
-            return {"kl": divergence(reference[~self.support], outputs[~self.support])}
+            return {"kl": kl}
         unseen = score(outputs[rest], self.labels[rest], reference[rest])
         measures = {"images": int(rest.sum()), "top1": unseen.top1.value, "agreement": unseen.agreement}
-        kl = divergence(reference[~self.support], outputs[~self.support])
         return {"kl": kl, "support": {**measures, "kl": divergence(reference[rest], outputs[rest])}}
 
     @property

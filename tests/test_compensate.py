@@ -18,7 +18,7 @@ from adalog.calibration.compensate import (
     Moments,
     _in_turn,
     _least_squares,
-    _rows_of_every,
+    _mask_of_nth,
     _swept,
     _target,
     chosen_ridge,
@@ -374,7 +374,7 @@ def test_held_rows_are_those_of_whole_images(searched, dim):
     group = next(group for group in searched[0].groups if group.first.role == "linear")
     images = torch.arange(8.0).unflatten(0, (8, 1) if dim == 0 else (1, 8))[..., None]
     values = images.expand(*(8 if index == dim else 5 for index in range(2)), 3)
-    held = _rows_of_every(4, group, values, (dim, 1), 0, 40)
+    held = _mask_of_nth(4, group, values, (dim, 1), 0, 40)
     assert set(values[..., 0].flatten()[held].tolist()) == {3.0, 7.0}
     assert int(held.sum()) == 10
 
@@ -403,7 +403,7 @@ def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
 def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkeypatch, chosen):
     """The first candidate is the piece as it was; the others are made with the coefficients 1, 0.3 and 0."""
     calibration, before = searched
-    made, tried = {}, compensate._tried
+    made, tried = {}, compensate._correct_piece
 
     def remember(*arguments):
         results = tried(*arguments)
@@ -416,7 +416,7 @@ def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkey
         assert len(candidates) == 4
         return [float(index != chosen) for index in range(4)]
 
-    monkeypatch.setattr(compensate, "_tried", remember)
+    monkeypatch.setattr(compensate, "_correct_piece", remember)
     monkeypatch.setattr(compensate.Judge, "errors", errors)
     after = corrected(calibration.program, [pool[:24]], before, Correction(24))
     assert len(made) > 5

@@ -144,7 +144,9 @@ def corrected(
     judge = None
     if choices.coefficient is None:
         numbers = torch.arange(floats.count, device=images[0].device)
-        judge = Judge(program, floats, numbers if floats.count < _FEW else numbers[_every(_JUDGING, numbers)])
+        if _spares_images(choices, floats.count):
+            numbers = numbers[_is_nth(_JUDGING, numbers)]
+        judge = Judge(program, floats, numbers)
     coefficients = _COEFFICIENTS if choices.coefficient is None else (choices.coefficient,)
     done = 0
     for number, piece in enumerate(pieces):
@@ -156,12 +158,13 @@ def corrected(
         if partial is not None:
             found = {key: each for key in keys if (each := partial.get(key, images[0].device)) is not None}
         if len(found) < len(keys):
-            tried = _tried(program, floats, quantized, number, current, members, choices, coefficients)
+            candidates = _correct_piece(program, floats, quantized, number, current, members, choices, coefficients)
+            best = candidates[0]
             if judge is not None:
-                tried = [current, *tried]
-                errors = judge.errors(quantized, number, [rewritten(program, each) for each in tried])
-                tried = [tried[errors.index(min(errors))]]
-            found = {key: tried[0][index][1] for key, index in keys.items()}
+                candidates = [current, *candidates]
+                errors = judge.errors(quantized, number, [rewritten(program, candidate) for candidate in candidates])
+                best = candidates[errors.index(min(errors))]
+            found = {key: best[index][1] for key, index in keys.items()}
             if partial is not None:
                 for key, assignment in found.items():
                     partial.add(key, assignment)
@@ -174,12 +177,17 @@ def corrected(
     return current
 
 
+def _spares_images(choices: Correction, count: int) -> bool:
+    """Return True if every n-th of `count` images judges the coefficients and is not fitted."""
+    return choices.coefficient is None and count >= _FEW
+
+
 def _can_be_corrected(group: SiteGroup, assignment: Assignment, names: set[str]) -> bool:
     """Return True for a group with quantized weights that is called in this piece alone. names: the piece's nodes."""
     return assignment.right is not None and group.first.role in ("linear", "conv") and names.issuperset(group.nodes)
 
 
-def _tried(
+def _correct_piece(
     program: Program,
     floats: Blocks,
     quantized: Blocks,
@@ -200,8 +208,8 @@ def _tried(
         seen = None
         for result, coefficient in zip(results, coefficients, strict=True):
             if seen is None or index != members[0]:  # the inputs of the first group are the same for all coefficients
-                judged = choices.coefficient is None and floats.count >= _FEW
-                seen = _seen(floats, quantized, number, group, rewritten(program, result), stream, judged=judged)
+                spare = _spares_images(choices, floats.count)
+                seen = _seen(floats, quantized, number, group, rewritten(program, result), stream, spare=spare)
             try:
                 fitted = _refitted(program, group, assignment, seen, choices, coefficient)
             except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
@@ -243,13 +251,13 @@ def _seen(
     program: Program,
     stream: tuple[str, str] | None = None,
     *,
-    judged: bool = False,
+    spare: bool = False,
 ) -> _Seen:
     """Collect the moments of a group's inputs in the quantized network and of its targets.
 
     The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
     there are few images or they cannot be separated. stream: the result of `_stream`; the target is then the difference
-    between the float sum and the quantized stream. judged: leave out every eighth image, which judges.
+    between the float sum and the quantized stream. spare: leave out every eighth image, which judges.
     """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
@@ -273,10 +281,10 @@ def _seen(
                 x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
-                held = _rows_of_every(_HELD_OUT, group, inputs, axis, first, x.shape[1])
+                held = _mask_of_nth(_HELD_OUT, group, inputs, axis, first, x.shape[1])
                 used = ~held
-                if judged:
-                    left_out = _rows_of_every(_JUDGING, group, inputs, axis, first, x.shape[1])
+                if spare:
+                    left_out = _mask_of_nth(_JUDGING, group, inputs, axis, first, x.shape[1])
                     held, used = held & ~left_out, used & ~left_out
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
@@ -293,7 +301,7 @@ def _seen(
     return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
 
 
-def _rows_of_every(
+def _mask_of_nth(
     every: int, group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int
 ) -> Tensor:
     """Return a mask of the rows that belong to every n-th image: (rows,).
@@ -304,15 +312,15 @@ def _rows_of_every(
         return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
     dim, each = axis
     numbers = (first + torch.arange(inputs.shape[dim], device=inputs.device)) // each
-    held = _every(every, numbers)
+    held = _is_nth(every, numbers)
     if group.first.role == "conv":
         return held.repeat_interleave(rows // len(held))
     shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
     return held.reshape(shape).expand(inputs.shape[:-1]).flatten()
 
 
-def _every(every: int, numbers: Tensor) -> Tensor:
-    """Return True for the number of every n-th image."""
+def _is_nth(every: int, numbers: Tensor) -> Tensor:
+    """Return True for the numbers n - 1, 2 n - 1, and so on. every: n."""
     return numbers % every == every - 1
 
 

@@ -35,59 +35,58 @@ class Judge:
     separated, all images judge.
     """
 
+    @torch.no_grad()
     def __init__(self, program: Program, floats: Blocks, numbers: Tensor):
         self._floats = floats
         self._outputs = tuple(dict.fromkeys(refs_of(program.output)))
         apart = floats.keeps_apart(0, self._outputs)
-        self._numbers = numbers[:_IMAGES] if apart else torch.arange(floats.count, device=numbers.device)
-        self._size = floats.batch if apart else floats.count
-        self._linear = {node.name for node in program.nodes if node.op == "aten.linear.default"}
-        self._wanted = self._values([self._picked(floats.images, part) for part in self._parts()])
-
-    def errors(self, quantized: Blocks, number: int, candidates: Sequence[Program]) -> list[float]:
-        """Return the error for each candidate, a program in which block `number` is quantized."""
-        given, output = quantized.inputs(number), self._floats.blocks[number].value_out
-        chunks = [self._picked(given, part) for part in self._parts()]
-        images = [self._picked(self._floats.images, part) for part in self._parts()]
-        errors = []
-        for program in candidates:
-            behind = [
-                {**image, output: quantized.values(chunk, [output], program)[output]}
-                for image, chunk in zip(images, chunks, strict=True)
-            ]
-            errors.append(self._error(self._values(behind)))
-        return errors
-
-    def _parts(self) -> Sequence[Tensor]:
-        return self._numbers.split(self._size)
-
-    def _picked(self, chunk: Chunk, numbers: Tensor) -> Chunk:
-        return picked(self._floats, chunk, numbers)
+        numbers = numbers[:_IMAGES] if apart else torch.arange(floats.count, device=numbers.device)
+        self._batches = numbers.split(floats.batch if apart else floats.count)
+        self._images = self._select(floats.images)
+        linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
+        values = self._run_rest(self._images)
+        self._errors = [
+            logit_error if name in linears and value.ndim == 2 else relative_error for name, value in values
+        ]
+        self._exact = [value for _, value in values]
 
     @torch.no_grad()
-    def _values(self, chunks: Sequence[Chunk]) -> list[list[tuple[str, Tensor]]]:
-        """Return the model's outputs that are floating-point tensors, for each chunk, with the name of the output."""
-        found = [self._floats.values(chunk, self._outputs) for chunk in chunks]
+    def errors(self, quantized: Blocks, number: int, candidates: Sequence[Program]) -> list[float]:
+        """Return the error for each candidate, a program in which block `number` is quantized."""
+        inputs, output = self._select(quantized.inputs(number)), self._floats.blocks[number].value_out
+        errors = []
+        for program in candidates:
+            outputs = (quantized.values(chunk, [output], program) for chunk in inputs)
+            values = self._run_rest([images | chunk for images, chunk in zip(self._images, outputs, strict=True)])
+            measures = zip(self._errors, values, self._exact, strict=True)
+            total = sum(measure(_rows(value), _rows(exact)) for measure, (_, value), exact in measures)
+            errors.append(total if math.isfinite(total) else math.inf)
+        return errors
+
+    def _select(self, chunk: Chunk) -> list[Chunk]:
+        """Return the values of a chunk of all images for the judging images, in batches."""
+        return [picked(self._floats, chunk, numbers) for numbers in self._batches]
+
+    def _run_rest(self, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
+        """Return the floating-point outputs of the float network, by name, with the chunks as batches of its values."""
+        outputs = [self._floats.values(chunk, self._outputs) for chunk in chunks]
+        leaves = [
+            [(name, value) for name in self._outputs for value in leaves_of(batch[name]) if _is_float(value)]
+            for batch in outputs
+        ]
         return [
-            [
-                (name, value)
-                for name in self._outputs
-                for value in leaves_of(each[name])
-                if isinstance(value, Tensor) and value.is_floating_point()
-            ]
-            for each in found
+            (batches[0][0], torch.cat([torch.atleast_1d(value) for _, value in batches]))
+            for batches in zip(*leaves, strict=True)
         ]
 
-    def _error(self, found: Sequence[Sequence[tuple[str, Tensor]]]) -> float:
-        total = 0.0
-        for now, wanted in zip(zip(*found, strict=True), zip(*self._wanted, strict=True), strict=True):
-            name = now[0][0]
-            outputs, exact = (
-                torch.cat([value.reshape(len(value) if value.ndim else 1, -1) for _, value in each])
-                for each in (now, wanted)
-            )
-            total += (logit_error if name in self._linear and now[0][1].ndim == 2 else relative_error)(outputs, exact)
-        return total if math.isfinite(total) else math.inf
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _rows(value: Tensor) -> Tensor:
+    """Return an output as a matrix with one row per image."""
+    return value.reshape(len(value), -1)
 
 
 def logit_error(logits: Tensor, exact: Tensor) -> float:
