@@ -1,6 +1,7 @@
 """What the package asks of a device, and on an emulated one: that it neither mixes devices nor waits for them."""
 
 import operator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,24 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+def test_convolutions_and_products_are_not_in_tf32_and_the_callers_choice_comes_back():
+    """Whatever the caller chose, and whatever is raised inside."""
+    conv, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    new = hasattr(conv, "conv")
+    conv, name, fast, full = (conv.conv, "fp32_precision", "tf32", "ieee") if new else (conv, "allow_tf32", True, False)
+    before = getattr(conv, name), getattr(matmul, name)
+    try:
+        for of in (conv, matmul):
+            setattr(of, name, fast)
+        with suppress(ZeroDivisionError), device.full_float32():
+            assert (getattr(conv, name), getattr(matmul, name)) == (full, full)
+            raise ZeroDivisionError
+        assert (getattr(conv, name), getattr(matmul, name)) == (fast, fast)
+    finally:
+        for of, chosen in zip((conv, matmul), before, strict=True):
+            setattr(of, name, chosen)
 
 
 def test_a_processor_computes_in_its_cache():

@@ -1,7 +1,9 @@
-"""Tell how many elements and how much memory a search uses at once on a device, and whether it uses bfloat16."""
+"""Tell how many elements and how much memory a search uses at once on a device, and how precise its products are."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +21,26 @@ def chunk_elements(device: torch.device) -> int:
     if device.type == "cpu":
         return _CPU_ELEMENTS
     return min(_ELEMENTS, max(_CPU_ELEMENTS, usable_memory(device) // 4 // _BYTES_OF_ELEMENT))
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Compute float32 products and convolutions of GPUs in float32; the caller's choice is valid again afterwards.
+
+    By default PyTorch computes convolutions in TF32, whose error of 2**-11 moves values to other codes.
+    """
+    cudnn: Any = torch.backends.cudnn
+    name, value = "allow_tf32", cast(Any, False)
+    if hasattr(cudnn, "conv"):  # from PyTorch 2.9 on; it refuses to mix these names with the older ones
+        cudnn, name, value = cudnn.conv, "fp32_precision", "ieee"
+    before = [(of, getattr(of, name)) for of in (cudnn, torch.backends.cuda.matmul)]
+    try:
+        for of, _ in before:
+            setattr(of, name, value)
+        yield
+    finally:
+        for of, chosen in before:
+            setattr(of, name, chosen)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

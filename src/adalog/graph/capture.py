@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental import _config as export_config
 from torch.utils import _pytree as pytree
 
+from adalog.device import full_float32
 from adalog.errors import CaptureError, ProgramError, one_line
 from adalog.graph.canonical import UNFOLDED, Call, canonical
 from adalog.graph.operations import OPERATIONS, PADS, PLACEMENT, aten
@@ -25,7 +26,8 @@ from adalog.graph.sizes import rule_of
 
 TOLERANCE = 1e-4  # largest allowed difference between program and model, as a fraction of the largest output
 BATCHES = (1, 2, 7)  # batch sizes at which program and model are compared
-_MANY = 1 << 20  # a limit on the batch size counts as no limit from this many images on
+# A limit on the batch size counts as no limit from this many images on. cuDNN normalises up to 65,535 images at once.
+_MANY = 65_535
 Sizes = Literal["fixed", "free"]
 # Factors for the images' height and width, at which a program with free sizes is compared with the model.
 # The last two factors keep the aspect ratio, because a model may require it.
@@ -420,7 +422,8 @@ def _check(model: nn.Module, program: Program, inputs: tuple[Any, ...]) -> None:
         )
     try:
         # Clones, because the model may write to its inputs.
-        made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
+        with full_float32():  # as `Program.run` computes
+            made = model(*(value.clone() if isinstance(value, Tensor) else value for value in inputs))
     except Exception as cause:  # the model's own code may raise any exception
         raise CaptureError(
             f"{type(model).__name__} fails on {given} ({one_line(cause)}): capture a part of the model that runs on "

@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adalog.device import full_float32
 from adalog.errors import ProgramError, one_line
 from adalog.graph.operations import (
     FACTORIES,
@@ -116,8 +118,18 @@ class Program:
         """
         if len(inputs) != len(self.inputs):
             raise TypeError(f"the model takes {len(self.inputs)} inputs, got {len(inputs)}")
-        values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
         device = next((value.device for value in (*inputs, *self.tensors.values())), None)
+        with full_float32() if device is not None and device.type == "cuda" else nullcontext():
+            return self._run(inputs, device, watch, steps)
+
+    def _run(
+        self,
+        inputs: Sequence[Tensor],
+        device: torch.device | None,
+        watch: Callable[[Node, tuple[Any, ...], Any], Any] | None,
+        steps: Mapping[str, Callable[..., Any]] | None,
+    ) -> Any:
+        values: dict[str, Any] = {**self.tensors, **dict(zip(self.inputs, inputs, strict=True))}
         for node, dead in zip(self.nodes, self._last_uses(), strict=True):
             args = evaluate(node.args, values)
             kwargs = {key: evaluate(value, values) for key, value in node.kwargs.items()}
