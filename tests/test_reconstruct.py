@@ -321,6 +321,22 @@ def test_averaged_weights_are_the_mean_over_images(pool, searched):
     assert torch.allclose(averaged(torch.arange(2)), everything.mean(0).expand(2, *everything.shape[1:]), atol=1e-5)
 
 
+def test_the_error_of_the_output_is_added_to_that_of_the_block(pool, searched):
+    """Each is divided by its value at the start, so that the error begins at 2."""
+    block = block_of(*searched, pool[:24], loss="output")
+    numbers, name, last = block._judging, block._out, searched[0].program.output.name
+    assert block._judged(block._assigned) == pytest.approx(2, rel=1e-4)
+    softer = [(group, replace(found, left=None)) for group, found in block._assigned]
+    errors = []
+    for assigned in (block._assigned, softer):
+        value = block._runner(assigned)(numbers)
+        chunk = picked(block._blocks, {**block._exact, **block._wanted}, numbers)
+        exact, moved = (block._blocks.values({**chunk, name: at}, [last])[last] for at in (chunk[name], value))
+        errors.append([float((value - chunk[name]).square().mean()), float((moved - exact).square().mean())])
+    wanted = sum(after / before for before, after in zip(*errors, strict=True))
+    assert block._judged(softer) == pytest.approx(wanted, rel=1e-3)
+
+
 def test_changes_that_are_equal_but_for_rounding_count_once(pool, searched):
     """The low-rank part of the error stays as it is where gradients are taken again at the same state."""
     block = block_of(*searched, pool[:8], loss="low-rank")
@@ -497,7 +513,7 @@ def test_the_stage_alone_changes_what_is_to_be_changed(pool, spoilt):
     )
 
 
-@pytest.mark.parametrize("loss", ["squared", "fisher", "low-rank"])
+@pytest.mark.parametrize("loss", ["squared", "fisher", "low-rank", "output"])
 def test_what_no_gradient_reaches_is_reconstructed_as_it_was(loss):
     """A second output that is a comparison, whose block has nothing to train by."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ Metric = Literal["squared", "cosine", "hessian"]
 Tables = Literal["calibrated", "u8", "u16", "float"]
 Strategy = Literal["fpcs", "alternating", "brute-force"]
 WeightRounding = Literal["latent", "adaround"]
-BlockLoss = Literal["squared", "fisher", "averaged", "low-rank"]
+BlockLoss = Literal["squared", "fisher", "averaged", "low-rank", "output"]
 Scope = Literal["block", "model"]
 CorrectionTarget = Literal["output", "stream"]
 FoldRanges = Literal["own", "deviations", "best"]
@@ -335,6 +335,7 @@ class Correction:
     compensate: bool = True
     target: CorrectionTarget = "output"
     coefficient: float | None = None
+    importance: float = 0.5
 
     def __post_init__(self) -> None:
         check_whole("images", self.images, 1)
@@ -343,6 +344,7 @@ class Correction:
         check_choice("target", self.target, CorrectionTarget)
         if self.coefficient is not None:
             check_share("coefficient", self.coefficient)
+        check_share("importance", self.importance)
 
 
 @dataclass(frozen=True)
@@ -362,7 +364,9 @@ class Reconstruction:
         biases: Train the biases.
         loss: The squared error of the block's output. "squared": all elements count the same. "fisher": weighted by the
             squared gradients of the model's loss, image by image. "averaged": weighted by their average over images.
-            "low-rank": with a diagonal and a low-rank part of the Fisher information.
+            "low-rank": with a diagonal and a low-rank part of the Fisher information. "output": all elements count the
+            same, and the squared error of the model's output with the float network behind the block is added; each of
+            the two is divided by its initial value (GLF-Q, arXiv 2609.34564).
         drop: Fraction of a block's inputs and quantized activations that stay exact in a step (QDrop).
         rate: Learning rate of codes and zero points, in units of codes. It falls to zero by a cosine.
         scale_rate: Learning rate of the logarithms of scales, and of biases in units of the norm of their weight's row.

@@ -83,6 +83,8 @@ def block_error(loss: BlockLoss, output: BlockOutput, fitted: Tensor, seed: int)
     """
     if loss == "squared":
         return lambda difference, numbers: difference.square().mean()
+    if loss == "output":
+        return OutputError(output)
     if loss == "low-rank":
         return LowRankFisher(output, fitted[:_IMAGES] if output.apart else fitted)
     return FisherWeights(output, seed, averaged=loss == "averaged")
@@ -178,6 +180,42 @@ class LowRankFisher:
     def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
         low, diagonal = self._parts(difference)
         return low / self._units[0] + diagonal / self._units[1]
+
+
+class OutputError:
+    """The squared errors of the block's output and of the model's output behind it (GLF-Q, arXiv 2609.34564).
+
+    The network behind the block is the float one. Each of the two errors is divided by its value at the last `renew`.
+    """
+
+    def __init__(self, output: BlockOutput):
+        self._output = output
+        self._units = (1.0, 1.0)
+
+    @torch.no_grad()
+    def renew(self, quantized: Callable[[Tensor], Tensor], numbers: Tensor) -> None:
+        """Take the errors at the block's current state as units, on these images."""
+        sums = torch.zeros(2)
+        for some in self._output.batches(numbers):
+            difference = quantized(some) - self._output.picked(some)[self._output.name]
+            sums += torch.stack(self._parts(difference, some)).cpu() * (len(some) / len(numbers))
+        block, rest = sums.tolist()
+        self._units = block or 1.0, rest or 1.0
+
+    def _parts(self, difference: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        output = self._output
+        chunk = output.picked(numbers)
+        with torch.no_grad():
+            exact = output.leaves(chunk)
+        moved = output.leaves({**chunk, output.name: chunk[output.name] + difference})
+        errors = [
+            (one - other).square().mean() for one, other in zip(moved, exact, strict=True) if other.is_floating_point()
+        ]
+        return difference.square().mean(), sum(errors, difference.new_zeros(()))
+
+    def __call__(self, difference: Tensor, numbers: Tensor) -> Tensor:
+        block, rest = self._parts(difference, numbers)
+        return block / self._units[0] + rest / self._units[1]
 
 
 def picked(blocks: Blocks, chunk: Chunk, numbers: Tensor) -> Chunk:

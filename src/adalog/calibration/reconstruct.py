@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adalog.calibration.batches import Chunk
-from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, block_error, picked
+from adalog.calibration.block_errors import RENEWALS, BlockOutput, LowRankFisher, OutputError, block_error, picked
 from adalog.calibration.blocks import Blocks
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress, coded, coded_list
@@ -197,6 +197,8 @@ class BlockInTraining:
         behind = BlockOutput(floats, self._out, chunk, tuple(dict.fromkeys(refs_of(program.output))), apart)
         self._error = block_error(choices.loss, behind, self._fitted, seed)
         self._renew(self._assigned)
+        if isinstance(self._error, OutputError):
+            self._error.renew(self._runner(self._assigned), self._judging)
 
     def trained(self, report: Callable[[int], None] | None = None) -> list[tuple[SiteGroup, Assignment]]:
         """Train the block, and return the best assignments on the held-out images, the initial ones included.
@@ -296,8 +298,10 @@ class BlockInTraining:
             regulariser.backward()
 
     def _shares(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Split the images of a step into shares that do not depend on the number of ranks."""
-        return numbers.split(_SHARE) if self._apart else [numbers]
+        """Split the images of a step into shares: on a CPU, the same for any number of ranks."""
+        if not self._apart:
+            return [numbers]
+        return numbers.split(_SHARE if numbers.device.type == "cpu" else -(-len(numbers) // self._ranks.world))
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:
@@ -404,9 +408,13 @@ class BlockInTraining:
         """Take new gradients for the error at the block's current state; return False if the error uses none."""
         if not isinstance(self._error, LowRankFisher):
             return False
-        program = self._rewritten(assigned)
-        self._error.renew(lambda numbers: self._run(program, picked(self._blocks, self._given, numbers)))
+        self._error.renew(self._runner(assigned))
         return True
+
+    def _runner(self, assigned: Assigned) -> Callable[[Tensor], Tensor]:
+        """Return a function that maps image indices to the block's output, quantized like this."""
+        program = self._rewritten(assigned)
+        return lambda numbers: self._run(program, picked(self._blocks, self._given, numbers))
 
 
 def _exponent(done: float) -> float:
