@@ -8,7 +8,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from adalog import Calibration, Config, Search
+from adalog.calibration import calibration as calibration_module
+from adalog.calibration.partial import fingerprint
 from adalog.choices import ScaleSearch
+from adalog.graph.capture import capture
 from adalog.inputs.demo.model import DemoViT
 from stored import serialise
 
@@ -25,6 +28,26 @@ settings.load_profile("steady")
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def captures():
+    return {}
+
+
+@pytest.fixture(scope="module")
+def captured_once(captures):
+    """Capture the same model once: for images of any size that takes seconds."""
+
+    def remembered(model, example, sizes="fixed"):
+        key = fingerprint((repr(model), [value.shape for value in example], sizes), model.state_dict().items())
+        if key not in captures:
+            captures[key] = capture(model, example, sizes)
+        return captures[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration_module, "capture", remembered)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from adalog.cli import detectors
+from adalog.cli import detectors, main
 from adalog.cli.detectors import SHOWN
 from adalog.detection import demo
 from adalog.detection.demo.scenes import scene
@@ -43,14 +43,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
+def file(tmp_path_factory, captured_once):
     """The bundled detector in 8 bits."""
     place = tmp_path_factory.mktemp("detector") / "detector.safetensors"
-    told = run(
-        *("quantize", "demo:detector", "--bits", "w8a8", "--method", "minmax", "--images", 4),
-        *("--out", place, "--threads", 1, "--json", "-"),
-    )
-    told = json.loads(told)
+    report = tmp_path_factory.mktemp("report") / "report.json"
+    arguments = ("quantize", "demo:detector", "--bits", "w8a8", "--method", "minmax", "--images", 4, "--out", place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["adalog", *map(str, arguments), "--threads", "1", "--json", str(report)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+    assert not stopped.value.code
+    told = json.loads(report.read_text())
     assert told["bytes"] == place.stat().st_size < 2_500_000
     assert list(told["parts"]) == ["backbone", "neck", "rpn", "box", "mask"]
     assert (told["bits"], told["calibration_images"]) == ("w8a8", 4)
@@ -123,7 +126,7 @@ def test_commands_for_models_name_those_for_detectors(file, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_demo(tmp_path, monkeypatch, capsys):
+def test_the_demo(tmp_path, monkeypatch, capsys, captured_once):
     monkeypatch.setattr(demo, "TESTED", range(6))
     target = tmp_path / "told.json"
     options = ("--bits", "w8a8", "--methods", "minmax", "--threads", 1, "--json", target)

@@ -9,17 +9,15 @@ import torch
 
 from adalog import ArtifactError, CalibrationError, Config, QuantizedModel, Search, library
 from adalog.calibration import calibration
-from adalog.calibration.partial import fingerprint
 from adalog.detection import quantized as whole
 from adalog.detection.detector import Detector
-from adalog.graph import capture as graph
 from adalog.graph.rewrite import rewritten
 from adalog.study.detectors import sensitivities
 from problems_detector import SETTINGS, make, pictures
 from stored import serialise
 
 pytest.importorskip("torchvision")
-pytestmark = pytest.mark.slow  # a Swin of any size takes seconds to capture
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("captured_once")]  # a Swin of any size takes seconds to capture
 EXECUTORS = ("reference", "torch", *(["native"] if library.levels() else []))
 CONFIG = replace(Config.preset("w8a8"), images=3, search=Search(init=(8, 4), parents=4, rounds=1, steps=1))
 
@@ -33,24 +31,8 @@ def batches():
     return [SETTINGS.resizing.batch(pictures(2), (96, 96)), SETTINGS.resizing.batch(pictures()[2:], (96, 96))]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def captured_once():
-    """The same part is captured once, because that takes seconds."""
-    known = {}
-
-    def capture(model, example, sizes):
-        key = fingerprint((repr(model), [value.shape for value in example], sizes), model.state_dict().items())
-        if key not in known:
-            known[key] = graph.capture(model, example, sizes)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "capture", capture)
-        yield
-
-
 @pytest.fixture(scope="module")
-def quantized():
+def quantized(captured_once):
     return quantize(make(), batches(), CONFIG)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -122,9 +123,8 @@ def test_widths(quantize, images, kind, bits, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", export.FORMS)
+@pytest.mark.parametrize(("kind", "form"), [*product(["attention"], export.FORMS), ("convolutions", export.FORMS[0])])
 @pytest.mark.parametrize("choices", [{"post_gelu": "twin"}, {"tables": "u16"}, {"tables": "u8"}])
-@pytest.mark.parametrize("kind", ["attention", "convolutions"])
 def test_quantizers(quantize, images, kind, choices, form):
     assert_certified(quantize(kind, 4, **choices), form, images)
 

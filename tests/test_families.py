@@ -43,7 +43,6 @@ def hf(name, config, **choices):
     return make
 
 
-SWIN_TINY = {"embed_dim": 24, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]}
 VIT_BASE = {"image_size": 224, "patch_size": 16, "num_layers": 12, "num_heads": 3, "hidden_dim": 48, "mlp_dim": 96}
 
 # linears, convolutions, Q K^T, A V, sites after GELU, folded pairs. A pre-norm block has 4 linears (6 where queries,
@@ -53,18 +52,9 @@ VIT_BASE = {"image_size": 224, "patch_size": 16, "num_layers": 12, "num_heads": 
 NARROW = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
 FULL = {
     "timm deit_tiny": (timm("deit_tiny_patch16_224"), (49, 1, 12, 12, 12, 25)),
-    "timm vit_base": (timm("vit_base_patch16_224", embed_dim=48, num_heads=3), (49, 1, 12, 12, 12, 25)),
     "timm swin_tiny": (timm("swin_tiny_patch4_window7_224", embed_dim=24), (52, 1, 12, 12, 12, 27)),
-    "timm swin_small": (timm("swin_small_patch4_window7_224", embed_dim=24), (100, 1, 24, 24, 24, 51)),
     "torchvision vit_b_16": (torchvision("VisionTransformer", **VIT_BASE), (49, 1, 12, 12, 12, 25)),
-    "torchvision swin_t": (
-        torchvision("SwinTransformer", patch_size=[4, 4], window_size=[7, 7], **SWIN_TINY),
-        (52, 1, 12, 12, 12, 27),
-    ),
     "hf vit": (hf("ViTForImageClassification", "ViTConfig", **NARROW), (73, 1, 12, 12, 12, 25)),
-    # As ViT.
-    "hf deit": (hf("DeiTForImageClassification", "DeiTConfig", **NARROW), (73, 1, 12, 12, 12, 25)),
-    "hf swin": (hf("SwinForImageClassification", "SwinConfig", window_size=7, **SWIN_TINY), (76, 1, 12, 12, 12, 27)),
     # The classifier reads the class token beside the mean of the others, so no linear reads the last norm itself.
     "hf dinov2": (
         hf("Dinov2ForImageClassification", "Dinov2Config", hidden_size=48, num_attention_heads=3),

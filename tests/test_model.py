@@ -335,9 +335,10 @@ def test_timm_loads_the_bundled_weights():
 def test_the_bundled_model_knows_its_images():
     images, labels = demo.test_images()
     model = demo.load_model()
+    some = slice(None, None, 5)
     with torch.no_grad():
-        predictions = torch.cat([model(batch).argmax(1) for batch in images.split(200)])
-    assert (predictions == labels).double().mean() >= 0.80
+        predictions = model(images[some]).argmax(1)
+    assert (predictions == labels[some]).double().mean() >= 0.80
     assert labels.bincount().tolist() == [200] * 10
 
 

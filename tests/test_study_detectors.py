@@ -44,6 +44,7 @@ def test_a_table_that_was_stopped_says_so():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured_once")
 def test_the_table_on_images_of_ones_own(tmp_path, monkeypatch, capsys):
     """The bundled detector on files; finished rows are not measured again; a row that needs more images says so."""
     for name, numbers in (("train", range(100, 104)), ("val", range(3))):
