@@ -21,6 +21,7 @@ from adalog.calibration.compensate import (
     _mask_of_nth,
     _swept,
     _target,
+    _weights_of_rows,
     chosen_ridge,
     corrected,
     rounded,
@@ -58,9 +59,18 @@ def test_moments_add_up_and_move():
     mean_x, mean_y = whole.means()
     moved, straight = parts.about(mean_x, mean_y), Moments.of(x - mean_x[:, None], y - mean_y[:, None])
     for one, other in ((whole, parts), (moved, straight)):
-        assert one.count == other.count == 30
+        assert (one.rows, one.count) == (other.rows, other.count) == (30, 30)
         for name in ("x", "y", "xx", "yx", "yy"):
             assert torch.allclose(getattr(one, name), getattr(other, name), atol=1e-9)
+
+
+def test_a_row_of_weight_two_counts_as_two_rows():
+    x, y, weights = normal(2, 30, 4, seed=1), normal(2, 30, 3, seed=2), torch.arange(30) % 3
+    weighted = Moments.of(x, y, weights.double())
+    repeated = Moments.of(*(value.repeat_interleave(weights, 1) for value in (x, y)))
+    assert (weighted.rows, weighted.count) == (30, repeated.count)
+    for name in ("x", "y", "xx", "yx", "yy"):
+        assert torch.allclose(getattr(weighted, name), getattr(repeated, name), atol=1e-9)
 
 
 def test_the_error_of_a_weight_is_that_of_its_outputs():
@@ -300,7 +310,7 @@ def test_no_more_images_are_read_than_give_enough_rows(pool, searched, monkeypat
     counts = []
     for least in (1, 6 * 256, 2**18):  # an image gives 256 rows
         monkeypatch.setattr(compensate, "_ROWS", least)
-        seen = compensate._seen(floats, quantized, 1, assigned[1][0], rewritten(program, assigned))
+        seen = compensate._seen(floats, quantized, 1, assigned[1][0], rewritten(program, assigned), {})
         counts.append(seen.fit.count + seen.held.count)
     assert counts == [5 * 256, 10 * 256, 24 * 256]
 
@@ -368,6 +378,32 @@ def test_inputs_that_never_change_move_the_bias_alone():
         assert bool(torch.isfinite(quantizer.dequantize(codes)).all())
 
 
+def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool):
+    """The head reads one row per image: 8 rows do not determine its weights, so only its codes and bias change."""
+    calibration, before = searched
+    after = corrected(calibration.program, [pool[:8]], before, Correction(8, compensate=False, coefficient=1.0))
+    for (group, one), (_, other) in zip(before, after, strict=True):
+        if group.name == "head":
+            weight = calibration.program.tensors[group.first.right]
+            start = one.fold.weight(weight) if one.fold is not None else weight
+            quantizer = replace(other.right.quantizer, scale=one.right.quantizer.scale)
+            assert torch.equal(other.right.codes, quantizer.quantize(start).to(torch.uint8))
+            break
+    else:
+        raise AssertionError("this model has no head")
+
+
+def test_rows_of_every_image_have_the_weights_of_their_positions(searched):
+    """In whatever batches the images come, and not if another size has other positions."""
+    group = next(group for group, _ in searched[1] if group.name.endswith("fc1"))
+    weights = torch.rand(4, 17, 1, generator=torch.Generator().manual_seed(0))[:1].expand(4, 17, 1)
+    inputs = torch.zeros(3, 17, 8)
+    found = _weights_of_rows(group, [weights, None], inputs, (0, 1), 5, 51)
+    assert torch.equal(found, weights[0, :, 0].repeat(3))
+    assert _weights_of_rows(group, [weights], torch.zeros(3, 16, 8), (0, 1), 0, 48) is None
+    assert _weights_of_rows(group, [weights], inputs, None, 0, 51) is None
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_held_rows_are_those_of_whole_images(searched, dim):
     """Also where tokens come first and images second, as in attention that wants its sequences so."""
@@ -418,6 +454,7 @@ def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkey
 
     monkeypatch.setattr(compensate, "_correct_piece", remember)
     monkeypatch.setattr(compensate.Judge, "errors", errors)
+    monkeypatch.setattr(compensate.Judge, "error", lambda judge, program: 0.0)
     after = corrected(calibration.program, [pool[:24]], before, Correction(24))
     assert len(made) > 5
     for index, ((_, one), (_, other)) in enumerate(zip(before, after, strict=True)):
@@ -427,7 +464,7 @@ def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("few", [24, 64])
 def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched, monkeypatch, few):
-    """The float rest behind the last piece is empty: the error there is that of the whole model."""
+    """By the error of the whole model on the judging images: all of few images, or every eighth."""
     monkeypatch.setattr(compensate, "_FEW", few)
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, Correction(24))
@@ -437,7 +474,8 @@ def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched, monkeypat
         logit_error(predict(QuantizedModel(calibration.build_program(each, LOW)), held), wanted)
         for each in (before, after)
     ]
-    assert errors[1] < errors[0]
+    assert errors[1] <= errors[0]
+    assert few == 24 or errors[1] < errors[0]
 
 
 def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):
@@ -448,7 +486,7 @@ def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):
     number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
     program = rewritten(calibration.program, before)
     floats, quantized = (Blocks(each, [pool[:24]], pieces) for each in (calibration.program, program))
-    seen = compensate._seen(floats, quantized, number, group, program)
+    seen = compensate._seen(floats, quantized, number, group, program, {})
     weight = torch.cat([calibration.program.tensors[site.right] for site in group.sites])
     if assignment.fold is not None:
         weight = assignment.fold.weight(weight)

@@ -339,9 +339,9 @@ def test_a_stage_fits_what_all_calls_give(monkeypatch):
     watch.remove()
     corrected = stages.corrected
 
-    def watched(program, seen, *rest):
+    def watched(program, seen, *rest, **more):
         fitted.extend(seen)
-        return corrected(program, seen, *rest)
+        return corrected(program, seen, *rest, **more)
 
     monkeypatch.setattr(stages, "corrected", watched)
     config = Config(4, 4, 4, images=8, search=Search(steps=1), stages=(Correction(images=16),))

@@ -322,6 +322,8 @@ class Correction:
             1, 0.3 or 0 for each residual branch, whichever gives the model's output the smallest error on every eighth
             image, which is then not fitted (on all of fewer than 64 images). The branch stays as it was if none of them
             lowers the error.
+        importance: Rows (tokens) count by their squared gradient to this power, as in `Search`. With 0, all rows count
+            alike.
 
     Raises:
         ValueError: If a field has an invalid value.

@@ -221,13 +221,17 @@ METHODS: dict[str, Method] = {
         {
             **_REPQ_VIT_CHOICES,
             "search": _REPQ_VIT_SEARCH,
-            "stages": (Correction(images=512, target="stream", coefficient=1.0),),
+            "stages": (Correction(images=512, target="stream", coefficient=1.0, importance=0.0),),
         },
         label="our reading",
     ),
     "erq": Method(
         "ERQ (Zhong et al., ICML 2024): its ridge regressions, with codes rounded as GPTQ does",
-        {**_REPQ_VIT_CHOICES, "search": _REPQ_VIT_SEARCH, "stages": (Correction(images=32, coefficient=1.0),)},
+        {
+            **_REPQ_VIT_CHOICES,
+            "search": _REPQ_VIT_SEARCH,
+            "stages": (Correction(images=32, coefficient=1.0, importance=0.0),),
+        },
         label="our reading",
     ),
 }

@@ -6,7 +6,8 @@ all rows of the images. The weight W minimises
 
     sum |y - W x|^2 + ridge |W - W_0|^2
 
-with the float weight W_0, and the bias matches the means. Without codes, the normal equations give the solution. Its
+with the float weight W_0, and the bias matches the means. Rows count by their importance for the model's output
+(`importance`). Without codes, the normal equations give the solution. Its
 codes are chosen one column after another, and each column passes its error on to the columns that follow (GPTQ, Frantar
 et al., ICLR 2023; the targets are the float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes
 change as long as the error falls. Only second moments of the rows are held.
@@ -17,11 +18,12 @@ linear to each block for this purpose. Here the block's own weights do it, and t
 
 The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
 signal is left. The target may therefore lie between the weight and its fit (MARR, arXiv 2605.17997). The coefficient is
-chosen for each piece of the network by its effect on the model's output.
+chosen for each piece of the network by its effect on the model's output. If the output is worse once all pieces are
+corrected, nothing is.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +54,8 @@ _COEFFICIENTS = (1.0, 0.3, 0.0)
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 # The ridge strength if no image is held out to choose it.
 _RIDGE = 1e-2
-# If the weight is not fitted, this fraction of the mean variance keeps the inputs' moments positive definite.
+# If the weight is not fitted, this fraction of the mean variance keeps the inputs' moments positive definite. It is at
+# least the ratio of inputs to rows, because codes that fit a few rows closely miss all others.
 _DAMPING = 1e-2
 # The relative error of a sum of squares in float32, per column of the moments.
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
@@ -70,12 +73,14 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over rows of products of inputs x and targets y, each relative to an origin, per group of a convolution.
+    """Weighted sums over rows of products of inputs x and targets y, each relative to an origin, per group.
 
-    x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy: (G, O), in float64. G is 1 for a linear.
+    rows: the number of rows. count: the sum of their weights. x: (G, K), y: (G, O), xx: (G, K, K), yx: (G, O, K), yy:
+    (G, O), in float64. G is the number of groups of a convolution, and 1 for a linear.
     """
 
-    count: int
+    rows: int
+    count: float
     x: Tensor
     y: Tensor
     xx: Tensor
@@ -83,14 +88,21 @@ class Moments:
     yy: Tensor
 
     @staticmethod
-    def of(x: Tensor, y: Tensor) -> "Moments":
-        """Return the moments of the rows x, (G, T, K), and y, (G, T, O)."""
-        turned = y.transpose(1, 2)
-        found = (x.sum(1), y.sum(1), gram_matrix(x.mT), turned @ x, y.square().sum(1))
-        return Moments(x.shape[1], *(value.double() for value in found))
+    def of(x: Tensor, y: Tensor, weights: Tensor | None = None) -> "Moments":
+        """Return the moments of the rows x, (G, T, K), and y, (G, T, O). weights: (T,); default: all 1."""
+        rows = x.shape[1]
+        if weights is None:
+            count, x_sum, y_sum = float(rows), x.sum(1), y.sum(1)
+        else:
+            root = weights.sqrt()[:, None]
+            count, x_sum, y_sum = float(weights.double().sum()), weights @ x, weights @ y
+            x, y = root * x, root * y
+        sums = (x_sum, y_sum, gram_matrix(x.mT), y.mT @ x, y.square().sum(1))
+        return Moments(rows, count, *(value.double() for value in sums))
 
     def __add__(self, other: "Moments") -> "Moments":
         return Moments(
+            self.rows + other.rows,
             self.count + other.count,
             self.x + other.x,
             self.y + other.y,
@@ -102,6 +114,7 @@ class Moments:
     def about(self, x: Tensor, y: Tensor) -> "Moments":
         """Return the moments about another origin, (G, K) and (G, O), given relative to the current one."""
         return Moments(
+            self.rows,
             self.count,
             self.x - self.count * x,
             self.y - self.count * y,
@@ -123,6 +136,8 @@ def corrected(
     images: Sequence[Tensor],
     assigned: Assigned,
     choices: Correction,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
     memory: int | None = None,
     partial: Partial | None = None,
     progress: Progress | None = None,
@@ -130,7 +145,8 @@ def corrected(
     """Return the assignments with corrected codes, scales and biases for every quantized weight.
 
     Three kinds of sites keep their assignments: sites of attention, float weights, and layers that are called in
-    several pieces of the program, because the inputs of a later call depend on the weight. memory: bytes for the values
+    several pieces of the program, because the inputs of a later call depend on the weight. weights: the result of
+    `row_weights` on images of the same size, or None if all rows count alike. memory: bytes for the values
     held at a time, for both networks together; the moments of one site come on top. partial: finished sites are read
     from it, and new ones are added. Raises CalibrationError if the products of a site's inputs or outputs overflow or
     vanish.
@@ -158,7 +174,9 @@ def corrected(
         if partial is not None:
             found = {key: each for key in keys if (each := partial.get(key, images[0].device)) is not None}
         if len(found) < len(keys):
-            candidates = _correct_piece(program, floats, quantized, number, current, members, choices, coefficients)
+            candidates = _correct_piece(
+                program, floats, quantized, number, current, members, choices, coefficients, weights or {}
+            )
             best = candidates[0]
             if judge is not None:
                 candidates = [current, *candidates]
@@ -174,6 +192,8 @@ def corrected(
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
+    if judge is not None and judge.error(rewritten(program, current)) > judge.error(rewritten(program, assigned)):
+        return list(assigned)
     return current
 
 
@@ -196,6 +216,7 @@ def _correct_piece(
     members: Sequence[int],
     choices: Correction,
     coefficients: Sequence[float],
+    weights: Mapping[str, Tensor],
 ) -> list[list[tuple[SiteGroup, Assignment]]]:
     """Return the assignments after the correction of a piece with each of these coefficients.
 
@@ -209,7 +230,8 @@ def _correct_piece(
         for result, coefficient in zip(results, coefficients, strict=True):
             if seen is None or index != members[0]:  # the inputs of the first group are the same for all coefficients
                 spare = _spares_images(choices, floats.count)
-                seen = _seen(floats, quantized, number, group, rewritten(program, result), stream, spare=spare)
+                network = rewritten(program, result)
+                seen = _seen(floats, quantized, number, group, network, weights, stream, spare=spare)
             try:
                 fitted = _refitted(program, group, assignment, seen, choices, coefficient)
             except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
@@ -249,6 +271,7 @@ def _seen(
     number: int,
     group: SiteGroup,
     program: Program,
+    weights: Mapping[str, Tensor],
     stream: tuple[str, str] | None = None,
     *,
     spare: bool = False,
@@ -281,6 +304,7 @@ def _seen(
                 x, y = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (x, y))
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
+                weight = _weights_of_rows(group, [weights.get(name) for name in names], inputs, axis, first, x.shape[1])
                 held = _mask_of_nth(_HELD_OUT, group, inputs, axis, first, x.shape[1])
                 used = ~held
                 if spare:
@@ -290,10 +314,11 @@ def _seen(
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
                 for index, chosen in enumerate((used, held)):
                     if bool(chosen.any()):
-                        part, before = Moments.of(x[:, chosen], y[:, chosen]), sums[index]
+                        some = None if weight is None else weight[chosen].to(x.dtype)
+                        part, before = Moments.of(x[:, chosen], y[:, chosen], some), sums[index]
                         sums[index] = part if before is None else before + part
         begun = first // each
-        if sum(part.count for part in sums if part is not None) >= _ROWS:
+        if sum(part.rows for part in sums if part is not None) >= _ROWS:
             break
     fit, rest = sums  # the first image is never held out
     assert origin is not None
@@ -317,6 +342,28 @@ def _mask_of_nth(
         return held.repeat_interleave(rows // len(held))
     shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
     return held.reshape(shape).expand(inputs.shape[:-1]).flatten()
+
+
+def _weights_of_rows(
+    group: SiteGroup,
+    weights: Sequence[Tensor | None],
+    inputs: Tensor,
+    axis: tuple[int, int] | None,
+    first: int,
+    rows: int,
+) -> Tensor | None:
+    """Return the weight of each row, (rows,), or None if all rows count alike.
+
+    weights: those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
+    `_mask_of_nth`.
+    """
+    given = [weight for weight in weights if weight is not None]
+    if axis is None or not given:
+        return None
+    dim, each = axis
+    places = (first + torch.arange(inputs.shape[dim], device=inputs.device)) % each
+    mean = torch.stack([weight.index_select(dim, places) for weight in given]).mean(0).flatten()
+    return mean if len(mean) == rows else None  # images of another size have other positions
 
 
 def _is_nth(every: int, numbers: Tensor) -> Tensor:
@@ -372,8 +419,9 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    ridge = math.inf if not choices.ridge else _RIDGE
-    if choices.ridge and held is not None:
+    fits = choices.ridge and both.rows >= start.shape[2]  # fewer rows than inputs do not determine a weight
+    ridge = _RIDGE if fits else math.inf
+    if fits and held is not None:
         ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
     form, target = _target(whole, start, ridge, _ROUNDING * both.count * mean_x.square().mean(1))
     target = start.lerp(target, coefficient)
@@ -390,7 +438,7 @@ def _refitted(
     )
     found = stored.dequantize().double().reshape(start.shape)
     bias = (mean_y - (found @ mean_x[..., None])[..., 0]).flatten()
-    signal = whole.yy if both.count > 1 else mean_y.square()  # a single row equals its mean
+    signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
     sqnr = decibels(float(signal.sum()), float(whole.error(found).sum()))
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
@@ -427,7 +475,8 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
     variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
     variance = torch.where(variance > 0, variance, 1.0)
     unit = torch.eye(start.shape[2], dtype=torch.float64, device=start.device)
-    added = (_DAMPING if math.isinf(ridge) else ridge) * variance[:, None, None]
+    damping = max(_DAMPING, start.shape[2] / moments.rows)
+    added = (damping if math.isinf(ridge) else ridge) * variance[:, None, None]
     root, failed = torch.linalg.cholesky_ex(moments.xx + added * unit)
     if failed.any():  # a few channels are so large that float32 sums err by more than `added`
         largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]

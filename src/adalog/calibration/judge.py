@@ -57,19 +57,30 @@ class Judge:
         errors = []
         for program in candidates:
             outputs = (quantized.values(chunk, [output], program) for chunk in inputs)
-            values = self._run_rest([images | chunk for images, chunk in zip(self._images, outputs, strict=True)])
-            measures = zip(self._errors, values, self._exact, strict=True)
-            total = sum(measure(_rows(value), _rows(exact)) for measure, (_, value), exact in measures)
-            errors.append(total if math.isfinite(total) else math.inf)
+            chunks = [images | chunk for images, chunk in zip(self._images, outputs, strict=True)]
+            errors.append(self._total(self._run_rest(chunks)))
         return errors
+
+    @torch.no_grad()
+    def error(self, program: Program) -> float:
+        """Return the error of a whole program, with all that is quantized in it."""
+        return self._total(self._run_rest(self._images, program))
+
+    def _total(self, values: Sequence[tuple[str, Tensor]]) -> float:
+        measures = zip(self._errors, values, self._exact, strict=True)
+        total = sum(measure(_rows(value), _rows(exact)) for measure, (_, value), exact in measures)
+        return total if math.isfinite(total) else math.inf
 
     def _select(self, chunk: Chunk) -> list[Chunk]:
         """Return the values of a chunk of all images for the judging images, in batches."""
         return [picked(self._floats, chunk, numbers) for numbers in self._batches]
 
-    def _run_rest(self, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
-        """Return the floating-point outputs of the float network, by name, with the chunks as batches of its values."""
-        outputs = [self._floats.values(chunk, self._outputs) for chunk in chunks]
+    def _run_rest(self, chunks: Sequence[Chunk], program: Program | None = None) -> list[tuple[str, Tensor]]:
+        """Return the floating-point outputs by name, with the chunks as batches of values of the float network.
+
+        program: run this program instead of the float network.
+        """
+        outputs = [self._floats.values(chunk, self._outputs, program) for chunk in chunks]
         leaves = [
             [(name, value) for name in self._outputs for value in leaves_of(batch[name]) if _is_float(value)]
             for batch in outputs

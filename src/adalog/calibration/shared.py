@@ -64,7 +64,7 @@ class Shared:
         if "row_splits" in needs:
             self._all_row_splits()
         if "importance" in needs:
-            self._row_weights(config)
+            self.row_weights(config.search.importance)  # type: ignore[union-attr]
 
     def wanted(self, group: SiteGroup, names: Collection[str], config: Config) -> dict[str, Any]:
         """Return the fields "weights" and "row_splits" of a group's product, if its search needs them.
@@ -92,7 +92,7 @@ class Shared:
         """
         if "importance" not in SEARCHES[type(config.search)].needs(config.search):
             return None
-        weights = self._row_weights(config)
+        weights = self.row_weights(config.search.importance)  # type: ignore[union-attr]
         if weights is None:
             return None
         values = {
@@ -106,12 +106,12 @@ class Shared:
         found = in_shape_of_product(self._program, group, values).mean(-1)
         return resampled(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
 
-    def _row_weights(self, config: Config) -> dict[str, Tensor] | None:
-        search: Any = config.search
-        key = ("importance", search.importance)
-        if key not in self._found:
-            self._found[key] = row_weights(self._program, self._images, self._groups, search.importance, self._seed)
-        found: dict[str, Tensor] | None = self._found[key]
+    def row_weights(self, power: float) -> dict[str, Tensor] | None:
+        """Return the weights of the rows of every site's output (`importance.row_weights`), or None if all are 1."""
+        key = ("importance", power)
+        if power and key not in self._found:
+            self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed)
+        found: dict[str, Tensor] | None = self._found.get(key)
         return found
 
     def order(self, config: Config) -> Config | None:

@@ -61,7 +61,10 @@ def staged(
         if isinstance(stage, Fitting):
             fitted = take(unlabelled, range(stage.images))
             if isinstance(stage, Correction):
-                return corrected(program, fitted, assigned, stage, memory, partial, progress)
+                weights = shared.row_weights(stage.importance)
+                return corrected(
+                    program, fitted, assigned, stage, weights, memory=memory, partial=partial, progress=progress
+                )
             return reconstructed(
                 *(program, fitted, assigned, stage),
                 seed=seed,
