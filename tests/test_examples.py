@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+import commands
 from adalog import Config, Search
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,6 @@ def test_the_tutorial(tmp_path, photographs, monkeypatch):
         if kind == "python":
             exec(code, names)
         elif code.startswith("adalog"):
-            run(tmp_path, "-m", *code.split())
+            commands.run(*code.split()[1:], cwd=tmp_path)
     assert names["logits"].shape == (len(names["held_out"]), 1000)
     assert (tmp_path / "deit.html").exists()

@@ -396,41 +396,20 @@ def workers(process):
     return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def finished_in(folder, name):
-    return sum(path.read_bytes().count(b"\n") for path in folder.glob(f"{name}.partial*"))
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")
 @pytest.mark.slow
-def test_a_killed_reconstruction_goes_on_and_the_file_is_the_same(place):
-    """The first rank, which writes, is killed while the second block or a later one is trained."""
+def test_killed_ranks_are_started_again_and_the_file_is_the_same(place):
+    """The second rank is killed during the search, and the first one, which writes, while a later block is trained."""
     options = ("--data", "images", "--method", "qdrop", "--bits", "w3a3", "--reconstruct-images", 32, "--threads", 1)
     arguments = ("quantize", "own.py:model", *options)
-    told = run(*arguments, "-o", "whole.st", cwd=place, prepare=cut_short).splitlines()
-    process = start(place, *arguments, "-o", "trained.st", restarts=2)
-
-    def blocks():
-        return sum(path.read_bytes().count(b"reconstruction of") for path in place.glob("trained.st.partial*"))
-
-    while process.poll() is None and blocks() < 5:
-        time.sleep(0.02)
-    with suppress(IndexError, ProcessLookupError):
-        os.kill(workers(process)[0], signal.SIGKILL)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert (place / "trained.st").read_bytes() == (place / "whole.st").read_bytes()
-    assert output.splitlines()[:-1] == told[:-1]
-    assert not list(place.glob("*.partial*"))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the processes of the launcher are found in /proc")
-@pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_the_file_is_the_same(place):
-    arguments = ("quantize", "own.py:model", "--data", "images", "--bits", "w3a3", "--threads", 1)
-    told = run(*arguments, "-o", "one.st", cwd=place).splitlines()
+    told = run(*arguments, "-o", "one.st", cwd=place, prepare=cut_short).splitlines()
     process = start(place, *arguments, "-o", "two.st", restarts=3)
-    for lines, rank in ((3, 1), (7, 0)):
-        while process.poll() is None and finished_in(place, "two.st") < lines:
+
+    def finished(what):
+        return sum(path.read_bytes().count(what) for path in place.glob("two.st.partial*"))
+
+    for what, count, rank in ((b"\n", 3, 1), (b"reconstruction of", 5, 0)):
+        while process.poll() is None and finished(what) < count:
             time.sleep(0.02)
         with suppress(IndexError, ProcessLookupError):
             os.kill(workers(process)[rank], signal.SIGKILL)
