@@ -3,7 +3,8 @@ PYTHON ?= python3
 DEMO := .venv
 TEST := .venv-test
 
-PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile
+# Files run in the order of their names: by the number of their tests, the longest would come last and leave a core idle.
+PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 QUICK = $(PYTEST) -m "not slow"
 
 # Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, one

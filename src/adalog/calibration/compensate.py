@@ -54,9 +54,11 @@ _COEFFICIENTS = (1.0, 0.3, 0.0)
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 # The ridge strength if no image is held out to choose it.
 _RIDGE = 1e-2
-# If the weight is not fitted, this fraction of the mean variance keeps the inputs' moments positive definite. It is at
-# least the ratio of inputs to rows, because codes that fit a few rows closely miss all others.
+# Codes are chosen as if this fraction of the mean variance were added to each input's own, because codes that
+# compensate for each other on the fitted rows alone miss all others: at least `_DAMPING`, and more with few rows per
+# input. Rows next to each other are alike, so that `_ALIKE` of them count as one.
 _DAMPING = 1e-2
+_ALIKE = 10
 # The relative error of a sum of squares in float32, per column of the moments.
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
 # Inputs whose variance is below this fraction of their mean square are constant except for rounding noise.
@@ -163,7 +165,9 @@ def corrected(
         if _spares_images(choices, floats.count):
             numbers = numbers[_is_nth(_JUDGING, numbers)]
         judge = Judge(program, floats, numbers)
-    coefficients = _COEFFICIENTS if choices.coefficient is None else (choices.coefficient,)
+    coefficients = (choices.coefficient,) if choices.coefficient is not None else _COEFFICIENTS
+    if not choices.ridge:  # the target is the weight itself, whatever the coefficient
+        coefficients = coefficients[-1:]
     done = 0
     for number, piece in enumerate(pieces):
         names = set(piece.nodes)
@@ -423,10 +427,12 @@ def _refitted(
     ridge = _RIDGE if fits else math.inf
     if fits and held is not None:
         ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
-    form, target = _target(whole, start, ridge, _ROUNDING * both.count * mean_x.square().mean(1))
-    target = start.lerp(target, coefficient)
+    floor = _ROUNDING * both.count * mean_x.square().mean(1)
+    target = start.lerp(_target(whole, start, ridge, floor), coefficient)
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
+        damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
+        form = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
         codes, levels = rounded(target, form, levels)
     elif choices.ridge:
         codes = levels.quantize(target)
@@ -461,31 +467,34 @@ def chosen_ridge(fit: Moments, held: Moments, start: Tensor) -> float:
     inside, outside = fit.about(*origin), held.about(*origin)
 
     def error(ridge: float) -> float:
-        return float(outside.error(_target(inside, start, ridge)[1]).sum())
+        return float(outside.error(_target(inside, start, ridge)).sum())
 
     return min(_RIDGES, key=error)
 
 
-def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the quadratic form of the error, (G, K, K), and the weight that minimises it, (G, O, K).
+def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
+    """Return the weight, (G, O, K), that minimises the error with this ridge strength. floor: as in `_form`."""
+    if math.isinf(ridge):
+        return start
+    form = _form(moments, ridge, floor)
+    added = form - moments.xx  # a multiple of the unit matrix
+    return torch.cholesky_solve((moments.yx + start @ added).mT, torch.linalg.cholesky(form)).mT
+
+
+def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
+    """Return the quadratic form of the error with this ridge strength: (G, K, K), positive definite.
 
     floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
     variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1)
     variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
-    variance = torch.where(variance > 0, variance, 1.0)
-    unit = torch.eye(start.shape[2], dtype=torch.float64, device=start.device)
-    damping = max(_DAMPING, start.shape[2] / moments.rows)
-    added = (damping if math.isinf(ridge) else ridge) * variance[:, None, None]
-    root, failed = torch.linalg.cholesky_ex(moments.xx + added * unit)
-    if failed.any():  # a few channels are so large that float32 sums err by more than `added`
+    added = ridge * torch.where(variance > 0, variance, 1.0)[:, None, None]
+    unit = torch.eye(moments.xx.shape[1], dtype=torch.float64, device=moments.xx.device)
+    if torch.linalg.cholesky_ex(moments.xx + added * unit)[1].any():
+        # A few channels are so large that float32 sums err by more than `added`.
         largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]
-        added = torch.maximum(added, largest * (_OF_SUMS * start.shape[2]))
-        root = torch.linalg.cholesky(moments.xx + added * unit)
-    form = moments.xx + added * unit
-    if math.isinf(ridge):
-        return form, start
-    return form, torch.cholesky_solve((moments.yx + added * start).transpose(1, 2), root).mT
+        added = torch.maximum(added, largest * (_OF_SUMS * len(unit)))
+    return moments.xx + added * unit
 
 
 def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:
