@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from adalog import Calibration, Config, Correction, QuantizedModel, Reconstruction
 from adalog.calibration.calibration import MEMORY
 from adalog.calibration.compensate import corrected
+from adalog.calibration.importance import row_weights
 from adalog.calibration.partial import Partial, fingerprint
 from adalog.calibration.reconstruct import reconstructed
 from adalog.choices import Fitting
@@ -186,8 +187,10 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
         choices, done = choices_of("correction", images), stage.partial(drawn[0])
         assert isinstance(choices, Correction)
-        found = corrected(calibration.program, drawn, assigned, choices, _MEMORY, done, stage.progress)
-        return found, stage.seconds()
+        program, power = calibration.program, choices.importance
+        weights = row_weights(program, calibration.images, calibration.groups, power, seed) if power else None
+        kept = {"memory": _MEMORY, "partial": done, "progress": stage.progress}
+        return corrected(program, drawn, assigned, choices, weights, **kept), stage.seconds()
 
     @cache
     def trained(bits: str, seed: int, images: int, stage: str) -> tuple[Assigned, float]:

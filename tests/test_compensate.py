@@ -381,10 +381,12 @@ def test_inputs_that_never_change_move_the_bias_alone():
         assert bool(torch.isfinite(quantizer.dequantize(codes)).all())
 
 
-def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool):
+def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool, monkeypatch):
     """The head reads one row per image: 8 rows do not determine its weights, so only its codes and bias change."""
+    monkeypatch.setattr(compensate.Judge, "errors", lambda *given: [1.0, 0.0, 1.0, 1.0])  # the fit is the best
+    monkeypatch.setattr(compensate.Judge, "error", lambda *given: 0.0)
     calibration, before = searched
-    after = corrected(calibration.program, [pool[:8]], before, Correction(8, compensate=False, coefficient=1.0))
+    after = corrected(calibration.program, [pool[:8]], before, Correction(8, compensate=False))
     for (group, one), (_, other) in zip(before, after, strict=True):
         if group.name == "head":
             weight = calibration.program.tensors[group.first.right]
@@ -462,6 +464,32 @@ def test_the_output_chooses_the_coefficient_of_each_piece(pool, searched, monkey
     assert len(made) > 5
     for index, ((_, one), (_, other)) in enumerate(zip(before, after, strict=True)):
         assert other is (made[index][chosen - 1] if chosen and index in made else one)
+
+
+def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, searched, monkeypatch):
+    calibration, before = searched
+    errors = iter([2.0, 1.0])  # after all pieces, and before
+    monkeypatch.setattr(compensate.Judge, "error", lambda judge, program: next(errors))
+    after = corrected(calibration.program, [pool[:6]], before, Correction(6, compensate=False))
+    assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+def test_moments_count_rows_by_their_weight(pool, searched):
+    """The class of a position decides, in every batch; without weights all rows count alike."""
+    calibration, before = searched
+    group, _ = next(each for each in before if each[0].name.endswith("fc1"))
+    pieces = find_pieces(calibration.program)
+    number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
+    program = rewritten(calibration.program, before)
+    floats, quantized = (Blocks(each, [pool[:6]], pieces) for each in (calibration.program, program))
+    shape = calibration._shapes[group.nodes[0]].shape
+    weight = torch.rand(1, shape[1], 1, generator=torch.Generator().manual_seed(0)).expand(6, -1, 1)
+    for batch in (2, 6):
+        floats.batch = quantized.batch = batch
+        seen = compensate._seen(floats, quantized, number, group, program, {group.nodes[0]: weight})
+        assert (seen.fit.rows, seen.held.rows) == (5 * shape[1], shape[1])
+        assert seen.held.count == pytest.approx(float(weight[0].sum()), rel=1e-5)
+        assert seen.fit.count == pytest.approx(5 * float(weight[0].sum()), rel=1e-5)
 
 
 @pytest.mark.slow

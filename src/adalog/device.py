@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,10 @@ _ELEMENTS = 1 << 26
 # Most memory that one element needs: an operand's own error holds eight float64 numbers for each of four levels.
 _BYTES_OF_ELEMENT = 4 * 8 * 8
 _MEMORY = 2 << 30  # bytes; used if the device does not report its memory
+
+# The threads inside of `full_float32`, and the settings that are valid again once the last of them leaves.
+_lock, _inside = Lock(), list[bool]()
+_chosen: list[tuple[Any, str, Any]] = []
 
 
 def chunk_elements(device: torch.device) -> int:
@@ -33,14 +38,20 @@ def full_float32() -> Iterator[None]:
     name, value = "allow_tf32", cast(Any, False)
     if hasattr(cudnn, "conv"):  # from PyTorch 2.9 on; it refuses to mix these names with the older ones
         cudnn, name, value = cudnn.conv, "fp32_precision", "ieee"
-    before = [(of, getattr(of, name)) for of in (cudnn, torch.backends.cuda.matmul)]
+    with _lock:
+        if not _inside:  # the first of several threads
+            _chosen[:] = [(of, name, getattr(of, name)) for of in (cudnn, torch.backends.cuda.matmul)]
+            for of, _, _ in _chosen:
+                setattr(of, name, value)
+        _inside.append(True)
     try:
-        for of, _ in before:
-            setattr(of, name, value)
         yield
     finally:
-        for of, chosen in before:
-            setattr(of, name, chosen)
+        with _lock:
+            _inside.pop()
+            if not _inside:
+                for of, _, chosen in _chosen:
+                    setattr(of, name, chosen)
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

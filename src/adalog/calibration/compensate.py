@@ -18,8 +18,8 @@ linear to each block for this purpose. Here the block's own weights do it, and t
 
 The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
 signal is left. The target may therefore lie between the weight and its fit (MARR, arXiv 2605.17997). The coefficient is
-chosen for each piece of the network by its effect on the model's output. If the output is worse once all pieces are
-corrected, nothing is.
+chosen for each piece of the network by its effect on the model's output, unless it is given. If the output is worse in
+the end, the stage changes nothing.
 """
 
 import math
@@ -358,7 +358,8 @@ def _weights_of_rows(
 ) -> Tensor | None:
     """Return the weight of each row, (rows,), or None if all rows count alike.
 
-    weights: those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
+    All rows count alike if their images cannot be told apart, or if there are so few that none is held out. weights:
+    those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
     `_mask_of_nth`.
     """
     given = [weight for weight in weights if weight is not None]
@@ -423,7 +424,8 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    fits = choices.ridge and both.rows >= start.shape[2]  # fewer rows than inputs do not determine a weight
+    published = choices.coefficient is not None  # such methods trust any number of rows
+    fits = choices.ridge and (published or both.rows >= start.shape[2])
     ridge = _RIDGE if fits else math.inf
     if fits and held is not None:
         ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
@@ -431,7 +433,7 @@ def _refitted(
     target = start.lerp(_target(whole, start, ridge, floor), coefficient)
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
-        damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
+        damping = _DAMPING if published else max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
         form = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
         codes, levels = rounded(target, form, levels)
     elif choices.ridge:

@@ -29,8 +29,8 @@ def row_weights(
     """Return the weight of each row of every site's output, with mean 1, by the output's name.
 
     A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
-    position. The result has the output's dimensions, with size 1 for those that are averaged, except for a
-    convolution's channels. It is None if no output of the model has a gradient.
+    position. The result has the output's dimensions, with size 1 for those over which it is averaged; images keep their
+    size. It is None if no output of the model has a gradient.
     """
     roles = {name: group.first.role for group in groups for name in group.nodes}
 

@@ -24,9 +24,10 @@ _HALVINGS = 24
 
 
 class Judge:
-    """The error of the model's outputs if one block is quantized and all blocks after it are float.
+    """The error of the model's outputs on some images.
 
-    The input of the block is that of the quantized network. The result is the sum over the outputs that depend on the
+    `errors` quantizes one block, whose input is that of the quantized network; all blocks after it are float. `error`
+    runs a whole program. The result is the sum over the outputs that depend on the
     block. An output (N, C) of a linear is taken as logits, and measured by `logit_error`; any other one is measured by
     `relative_error`. Unlike plain distances, they do not count a common factor of the whole output, which changes no
     class.

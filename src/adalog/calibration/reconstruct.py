@@ -35,8 +35,9 @@ from adalog.ranks import ALONE, Ranks
 # Every n-th image is held out of training to evaluate a block's states. If there are fewer than n images, none is.
 _HELD_OUT = 8
 # A step handles this many images at a time and sums the gradients of these shares, so that another rank can take the
-# next share. Smaller shares take longer in one process.
+# next share. Smaller shares take longer in one process, on an accelerator in proportion to their number.
 _SHARE = 4
+_SHARE_OF_ACCELERATOR = 16
 # How often a block's state is evaluated on the held-out images, and how often progress is reported.
 _CHECKS = 8
 _REPORTS = 32
@@ -298,10 +299,10 @@ class BlockInTraining:
             regulariser.backward()
 
     def _shares(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Split the images of a step into shares: on a CPU, the same for any number of ranks."""
+        """Split the images of a step into shares that do not depend on the number of ranks."""
         if not self._apart:
             return [numbers]
-        return numbers.split(_SHARE if numbers.device.type == "cpu" else -(-len(numbers) // self._ranks.world))
+        return numbers.split(_SHARE if numbers.device.type == "cpu" else _SHARE_OF_ACCELERATOR)
 
     @torch.no_grad()
     def _measured(self, assigned: Assigned) -> list[tuple[SiteGroup, Assignment]]:

@@ -61,7 +61,8 @@ def staged(
         if isinstance(stage, Fitting):
             fitted = take(unlabelled, range(stage.images))
             if isinstance(stage, Correction):
-                weights = shared.row_weights(stage.importance)
+                alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
+                weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size
                 return corrected(
                     program, fitted, assigned, stage, weights, memory=memory, partial=partial, progress=progress
                 )
