@@ -7,11 +7,11 @@ TEST := .venv-test
 PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 QUICK = $(PYTEST) -m "not slow"
 
-# Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, one
-# core, and one without a compiler. The elementwise work (elementwise.cpp) picks its own instructions, whatever is asked.
+# Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, two
+# threads, and one without a compiler. The elementwise work (elementwise.cpp) picks its own instructions, whatever is asked.
 OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default ADALOG_LEVEL=scalar
 OTHER_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ADALOG_LEVEL=avx2
-OTHER_THREADS := OMP_NUM_THREADS=1
+OTHER_THREADS := OMP_NUM_THREADS=2
 OTHER_LIBRARY := ADALOG_NATIVE=/nonexistent
 # The modules whose results hang on how a processor rounds: a machine that is two of these at once, without vectors and
 # without a compiler, runs them in every `make test`.
@@ -32,6 +32,9 @@ help:
 
 demo: $(DEMO)/.stamp
 	$(DEMO)/bin/adalog demo $(ARGS)
+
+# Several threads in each of the processes that tests start would wait for each other.
+test check: export OMP_NUM_THREADS = 1
 
 test: lint docs
 	$(PYTEST)
