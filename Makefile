@@ -3,12 +3,14 @@ PYTHON ?= python3
 DEMO := .venv
 TEST := .venv-test
 
-# Files run in the order of their names: by the number of their tests, the longest would come last and leave a core idle.
+# Files run in the order of their names. In the order of their numbers of tests, which is the default, the longest would
+# come last and leave a core idle.
 PYTEST = $(TEST)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 QUICK = $(PYTEST) -m "not slow"
 
 # Other machines, as far as the environment can stand for them: a processor without vectors, one with AVX2 alone, two
-# threads, and one without a compiler. The elementwise work (elementwise.cpp) picks its own instructions, whatever is asked.
+# threads, and one without a compiler. The elementwise work (elementwise.cpp) picks its own instructions, whatever is
+# asked.
 OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default ADALOG_LEVEL=scalar
 OTHER_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ADALOG_LEVEL=avx2
 OTHER_THREADS := OMP_NUM_THREADS=2

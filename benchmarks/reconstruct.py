@@ -187,10 +187,12 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         stage, drawn = staged(f"{bits}-correction-{images}-{seed}"), [case.drawn(images, seed)]
         choices, done = choices_of("correction", images), stage.partial(drawn[0])
         assert isinstance(choices, Correction)
-        program, power = calibration.program, choices.importance
-        weights = row_weights(program, calibration.images, calibration.groups, power, seed) if power else None
-        kept = {"memory": _MEMORY, "partial": done, "progress": stage.progress}
-        return corrected(program, drawn, assigned, choices, weights, **kept), stage.seconds()
+        program = calibration.program
+        weights = row_weights(program, calibration.images, calibration.groups, choices.importance, seed)
+        assigned = corrected(
+            program, drawn, assigned, choices, weights, memory=_MEMORY, partial=done, progress=stage.progress
+        )
+        return assigned, stage.seconds()
 
     @cache
     def trained(bits: str, seed: int, images: int, stage: str) -> tuple[Assigned, float]:

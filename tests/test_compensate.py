@@ -93,7 +93,9 @@ def test_the_target_solves_the_normal_equations(ridge):
     oracle = torch.linalg.lstsq(rows, wanted).solution.T
     moments = Moments.of(x[None], y[None])
     assert torch.allclose(_target(moments, start[None], ridge)[0], oracle, atol=1e-9)
-    assert torch.allclose(_form(moments, ridge)[0], rows.T @ rows)
+    form, root = _form(moments, ridge)
+    assert torch.allclose(form[0], rows.T @ rows)
+    assert torch.allclose(root[0] @ root[0].T, rows.T @ rows)
 
 
 def test_an_infinite_ridge_leaves_the_weight():
@@ -109,7 +111,9 @@ def test_moments_that_rounding_made_indefinite_have_a_target():
     rounding = 1e-5 * float(moments.xx.diagonal(dim1=1, dim2=2).max()) * torch.eye(64).double()
     assert int(torch.linalg.cholesky_ex(moments.xx - 0.5 * rounding).info)
     moved = replace(moments, xx=moments.xx - rounding)
-    assert int(torch.linalg.cholesky_ex(_form(moved, 1e-4)).info) == 0
+    form, root = _form(moved, 1e-4)
+    assert int(torch.linalg.cholesky_ex(form).info) == 0
+    assert torch.allclose(root @ root.mT, form)
     target = _target(moved, start, 1e-4)
     assert float(moments.error(target).sum()) < 1e-6 * float(moments.yy.sum())
 
@@ -256,7 +260,7 @@ def test_a_corrected_model_is_nearer_to_the_float_one(tiny, pool, searched, fitt
     calibration, before = searched
     plain, after = (QuantizedModel(calibration.build_program(each, LOW)) for each in (before, fitted))
     for images in (pool[:24], pool[24:]):
-        assert distance(after, tiny, images) < 0.8 * distance(plain, tiny, images)
+        assert distance(after, tiny, images) < 0.7 * distance(plain, tiny, images)
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -377,7 +381,7 @@ def test_inputs_that_never_change_move_the_bias_alone():
     for ridge in (0.1, math.inf):
         target = _target(centred, start, ridge, floor)
         assert torch.allclose(target, start, atol=0.02)
-        codes, quantizer = rounded(target, _form(centred, 0.1, floor), levels(1, 3))
+        codes, quantizer = rounded(target, _form(centred, 0.1, floor)[0], levels(1, 3))
         assert bool(torch.isfinite(quantizer.dequantize(codes)).all())
 
 
@@ -399,14 +403,25 @@ def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool, monk
 
 
 def test_rows_of_every_image_have_the_weights_of_their_positions(searched):
-    """In whatever batches the images come, and not if another size has other positions."""
+    """In batches of any size, which may start within an image, and not if another size has other positions."""
     group = next(group for group, _ in searched[1] if group.name.endswith("fc1"))
-    weights = torch.rand(4, 17, 1, generator=torch.Generator().manual_seed(0))[:1].expand(4, 17, 1)
-    inputs = torch.zeros(3, 17, 8)
-    found = _weights_of_rows(group, [weights, None], inputs, (0, 1), 5, 51)
-    assert torch.equal(found, weights[0, :, 0].repeat(3))
+    tokens = torch.rand(1, 17, 1, generator=torch.Generator().manual_seed(0))
+    weights, inputs = tokens.expand(4, 17, 1), torch.zeros(3, 17, 8)
+    assert torch.equal(_weights_of_rows(group, [weights, None], inputs, (0, 1), 5, 51), tokens.flatten().repeat(3))
     assert _weights_of_rows(group, [weights], torch.zeros(3, 16, 8), (0, 1), 0, 48) is None
     assert _weights_of_rows(group, [weights], inputs, None, 0, 51) is None
+    assert _weights_of_rows(group, [None], inputs, (0, 1), 0, 51) is None
+    # Two images of 4 windows with 5 tokens; the batch begins with the third window of an image.
+    windows = torch.rand(4, 5, 1, generator=torch.Generator().manual_seed(1))
+    rows = _weights_of_rows(group, [windows.repeat(2, 1, 1)], torch.zeros(6, 5, 8), (0, 4), 2, 30)
+    assert torch.equal(rows, windows[[2, 3, 0, 1, 2, 3]].flatten())
+    # Tokens first, and then images.
+    turned = _weights_of_rows(group, [tokens.transpose(0, 1).expand(17, 4, 1)], torch.zeros(17, 3, 8), (1, 1), 0, 51)
+    assert torch.equal(turned, tokens.flatten().repeat_interleave(3))
+    # A map of 2 x 3 positions: the rows of a convolution are its positions, image by image.
+    positions = torch.rand(1, 1, 2, 3, generator=torch.Generator().manual_seed(2))
+    pixels = _weights_of_rows(group, [positions.expand(4, 1, 2, 3)], torch.zeros(3, 8, 4, 6), (0, 1), 1, 18)
+    assert torch.equal(pixels, positions.flatten().repeat(3))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -475,9 +490,9 @@ def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, sea
 
 
 def test_moments_count_rows_by_their_weight(pool, searched):
-    """The class of a position decides, in every batch; without weights all rows count alike."""
+    """Each row has the weight of its position, in batches of any size."""
     calibration, before = searched
-    group, _ = next(each for each in before if each[0].name.endswith("fc1"))
+    group = next(group for group, _ in before if group.name.endswith("fc1"))
     pieces = find_pieces(calibration.program)
     number = next(index for index, piece in enumerate(pieces) if group.nodes[0] in piece.nodes)
     program = rewritten(calibration.program, before)

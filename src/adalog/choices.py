@@ -321,8 +321,8 @@ class Correction:
         coefficient: How far a weight moves from its own value (0) to the fitted value (1) before it is rounded. None:
             1, 0.3 or 0 for each residual branch, whichever gives the model's output the smallest error on every eighth
             image, which is then not fitted (on all of fewer than 64 images). The branch stays as it was if none of them
-            lowers the error. The model stays as it was if the error of its output is larger in the end. A weight with
-            more inputs than rows is not fitted then.
+            lowers the error. The model stays as it was if the error of its output is larger in the end. Without a given
+            coefficient, a weight with more inputs than rows is not fitted.
         importance: Rows (tokens) count by their squared gradient to this power, as in `Search`. With 0, all rows count
             alike.
 

@@ -7,10 +7,10 @@ all rows of the images. The weight W minimises
     sum |y - W x|^2 + ridge |W - W_0|^2
 
 with the float weight W_0, and the bias matches the means. Rows count by their importance for the model's output
-(`importance`). Without codes, the normal equations give the solution. Its
-codes are chosen one column after another, and each column passes its error on to the columns that follow (GPTQ, Frantar
-et al., ICLR 2023; the targets are the float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes
-change as long as the error falls. Only second moments of the rows are held.
+(`importance`). Without codes, the normal equations give the solution. Its codes are chosen one column after another,
+and each column passes its error on to the columns that follow (GPTQ, Frantar et al., ICLR 2023; the targets are the
+float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes change as long as the error falls. Only
+second moments of the rows are held.
 
 If a site's output is added to a stream, the site can instead be fitted to the difference between the float sum and the
 quantized stream. It then also compensates for the errors of earlier sites. QwT (Fu et al., CVPR 2025) adds another
@@ -424,8 +424,8 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    published = choices.coefficient is not None  # such methods trust any number of rows
-    fits = choices.ridge and (published or both.rows >= start.shape[2])
+    trusts_few_rows = choices.coefficient is not None  # as the published methods, which give it, do
+    fits = choices.ridge and (trusts_few_rows or both.rows >= start.shape[2])
     ridge = _RIDGE if fits else math.inf
     if fits and held is not None:
         ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
@@ -433,8 +433,8 @@ def _refitted(
     target = start.lerp(_target(whole, start, ridge, floor), coefficient)
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
-        damping = _DAMPING if published else max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
-        form = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
+        damping = _DAMPING if trusts_few_rows else max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
+        form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
         codes, levels = rounded(target, form, levels)
     elif choices.ridge:
         codes = levels.quantize(target)
@@ -478,25 +478,28 @@ def _target(moments: Moments, start: Tensor, ridge: float, floor: Tensor | float
     """Return the weight, (G, O, K), that minimises the error with this ridge strength. floor: as in `_form`."""
     if math.isinf(ridge):
         return start
-    form = _form(moments, ridge, floor)
+    form, root = _form(moments, ridge, floor)
     added = form - moments.xx  # a multiple of the unit matrix
-    return torch.cholesky_solve((moments.yx + start @ added).mT, torch.linalg.cholesky(form)).mT
+    return torch.cholesky_solve((moments.yx + start @ added).mT, root).mT
 
 
-def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> Tensor:
-    """Return the quadratic form of the error with this ridge strength: (G, K, K), positive definite.
+def _form(moments: Moments, ridge: float, floor: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the quadratic form of the error with this ridge strength, positive definite, and its Cholesky factor.
 
+    Both are (G, K, K).
     floor: (G,), the variance below which inputs are constant except for rounding noise.
     """
     variance = moments.xx.diagonal(dim1=1, dim2=2).mean(dim=1)
     variance = torch.maximum(variance, torch.as_tensor(floor, dtype=variance.dtype, device=variance.device))
     added = ridge * torch.where(variance > 0, variance, 1.0)[:, None, None]
     unit = torch.eye(moments.xx.shape[1], dtype=torch.float64, device=moments.xx.device)
-    if torch.linalg.cholesky_ex(moments.xx + added * unit)[1].any():
-        # A few channels are so large that float32 sums err by more than `added`.
+    form = moments.xx + added * unit
+    root, failed = torch.linalg.cholesky_ex(form)
+    if failed.any():  # a few channels are so large that float32 sums err by more than `added`
         largest = moments.xx.diagonal(dim1=1, dim2=2).amax(dim=1)[:, None, None]
-        added = torch.maximum(added, largest * (_OF_SUMS * len(unit)))
-    return moments.xx + added * unit
+        form = moments.xx + torch.maximum(added, largest * (_OF_SUMS * len(unit))) * unit
+        root = torch.linalg.cholesky(form)
+    return form, root
 
 
 def rounded(target: Tensor, form: Tensor, levels: Quantizer) -> tuple[Tensor, Quantizer]:

@@ -30,8 +30,10 @@ def row_weights(
 
     A weight is the row's squared gradient to this power, averaged over the channels, and over the images for each
     position. The result has the output's dimensions, with size 1 for those over which it is averaged; images keep their
-    size. It is None if no output of the model has a gradient.
+    size. It is None if all rows count alike: with the power 0, or if no output of the model has a gradient.
     """
+    if not power:
+        return None
     roles = {name: group.first.role for group in groups for name in group.nodes}
 
     def averaged(name: str, squares: Tensor) -> Tensor:

@@ -27,10 +27,9 @@ class Judge:
     """The error of the model's outputs on some images.
 
     `errors` quantizes one block, whose input is that of the quantized network; all blocks after it are float. `error`
-    runs a whole program. The result is the sum over the outputs that depend on the
-    block. An output (N, C) of a linear is taken as logits, and measured by `logit_error`; any other one is measured by
-    `relative_error`. Unlike plain distances, they do not count a common factor of the whole output, which changes no
-    class.
+    runs a whole program. Both add up the errors of all outputs. An output (N, C) of a linear is taken as logits, and
+    measured by `logit_error`; any other one is measured by `relative_error`. Unlike plain distances, they do not count
+    a common factor of the whole output, which changes no class.
 
     floats: the float network. numbers: the indices of the images, of which the first 64 judge. If images cannot be
     separated, all images judge.

@@ -107,11 +107,11 @@ class Shared:
         return resampled(found.mean(0) if group.first.role == "conv" and found.ndim > 1 else found)
 
     def row_weights(self, power: float) -> dict[str, Tensor] | None:
-        """Return the weights of the rows of every site's output (`importance.row_weights`), or None if all are 1."""
+        """Return the weights of the rows of every site's output: `importance.row_weights`."""
         key = ("importance", power)
-        if power and key not in self._found:
+        if key not in self._found:
             self._found[key] = row_weights(self._program, self._images, self._groups, power, self._seed)
-        found: dict[str, Tensor] | None = self._found.get(key)
+        found: dict[str, Tensor] | None = self._found[key]
         return found
 
     def order(self, config: Config) -> Config | None:
