@@ -510,18 +510,16 @@ def test_moments_count_rows_by_their_weight(pool, searched):
 @pytest.mark.slow
 @pytest.mark.parametrize("few", [24, 64])
 def test_what_makes_the_output_worse_is_not_kept(tiny, pool, searched, monkeypatch, few):
-    """By the error of the whole model on the judging images: all of few images, or every eighth."""
+    """By the error of the whole model on all images, whether or not some of them are left out of the fits."""
     monkeypatch.setattr(compensate, "_FEW", few)
     calibration, before = searched
     after = corrected(calibration.program, [pool[:24]], before, Correction(24))
-    held = pool[:24][torch.arange(24) % 8 == 7] if few == 24 else pool[:24]
-    wanted = predict(tiny, held)
+    wanted = predict(tiny, pool[:24])
     errors = [
-        logit_error(predict(QuantizedModel(calibration.build_program(each, LOW)), held), wanted)
-        for each in (before, after)
+        logit_error(predict(QuantizedModel(calibration.build_program(assigned, LOW)), pool[:24]), wanted)
+        for assigned in (before, after)
     ]
-    assert errors[1] <= errors[0]
-    assert few == 24 or errors[1] < errors[0]
+    assert errors[1] < errors[0]
 
 
 def test_a_coefficient_of_zero_leaves_the_weight(pool, searched):

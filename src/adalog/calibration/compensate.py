@@ -159,12 +159,10 @@ def corrected(
     floats = Blocks(program, images, pieces, share)
     quantized = Blocks(rewritten(program, current), images, pieces, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
-    judge = None
+    numbers, judge = torch.arange(floats.count, device=images[0].device), None
     if choices.coefficient is None:
-        numbers = torch.arange(floats.count, device=images[0].device)
-        if _spares_images(choices, floats.count):
-            numbers = numbers[_is_nth(_JUDGING, numbers)]
-        judge = Judge(program, floats, numbers)
+        judging = _is_nth(_JUDGING, numbers) if _spares_images(choices, floats.count) else slice(None)
+        judge = Judge(program, floats, numbers[judging])
     coefficients = (choices.coefficient,) if choices.coefficient is not None else _COEFFICIENTS
     if not choices.ridge:  # the target is the weight itself, whatever the coefficient
         coefficients = coefficients[-1:]
@@ -196,8 +194,10 @@ def corrected(
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
-    if judge is not None and judge.error(rewritten(program, current)) > judge.error(rewritten(program, assigned)):
-        return list(assigned)
+    if judge is not None:
+        judge = Judge(program, floats, numbers)  # the few images that judge pieces would take all back by chance
+        if judge.error(rewritten(program, current)) > judge.error(rewritten(program, assigned)):
+            return list(assigned)
     return current
 
 
