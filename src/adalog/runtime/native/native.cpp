@@ -2125,10 +2125,11 @@ Right pack(const Side& side, int64_t batch, int64_t head, int64_t terms, int64_t
     return right;
 }
 
-// Computes the accumulators of at most 16 rows of a left operand for all columns: (rows, 16 panels).
-INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t terms,
-                         const Right& right, int64_t columns, int64_t panels, uint8_t* copy, uint8_t* copy_more,
-                         int32_t* sums, int32_t* row_sums) {
+// Computes the accumulators of at most 16 rows of a left operand for all columns: (rows, 16 panels). Inlined, it would be
+// compiled once for each kind of output.
+NOT_INLINE void multiply_all(const Side& side, int64_t batch, int64_t head, int64_t row, int64_t rows, int64_t terms,
+                             const Right& right, int64_t columns, int64_t panels, uint8_t* copy, uint8_t* copy_more,
+                             int32_t* sums, int32_t* row_sums) {
     const int64_t start = batch * side.batch + head * side.head + row * side.row, width = right.lines * GROUP;
     const int64_t rest = side.bytes - start;
     Left left{nullptr, nullptr, 0};
@@ -2242,32 +2243,42 @@ INLINE void softmax(const Attention& of, const Search<MOST>& search, int32_t* su
     }
 }
 
+// Computes the accumulators of some rows of one head. Inlined, it would be compiled once for each kind of output.
+template <int MOST>
+NOT_INLINE void attend_rows(const Attention& of, const Search<MOST>& search, int64_t batch, int64_t head, int64_t row,
+                            int64_t rows, const Right& right, const Right& values, const float* bias,
+                            const AttentionScratch& memory) {
+    const Matrices& scores = of.scores;
+    const int64_t keys = scores.columns, panels = memory.scores.right.panels, width = memory.values.lines * GROUP;
+    int32_t* sums = memory.scores.sums;
+    multiply_all(scores.left, batch, head, row, rows, scores.terms, right, keys, panels, memory.scores.left,
+                 memory.scores.more, sums, memory.scores.row_sums);
+    const bool two = of.steps.planes > 1;
+    softmax(of, search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr, memory.left,
+            two ? memory.more : nullptr, width);
+    const Left left{memory.left, two ? memory.more : nullptr, width};
+    if (values.moved) sum_rows(left, rows, keys, memory.row_sums);
+    for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
+        multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
+                 memory.sums + p * PANEL, memory.values.panels * PANEL, memory.row_sums);
+}
+
 template <int MOST>
 void attend(const Attention& of, int64_t batch, int64_t head, const AttentionScratch& memory) {
     const Matrices& scores = of.scores;
-    const int64_t keys = scores.columns, panels = memory.scores.right.panels, width = memory.values.lines * GROUP;
+    const int64_t keys = scores.columns, width = memory.values.lines * GROUP;
     const Right right = pack(scores.right, batch, head, scores.terms, keys, scores.left.zero[head], scores.left.top, memory.scores.right);
     const Right values = pack(of.values, batch, head, keys, of.columns, of.zero, of.steps.top, memory.values);
     const Search<MOST> search(of.steps);
-    const bool two = of.steps.planes > 1;
     std::memset(memory.left, 0, PANEL * width);
-    if (two) std::memset(memory.more, 0, PANEL * width);
+    if (of.steps.planes > 1) std::memset(memory.more, 0, PANEL * width);
     const float* bias = nullptr;
     if (of.bias)
         bias = of.bias + (of.bias_of[batch] * of.bias_heads + head % of.bias_heads) * scores.rows * keys;
     finishing(of.out, [&](const auto& finisher) INLINE_LAMBDA {
         for (int64_t row = 0; row < scores.rows; row += AT_ONCE) {
             const int64_t rows = std::min<int64_t>(AT_ONCE, scores.rows - row);
-            int32_t* sums = memory.scores.sums;
-            multiply_all(scores.left, batch, head, row, rows, scores.terms, right, keys, panels, memory.scores.left,
-                         memory.scores.more, sums, memory.scores.row_sums);
-            softmax(of, search, sums, panels * PANEL, rows, keys, of.factor[head], bias ? bias + row * keys : nullptr,
-                    memory.left, two ? memory.more : nullptr, width);
-            const Left left{memory.left, two ? memory.more : nullptr, width};
-            if (values.moved) sum_rows(left, rows, keys, memory.row_sums);
-            for (int64_t p = 0; p * PANEL < of.columns; p += QUAD)
-                multiply(left, rows, keys, values, p, std::min<int64_t>(QUAD, rounded_up(of.columns, PANEL) / PANEL - p),
-                         memory.sums + p * PANEL, memory.values.panels * PANEL, memory.row_sums);
+            attend_rows(of, search, batch, head, row, rows, right, values, bias, memory);
             finisher.rows(batch * of.out_batch + head * of.out_head, row, head * of.columns, rows, of.columns, memory.sums,
                           memory.values.panels * PANEL);
         }
