@@ -149,9 +149,8 @@ def main() -> None:
     calibrations: dict[int, Calibration] = {}  # one seed at a time, made when a row is first measured
 
     def choices(bits: str, method: str) -> Config:
-        config = Config.preset(bits, method)
-        fitted = min(config.images_fitted, int(bench.support.sum()))
-        return config.with_fitted_images(fitted) if fitted else config
+        config, most = Config.preset(bits, method), int(bench.support.sum())
+        return config.with_fitted_images(most) if config.images_fitted > most else config
 
     def measured(bits: str, method: str, seed: int) -> dict[str, Any]:
         if seed not in calibrations:

@@ -77,8 +77,8 @@ def tiniest():
 
 @pytest.fixture(scope="session")
 def fast():
-    """Choices whose search is short; the quantizers it finds are still sane."""
-    return Config(images=4, search=Search(rounds=1, steps=1))
+    """Choices whose search is short, without stages; the quantizers it finds are still sane."""
+    return Config(images=4, search=Search(rounds=1, steps=1), stages=())
 
 
 @pytest.fixture(scope="session")

@@ -164,9 +164,9 @@ def test_every_method_takes_layers_that_are_called_several_times(method, pyramid
 @pytest.mark.parametrize(
     "config",
     [
-        Config(4, 4, 4, images=8),
+        Config(4, 4, 4, images=8, stages=()),
         replace(Config.preset("w4a4", "minmax"), images=8),
-        Config(4, 4, 4, images=8, stages=(Correction(images=8, coefficient=1.0),)),
+        Config(4, 4, 4, images=8, stages=(Correction(images=8, coefficient=1.0, robust=False),)),
     ],
     ids=["search", "minmax", "corrected"],
 )

@@ -487,7 +487,10 @@ CASES = [
         ["quantize", "demo", "--images", 1025],
         "demo has only 1024 images, but --images is 1025: give --images 1024",
     ),
-    (quantize_of(SMALL, "--reconstruct-images", 64), "no stage fits images, so 64 images cannot be fitted"),
+    (
+        quantize_of(SMALL, "--method", "minmax", "--reconstruct-images", 64),
+        "no stage fits images, so 64 images cannot be fitted",
+    ),
     # choices
     (quantize_of(SMALL, "--bits", "w1a4"), "weight_bits = 1 is not a whole number from 2 to 8, or 32 for float"),
     (quantize_of(SMALL, "--bits", "w9a9"), "weight_bits = 9 is not a whole number from 2 to 8"),

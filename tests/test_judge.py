@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from adalog import Calibration, Config, Search
+from adalog.calibration import judge
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.judge import Judge, logit_error, relative_error
+from adalog.calibration.judge import logit_error, output_errors, relative_error
 from adalog.graph.rewrite import rewritten
 from adalog.graph.sites import find_pieces
 from toys import Toy
@@ -51,40 +52,34 @@ def test_the_relative_error_is_that_at_the_best_factor():
 
 
 @pytest.mark.parametrize("head", [True, False])
-def test_one_quantized_piece_is_judged_as_in_the_whole_network(head):
-    """Every piece, by logits or by features, in batches of images or at once."""
+@pytest.mark.parametrize("most", [3, 64])
+def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
+    """As logits or as features, in batches of images."""
 
     def function(m, x):
         x = x + m.one(m.norm(x))
         x = x + m.three(m.two(x).sigmoid())
         return m.head(x.mean(1)) if head else x
 
+    monkeypatch.setattr(judge, "_IMAGES", most)
     parts = {"norm": nn.LayerNorm(8), "one": nn.Linear(8, 8), "two": nn.Linear(8, 16), "three": nn.Linear(16, 8)}
     model = Toy(function, **parts, head=nn.Linear(8, 5)).eval()
     images, error = normal(8, 6, 8).float(), logit_error if head else relative_error
     calibration = Calibration(model, images[:4])
-    assigned, program = calibration.assign(CONFIG), calibration.program
-    pieces, numbers = find_pieces(program), torch.tensor([1, 3, 7])
-    wanted = program.run([images])[numbers].flatten(1)
-    for batch in (2, 8):
-        floats = Blocks(program, [images], pieces)
-        floats.batch = batch
-        judge = Judge(program, floats, numbers)
-        for number, piece in enumerate(pieces):
-            here = [each for each in assigned if set(each[0].nodes) <= set(piece.nodes)]
-            quantized = rewritten(program, here)
-            found = judge.errors(Blocks(program, [images], pieces), number, [program, quantized])
-            assert found[0] == pytest.approx(0, abs=1e-6)
-            whole = quantized.run([images])[numbers].flatten(1)
-            assert found[1] == pytest.approx(error(whole, wanted), rel=1e-3, abs=1e-6)
+    program = calibration.program
+    quantized = rewritten(program, calibration.assign(CONFIG))
+    floats = Blocks(program, [images], find_pieces(program))
+    floats.batch = 2
+    same, other = output_errors(program, floats, [program, quantized])
+    wanted, values = (each.run([images])[:most].flatten(1) for each in (program, quantized))
+    assert same == pytest.approx(0, abs=1e-6)
+    assert other == pytest.approx(error(values, wanted), rel=1e-3, abs=1e-6)
 
 
 def test_outputs_that_are_not_finite_have_an_infinite_error():
     model = Toy(lambda m, x: m.two(m.one(x)), one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval()
     calibration = Calibration(model, normal(8, 4).float())
     program, images = calibration.program, calibration.images
-    pieces = find_pieces(program)
-    judge = Judge(program, Blocks(program, images, pieces), torch.arange(8))
     broken = Calibration(Toy(model.function, one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval(), images[0]).program
     broken.tensors["one.weight"].fill_(math.inf)
-    assert judge.errors(Blocks(program, images, pieces), 0, [broken]) == [math.inf]
+    assert output_errors(program, Blocks(program, images, find_pieces(program)), [broken]) == [math.inf]

@@ -20,7 +20,7 @@ from adalog.search import bounds
 from stored import deserialise, serialise
 from toys import Toy
 
-BITS4 = Config(images=4, search=Search(init=(8, 4), parents=4, rounds=1, steps=1))
+BITS4 = Config(images=4, search=Search(init=(8, 4), parents=4, rounds=1, steps=1), stages=())
 BITS8 = dataclasses.replace(BITS4, weight_bits=8, activation_bits=8, softmax_bits=8)
 
 

@@ -21,7 +21,7 @@ from adalog.search.product import Product, with_table
 from stored import serialise
 from toys import TOKENS, Toy, decibels, tokens_config
 
-CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1))
+CONFIG = Config(images=4, weight_bits=8, activation_bits=8, softmax_bits=8, search=Search(steps=1), stages=())
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -377,7 +377,7 @@ def test_32_bits_are_the_float_model(calibration, tiny, images, method):
 @pytest.mark.parametrize("method", ["adalog", "adalog-released"])
 @torch.no_grad()
 def test_float_activations_leave_the_weights_alone_in_codes(calibration, tiny, images, method):
-    result = calibration.quantize(with_bits("w4a32", method, input_bits=32))
+    result = calibration.quantize(with_bits("w4a32", method, input_bits=32, stages=()))
     assert not result.program.quantizers
     weights = {row.site: row.right for row in result.ledger if row.role in ("linear", "conv")}
     assert all(right.startswith("4-bit uniform x ") for right in weights.values())

@@ -777,7 +777,7 @@ def test_the_scope_is_written_and_read():
 
 def test_the_model_is_trained_last():
     blocks = replace(WHOLE_MODEL, scope="block")
-    assert Config(stages=(Correction(), blocks, WHOLE_MODEL)).images_fitted == 128
+    assert Config(stages=(Correction(128), blocks, WHOLE_MODEL)).images_fitted == 128
     assert Config(stages=(blocks, WHOLE_MODEL)).stages == (blocks, WHOLE_MODEL)
     for stages in ((WHOLE_MODEL, blocks), (WHOLE_MODEL, Correction()), (WHOLE_MODEL, WHOLE_MODEL)):
         with pytest.raises(ValueError, match="then one of the model"):

@@ -49,7 +49,7 @@ def test_a_quantized_model_loses_the_offset_with_its_quantized_weight(has_bias, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 64), nn.GELU(), nn.Linear(64, 8, bias=has_bias)).eval()
     x = torch.randn(20, 12, generator=torch.Generator().manual_seed(1)) * 2
-    config = replace(Config.preset(bits), images=20, search=Search(rounds=1, steps=1))
+    config = replace(Config.preset(bits), images=20, search=Search(rounds=1, steps=1), stages=())
     quantized = adalog.quantize(model, x, config)
     program, linear = quantized.program, model[2]
     (stored,) = (weight for weight in program.weights.values() if weight.codes.shape == linear.weight.shape)

@@ -187,7 +187,7 @@ def test_several_outputs_are_judged_by_their_mean_relative_error():
         return {"one": m.one(x), "two": 3 * m.two(x).relu()}
 
     model = Toy(function, one=nn.Linear(16, 8), two=nn.Linear(16, 8)).eval()
-    calibration, config = Calibration(model, ROWS), Config(search=Search(rounds=1, steps=1))
+    calibration, config = Calibration(model, ROWS), Config(search=Search(rounds=1, steps=1), stages=())
     found = sensitivity(calibration, config, [ROWS], (3,))
     choices = dataclasses.replace(config, weight_bits=3, activation_bits=3)
     group, assignment = calibration.assign(choices)[0]

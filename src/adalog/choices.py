@@ -313,16 +313,17 @@ class Correction:
     measurement: docs/benchmarks.
 
     Args:
-        images: Number of unlabelled images to fit. A site reads the first batches that give it 131,072 rows.
+        images: Number of unlabelled images to fit. A site reads the first batches that give it 131,072 rows. None: the
+            calibration images.
         ridge: Fit the weights by ridge regression. If False, they are only rounded.
         compensate: Choose codes that compensate for each other's errors. If False, each weight gets its nearest code.
         target: What a site is fitted to. "output": its output in the float network. "stream": if the output is added to
             a residual stream, the difference between the float stream and the quantized stream.
-        coefficient: How far a weight moves from its own value (0) to the fitted value (1) before it is rounded. None:
-            1, 0.3 or 0 for each residual branch, whichever gives the model's output the smallest error on every eighth
-            image, which is then not fitted (on all of fewer than 64 images). The branch stays as it was if none of them
-            lowers the error. The model stays as it was if the error of its output is larger in the end. Without a given
-            coefficient, a weight with more inputs than rows is not fitted.
+        coefficient: How far a weight, and the mean of its outputs, move from their own values (0) to the fitted values
+            (1) before the weight is rounded.
+        robust: Scale each weight so that its outputs keep their power; keep a weight with more inputs than rows as it
+            is; let codes compensate for each other less if there are few rows per input; and change nothing at all if
+            the error of the model's output is larger in the end. Published methods do none of this.
         importance: Rows (tokens) count by their squared gradient to this power, as in `Search`. With 0, all rows count
             alike.
 
@@ -333,20 +334,21 @@ class Correction:
         >>> config = adalog.Config(stages=(adalog.Correction(images=64),))
     """
 
-    images: int = 128
+    images: int | None = None
     ridge: bool = True
     compensate: bool = True
     target: CorrectionTarget = "output"
-    coefficient: float | None = None
+    coefficient: float = 0.3
+    robust: bool = True
     importance: float = 0.5
 
     def __post_init__(self) -> None:
-        check_whole("images", self.images, 1)
-        for name in ("ridge", "compensate"):
+        if self.images is not None:
+            check_whole("images", self.images, 1)
+        for name in ("ridge", "compensate", "robust"):
             check_flag(name, getattr(self, name))
         check_choice("target", self.target, CorrectionTarget)
-        if self.coefficient is not None:
-            check_share("coefficient", self.coefficient)
+        check_share("coefficient", self.coefficient)
         check_share("importance", self.importance)
 
 

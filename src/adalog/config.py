@@ -13,6 +13,7 @@ from adalog.choices import (
     SEARCH_KINDS,
     STAGE_KINDS,
     AnySearch,
+    Correction,
     Fitting,
     PostSoftmax,
     PowerLaw,
@@ -76,7 +77,8 @@ class Config:
             activations (also after softmax, unless s is given), s for attention weights, i for images. If several
             patterns match, the last one that names an operand decides.
         search: How quantizers are found: `Search` (Algorithm 1), or the search of another method.
-        stages: Stages that change the result of the search, one after another, such as `Correction`.
+        stages: Stages that change the result of the search, one after another. With (), the result is the search's.
+            Chosen by measurement: docs/benchmarks.
 
     Raises:
         ValueError: If a field has an invalid value, or if fields contradict each other.
@@ -107,7 +109,7 @@ class Config:
     images: int = 32
     pinned: tuple[tuple[str, int | str], ...] = ()
     search: AnySearch = field(default_factory=Search)
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = (Correction(),)
 
     def __post_init__(self) -> None:
         for name in ("weight_bits", "activation_bits", "softmax_bits", "input_bits"):
@@ -189,7 +191,7 @@ class Config:
     @property
     def images_fitted(self) -> int:
         """The number of images that the stages fit; 0 if no stage fits images."""
-        return max((stage.images for stage in self.stages if isinstance(stage, Fitting)), default=0)
+        return max((stage.images or self.images for stage in self.stages if isinstance(stage, Fitting)), default=0)
 
     @property
     def images_needed(self) -> int:
@@ -261,14 +263,14 @@ class Config:
         """
         fields: dict[str, Any] = json.loads(text)
         search = kind_from_json("search", fields.pop("search", {}), SEARCH_KINDS)
-        entries = fields.pop("stages", [])
-        if not isinstance(entries, list):
-            raise ValueError(f"stages = {entries!r} is not a list")
-        stages = tuple(kind_from_json("stages", entry, STAGE_KINDS) for entry in entries)
+        if "stages" in fields:
+            if not isinstance(fields["stages"], list):
+                raise ValueError(f"stages = {fields['stages']!r} is not a list")
+            fields["stages"] = tuple(kind_from_json("stages", entry, STAGE_KINDS) for entry in fields["stages"])
         check_fields(Config, fields)
         if isinstance(fields.get("pinned"), list):
             fields["pinned"] = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in fields["pinned"])
-        return Config(search=search, stages=stages, **fields)
+        return Config(search=search, **fields)
 
 
 def _pinned_widths(bits: int | str) -> dict[str, int]:

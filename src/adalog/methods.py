@@ -26,13 +26,16 @@ class Method:
 
     Args:
         source: The paper, with venue and year.
-        choices: Fields of `Config` by name. The other fields have their defaults.
+        choices: Fields of `Config` by name. The other fields have their defaults, but `stages` is then ().
         label: A remark that tables show after the name, if the row is not exactly what its source describes.
     """
 
     source: str
     choices: dict[str, Any]
     label: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", {"stages": (), **self.choices})
 
     def to_json(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the choices that differ from the defaults, as JSON that `Config.from_json` reads.
@@ -62,6 +65,8 @@ _ADALOG = "AdaLog (Wu et al., ECCV 2024)"
 _REPQ_VIT = "RepQ-ViT (Li et al., ICCV 2023)"
 _PTQ4VIT = "PTQ4ViT (Yuan et al., ECCV 2022)"
 _RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as in the released code of AdaLog
+_CORRECTED_ADALOG = f"{_ADALOG}, then corrected in closed form from its calibration images (ours)"
+_CORRECTED = {"stages": (Correction(),)}
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _SPLIT_AND_TWIN = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
 # FQ-ViT and RepQ-ViT share these. Values beyond the codes become zero, as in the released code that produced the
@@ -88,21 +93,25 @@ _SHORTENED = f"in {_BRECQ.iterations} steps of {_BRECQ.batch} images per block (
 
 # There is one row per method. If the authors' released code differs from the paper, a second row with the suffix
 # "-released" computes what that code does, and benchmarks/golden.py compares it with outputs of that code. The first
-# three rows differ from "adalog" only in the quantizers of power-law activations.
+# three rows differ from "adalog" only in the quantizers of power-law activations. A row without stages has none.
 METHODS: dict[str, Method] = {
-    "uniform": Method(f"{_ADALOG}: its rows of uniform quantizers, in its search", {**_UNIFORM}),
+    "uniform": Method(f"{_CORRECTED_ADALOG}: its rows of uniform quantizers", {**_UNIFORM, **_CORRECTED}),
     # Eqs. 1-2
-    "log2": Method(f"{_ADALOG}: its rows of FQ-ViT's quantizer", {"post_softmax": "log2", "post_gelu": "log2"}),
+    "log2": Method(
+        f"{_CORRECTED_ADALOG}: its rows of FQ-ViT's quantizer",
+        {"post_softmax": "log2", "post_gelu": "log2", **_CORRECTED},
+    ),
     # Eqs. 3-4
     "log-sqrt2": Method(
-        f"{_ADALOG}: its rows of RepQ-ViT's quantizer", {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2"}
+        f"{_CORRECTED_ADALOG}: its rows of RepQ-ViT's quantizer",
+        {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2", **_CORRECTED},
     ),
     # Eqs. 5-15 of the paper
-    "adalog": Method(_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog"}),
-    # The recommended method of adalog: weights and biases are fitted in closed form after the search.
+    "adalog": Method(_CORRECTED_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog", **_CORRECTED}),
+    # The recommended method of adalog if there are more images than the paper calibrates on.
     "adalog+": Method(
-        f"{_ADALOG}, then corrected in closed form (ours)",
-        {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(),)},
+        f"{_ADALOG}, then corrected in closed form from 128 images (ours)",
+        {"post_softmax": "adalog", "post_gelu": "adalog", "stages": (Correction(images=128),)},
     ),
     # The most accurate method of adalog, which takes much longer.
     "adalog++": Method(
@@ -221,7 +230,7 @@ METHODS: dict[str, Method] = {
         {
             **_REPQ_VIT_CHOICES,
             "search": _REPQ_VIT_SEARCH,
-            "stages": (Correction(images=512, target="stream", coefficient=1.0, importance=0.0),),
+            "stages": (Correction(images=512, target="stream", coefficient=1.0, robust=False, importance=0.0),),
         },
         label="our reading",
     ),
@@ -230,7 +239,7 @@ METHODS: dict[str, Method] = {
         {
             **_REPQ_VIT_CHOICES,
             "search": _REPQ_VIT_SEARCH,
-            "stages": (Correction(images=32, coefficient=1.0, importance=0.0),),
+            "stages": (Correction(images=32, coefficient=1.0, robust=False, importance=0.0),),
         },
         label="our reading",
     ),

@@ -17,9 +17,9 @@ quantized stream. It then also compensates for the errors of earlier sites. QwT 
 linear to each block for this purpose. Here the block's own weights do it, and the artifact needs no new parts.
 
 The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
-signal is left. The target may therefore lie between the weight and its fit (MARR, arXiv 2605.17997). The coefficient is
-chosen for each piece of the network by its effect on the model's output, unless it is given. If the output is worse in
-the end, the stage changes nothing.
+signal is left. So the target lies between the weight and its fit (a coefficient, as in MARR, arXiv 2605.17997), and is
+scaled until the site's outputs have as much power about their mean as in the float network. Without the scale, matched
+means would outweigh what is left of the signal. If the model's output is worse in the end, the stage changes nothing.
 """
 
 import math
@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.blocks import Blocks
-from adalog.calibration.judge import Judge
+from adalog.calibration.judge import output_errors
 from adalog.calibration.partial import Partial
 from adalog.calibration.schedule import Progress
 from adalog.choices import Correction
 from adalog.errors import CalibrationError, one_line
 from adalog.graph.convolution import conv_geometry, patches
-from adalog.graph.program import Program
+from adalog.graph.program import Node, Program
 from adalog.graph.rewrite import Assigned, SiteGroup, rewritten
 from adalog.graph.sites import find_pieces
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, decibels
@@ -44,12 +44,6 @@ from adalog.search.objective import gram_matrix
 
 # Every n-th image is held out of a fit to choose its ridge strength. If there are no more images than n, none is.
 _HELD_OUT = 4
-# Every n-th image judges which coefficient is best, and is not fitted at all. It is one of the held-out images.
-_JUDGING = 8
-# With fewer images than this, all of them are fitted and judge, because a few would judge by chance.
-_FEW = 64
-# The coefficients that are tried if the choices give none: 1 is the fit, and 0 is the weight itself.
-_COEFFICIENTS = (1.0, 0.3, 0.0)
 # Candidate ridge strengths, as fractions of the inputs' mean variance. The last one keeps the weight.
 _RIDGES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, math.inf)
 # The ridge strength if no image is held out to choose it.
@@ -61,8 +55,10 @@ _DAMPING = 1e-2
 _ALIKE = 10
 # The relative error of a sum of squares in float32, per column of the moments.
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
-# Inputs whose variance is below this fraction of their mean square are constant except for rounding noise.
+# Values whose variance is below this fraction of their mean square are constant except for rounding noise.
 _ROUNDING = 1e-10
+# The most and the least that a target is scaled to keep the power of the outputs.
+_GAINS = (0.5, 2.0)
 # The most bytes that the patches of a convolution take at a time.
 _PATCHES = 2**26
 # A site is fitted to at least this many rows, if it has them. Batches of images after that are not read.
@@ -159,92 +155,37 @@ def corrected(
     floats = Blocks(program, images, pieces, share)
     quantized = Blocks(rewritten(program, current), images, pieces, share, like=floats)
     floats.batch = quantized.batch = min(floats.batch, quantized.batch)
-    numbers, judge = torch.arange(floats.count, device=images[0].device), None
-    if choices.coefficient is None:
-        judging = _is_nth(_JUDGING, numbers) if _spares_images(choices, floats.count) else slice(None)
-        judge = Judge(program, floats, numbers[judging])
-    coefficients = (choices.coefficient,) if choices.coefficient is not None else _COEFFICIENTS
-    if not choices.ridge:  # the target is the weight itself, whatever the coefficient
-        coefficients = coefficients[-1:]
     done = 0
     for number, piece in enumerate(pieces):
         names = set(piece.nodes)
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
-        members = [index for index in inside if _can_be_corrected(*current[index], names)]
-        keys = {f"correction of {current[index][0].name}": index for index in members}
-        found: dict[str, Assignment] = {}
-        if partial is not None:
-            found = {key: each for key in keys if (each := partial.get(key, images[0].device)) is not None}
-        if len(found) < len(keys):
-            candidates = _correct_piece(
-                program, floats, quantized, number, current, members, choices, coefficients, weights or {}
-            )
-            best = candidates[0]
-            if judge is not None:
-                candidates = [current, *candidates]
-                errors = judge.errors(quantized, number, [rewritten(program, candidate) for candidate in candidates])
-                best = candidates[errors.index(min(errors))]
-            found = {key: best[index][1] for key, index in keys.items()}
-            if partial is not None:
-                for key, assignment in found.items():
-                    partial.add(key, assignment)
-        for key, index in keys.items():
-            current[index] = (current[index][0], found[key])
+        for index in inside:
+            group, assignment = current[index]
+            if not _can_be_corrected(group, assignment, names):
+                continue
+            key = f"correction of {group.name}"
+            after = None if partial is None else partial.get(key, images[0].device)
+            if after is None:
+                stream = _stream(program, group) if choices.target == "stream" else None
+                seen = _seen(floats, quantized, number, group, rewritten(program, current), weights or {}, stream)
+                after = _refitted(program, group, assignment, seen, choices)
+                if partial is not None:
+                    partial.add(key, after)
+            current[index] = (group, after)
         quantized.change(number, rewritten(program, current))
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
-    if judge is not None:
-        judge = Judge(program, floats, numbers)  # the few images that judge pieces would take all back by chance
-        if judge.error(rewritten(program, current)) > judge.error(rewritten(program, assigned)):
+    if choices.robust:
+        before, after_all = output_errors(program, floats, [rewritten(program, each) for each in (assigned, current)])
+        if after_all > before:
             return list(assigned)
     return current
-
-
-def _spares_images(choices: Correction, count: int) -> bool:
-    """Return True if every n-th of `count` images judges the coefficients and is not fitted."""
-    return choices.coefficient is None and count >= _FEW
 
 
 def _can_be_corrected(group: SiteGroup, assignment: Assignment, names: set[str]) -> bool:
     """Return True for a group with quantized weights that is called in this piece alone. names: the piece's nodes."""
     return assignment.right is not None and group.first.role in ("linear", "conv") and names.issuperset(group.nodes)
-
-
-def _correct_piece(
-    program: Program,
-    floats: Blocks,
-    quantized: Blocks,
-    number: int,
-    current: Assigned,
-    members: Sequence[int],
-    choices: Correction,
-    coefficients: Sequence[float],
-    weights: Mapping[str, Tensor],
-) -> list[list[tuple[SiteGroup, Assignment]]]:
-    """Return the assignments after the correction of a piece with each of these coefficients.
-
-    number: of the piece. members: the indices of its groups that are corrected, in order of execution.
-    """
-    results = [list(current) for _ in coefficients]
-    for index in members:
-        group, assignment = current[index]
-        stream = _stream(program, group) if choices.target == "stream" else None
-        seen = None
-        for result, coefficient in zip(results, coefficients, strict=True):
-            if seen is None or index != members[0]:  # the inputs of the first group are the same for all coefficients
-                spare = _spares_images(choices, floats.count)
-                network = rewritten(program, result)
-                seen = _seen(floats, quantized, number, group, network, weights, stream, spare=spare)
-            try:
-                fitted = _refitted(program, group, assignment, seen, choices, coefficient)
-            except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
-                raise CalibrationError(
-                    f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
-                    f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
-                ) from cause
-            result[index] = (group, fitted)
-    return results
 
 
 @dataclass(frozen=True)
@@ -277,14 +218,12 @@ def _seen(
     program: Program,
     weights: Mapping[str, Tensor],
     stream: tuple[str, str] | None = None,
-    *,
-    spare: bool = False,
 ) -> _Seen:
     """Collect the moments of a group's inputs in the quantized network and of its targets.
 
     The moments cover all images, or the first batches that have enough rows. Every fourth image is held out, unless
     there are few images or they cannot be separated. stream: the result of `_stream`; the target is then the difference
-    between the float sum and the quantized stream. spare: leave out every eighth image, which judges.
+    between the float sum and the quantized stream.
     """
     nodes = {node.name: node for node in program.nodes}
     outputs = [[site.node.name for site in call] for call in group.calls]
@@ -309,14 +248,10 @@ def _seen(
                 if origin is None:
                     origin = x.mean(1), y.mean(1)
                 weight = _weights_of_rows(group, [weights.get(name) for name in names], inputs, axis, first, x.shape[1])
-                held = _mask_of_nth(_HELD_OUT, group, inputs, axis, first, x.shape[1])
-                used = ~held
-                if spare:
-                    left_out = _mask_of_nth(_JUDGING, group, inputs, axis, first, x.shape[1])
-                    held, used = held & ~left_out, used & ~left_out
+                held = _held_out(group, inputs, axis, first, x.shape[1])
                 first += inputs.shape[dim]  # a piece of a convolution's batch may start or end within an image
                 x, y = x - origin[0][:, None], y - origin[1][:, None]
-                for index, chosen in enumerate((used, held)):
+                for index, chosen in enumerate((~held, held)):
                     if bool(chosen.any()):
                         some = None if weight is None else weight[chosen].to(x.dtype)
                         part, before = Moments.of(x[:, chosen], y[:, chosen], some), sums[index]
@@ -330,10 +265,8 @@ def _seen(
     return _Seen(fit, rest, (origin[0].double(), origin[1].double()))
 
 
-def _mask_of_nth(
-    every: int, group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int
-) -> Tensor:
-    """Return a mask of the rows that belong to every n-th image: (rows,).
+def _held_out(group: SiteGroup, inputs: Tensor, axis: tuple[int, int] | None, first: int, rows: int) -> Tensor:
+    """Return a mask of the rows that belong to every fourth image: (rows,).
 
     axis: the image axis and the number of entries per image. first: the index of the first entry.
     """
@@ -341,7 +274,7 @@ def _mask_of_nth(
         return torch.zeros(rows, dtype=torch.bool, device=inputs.device)
     dim, each = axis
     numbers = (first + torch.arange(inputs.shape[dim], device=inputs.device)) // each
-    held = _is_nth(every, numbers)
+    held = numbers % _HELD_OUT == _HELD_OUT - 1
     if group.first.role == "conv":
         return held.repeat_interleave(rows // len(held))
     shape = [len(held) if index == dim else 1 for index in range(inputs.ndim - 1)]
@@ -360,7 +293,7 @@ def _weights_of_rows(
 
     All rows count alike if their images cannot be told apart, or if there are so few that none is held out. weights:
     those of the group's outputs, whose weight of a position is the same for all images. axis, first: as in
-    `_mask_of_nth`.
+    `_held_out`.
     """
     given = [weight for weight in weights if weight is not None]
     if axis is None or not given:
@@ -369,11 +302,6 @@ def _weights_of_rows(
     places = (first + torch.arange(inputs.shape[dim], device=inputs.device)) % each
     mean = torch.stack([weight.index_select(dim, places) for weight in given]).mean(0).flatten()
     return mean if len(mean) == rows else None  # images of another size have other positions
-
-
-def _is_nth(every: int, numbers: Tensor) -> Tensor:
-    """Return True for the numbers n - 1, 2 n - 1, and so on. every: n."""
-    return numbers % every == every - 1
 
 
 def _pieces(
@@ -386,7 +314,7 @@ def _pieces(
     if group.first.role == "linear":
         yield x, list(outputs)
         return
-    taps = math.prod(program.tensors[group.first.right].shape[2:])
+    taps = math.prod(_kernel(group, program))
     size = max(1, _PATCHES // max(1, taps * x[0].numel() * x.element_size()))
     for start in range(0, len(x), size):
         part = x[start : start + size]
@@ -399,15 +327,20 @@ def rows_of(group: SiteGroup, x: Tensor, outputs: Sequence[Tensor], program: Pro
     if group.first.role == "linear":
         return x.flatten(0, -2)[None], torch.cat([value.flatten(0, -2) for value in outputs], dim=-1)[None]
     stride, padding, dilation, groups = conv_geometry(node)
-    kernel = program.tensors[group.first.right].shape[2:]
     split = x.unflatten(1, (groups, -1))
-    seen = [patches(image, tuple(kernel), stride, padding, dilation) for image in split]
+    seen = [patches(image, _kernel(group, program), stride, padding, dilation) for image in split]
     wanted = outputs[0].unflatten(1, (groups, -1)).flatten(3).permute(1, 0, 3, 2)
     return torch.stack(seen, dim=1).flatten(1, 2), wanted.flatten(1, 2)
 
 
+def _kernel(group: SiteGroup, program: Program) -> tuple[int, ...]:
+    """Return the height and width of a convolution's kernel. program: the float program or a rewritten one."""
+    (node,) = (node for node in program.nodes if node.name == group.first.node.name)
+    return tuple(program.tensors[node.args[1].name].shape[2:])
+
+
 def _refitted(
-    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction, coefficient: float
+    program: Program, group: SiteGroup, assignment: Assignment, seen: _Seen, choices: Correction
 ) -> Assignment:
     """Return the group's assignment with codes, scales and bias fitted to the observed moments.
 
@@ -424,31 +357,66 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    trusts_few_rows = choices.coefficient is not None  # as the published methods, which give it, do
-    fits = choices.ridge and (trusts_few_rows or both.rows >= start.shape[2])
-    ridge = _RIDGE if fits else math.inf
-    if fits and held is not None:
-        ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
+    fits = choices.ridge and not (choices.robust and both.rows < start.shape[2])
     floor = _ROUNDING * both.count * mean_x.square().mean(1)
-    target = start.lerp(_target(whole, start, ridge, floor), coefficient)
+    try:
+        ridge = _RIDGE if fits else math.inf
+        if fits and held is not None:
+            ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
+        target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
+        damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
+        form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
+    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+        raise CalibrationError(
+            f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
+            f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
+        ) from cause
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if choices.compensate:
-        damping = _DAMPING if trusts_few_rows else max(_DAMPING, _ALIKE * start.shape[2] / both.rows)
-        form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
         codes, levels = rounded(target, form, levels)
     elif choices.ridge:
         codes = levels.quantize(target)
     else:
         codes = right.codes.double().reshape(start.shape)
+    if choices.robust and (choices.ridge or choices.compensate):
+        levels = replace(levels, scale=_gain(whole, target, mean_y) * levels.scale)  # type: ignore[type-var]
     shape, dtype = right.codes.shape, right.quantizer.scale.dtype
     stored = QuantizedTensor(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
     )
     found = stored.dequantize().double().reshape(start.shape)
-    bias = (mean_y - (found @ mean_x[..., None])[..., 0]).flatten()
+    own = _own_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
+    bias = (own.lerp(mean_y, choices.coefficient) - (found @ mean_x[..., None])[..., 0]).flatten()
     signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
     sqnr = decibels(float(signal.sum()), float(whole.error(found).sum()))
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
+
+
+def _gain(moments: Moments, target: Tensor, mean_y: Tensor) -> float:
+    """Return the factor with which a weight's outputs have the power of the targets about their mean.
+
+    One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
+    target: (G, O, K). mean_y: (G, O).
+    """
+    power, wanted = float(((target @ moments.xx) * target).sum()), float(moments.yy.sum())
+    least = _ROUNDING * moments.count * float(mean_y.square().sum())
+    if not (power > least and wanted > least):  # constant outputs, or a single row
+        return 1.0
+    return min(max(math.sqrt(wanted / power), _GAINS[0]), _GAINS[1])
+
+
+def _own_bias(program: Program, group: SiteGroup, assignment: Assignment) -> Tensor:
+    """Return the biases of a group's float weights for the inputs that the assignment gives them: (O,)."""
+    exact = rewritten(program, [(group, replace(assignment, right=None, bias=None))])
+    nodes = {node.name: node for node in exact.nodes}
+    return torch.cat([bias_of(nodes[site.node.name], exact) for site in group.sites])
+
+
+def bias_of(node: Node, program: Program) -> Tensor:
+    """Return the bias of a linear or convolution, (O,); zeros if it has none."""
+    bias = node.args[2] if len(node.args) > 2 else None
+    weight = program.tensors[node.args[1].name]
+    return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name].expand(len(weight))
 
 
 def with_codes(right: Quantizer | QuantizedTensor, weight: Tensor) -> QuantizedTensor:

@@ -1,7 +1,7 @@
-"""Measure, without labels, how far a change within a network moves the model's output, on images that nothing fits.
+"""Measure, without labels, how far quantization moves the model's outputs.
 
-The error of one site does not tell this. A fit with a smaller error at each site may shrink the outputs of all sites,
-so that little of the signal is left after twelve blocks.
+The errors of single sites do not tell this. A fit with a smaller error at each site may shrink the outputs of all
+sites, so that little of the signal is left after twelve blocks.
 """
 
 import math
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adalog.calibration.batches import Chunk
 from adalog.calibration.block_errors import picked
 from adalog.calibration.blocks import Blocks
 from adalog.graph.program import Program, leaves_of, refs_of
 
-# The most images that judge. Their outputs are held for every candidate.
+# The most images that are evaluated. Their outputs are held.
 _IMAGES = 64
 # The logarithm to base 2 of the factor of the logits lies between minus and plus this number.
 _FACTORS = 6.0
@@ -23,81 +22,46 @@ _FACTORS = 6.0
 _HALVINGS = 24
 
 
-class Judge:
-    """The error of the model's outputs on some images.
+@torch.no_grad()
+def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program]) -> list[float]:
+    """Return the error of the outputs of each candidate on the first 64 images, or on all if they cannot be separated.
 
-    `errors` quantizes one block, whose input is that of the quantized network; all blocks after it are float. `error`
-    runs a whole program. Both add up the errors of all outputs. An output (N, C) of a linear is taken as logits, and
-    measured by `logit_error`; any other one is measured by `relative_error`. Unlike plain distances, they do not count
-    a common factor of the whole output, which changes no class.
+    The errors of all outputs are added up. An output (N, C) of a linear is taken as logits, and measured by
+    `logit_error`; any other one is measured by `relative_error`. Unlike plain distances, they do not count a common
+    factor of the whole output, which changes no class. An error that is not finite is infinite.
 
-    floats: the float network. numbers: the indices of the images, of which the first 64 judge. If images cannot be
-    separated, all images judge.
+    floats: the float network, `program`, and its images.
     """
+    outputs = tuple(dict.fromkeys(refs_of(program.output)))
+    apart = floats.keeps_apart(0, outputs)
+    numbers = torch.arange(floats.count, device=next(iter(floats.images.values())).device)
+    batches = numbers[:_IMAGES].split(floats.batch) if apart else (numbers,)
+    images = [picked(floats, floats.images, batch) for batch in batches]
 
-    @torch.no_grad()
-    def __init__(self, program: Program, floats: Blocks, numbers: Tensor):
-        self._floats = floats
-        self._outputs = tuple(dict.fromkeys(refs_of(program.output)))
-        apart = floats.keeps_apart(0, self._outputs)
-        numbers = numbers[:_IMAGES] if apart else torch.arange(floats.count, device=numbers.device)
-        self._batches = numbers.split(floats.batch if apart else floats.count)
-        self._images = self._select(floats.images)
-        linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
-        values = self._run_rest(self._images)
-        self._errors = [
-            logit_error if name in linears and value.ndim == 2 else relative_error for name, value in values
-        ]
-        self._exact = [value for _, value in values]
-
-    @torch.no_grad()
-    def errors(self, quantized: Blocks, number: int, candidates: Sequence[Program]) -> list[float]:
-        """Return the error for each candidate, a program in which block `number` is quantized."""
-        inputs, output = self._select(quantized.inputs(number)), self._floats.blocks[number].value_out
-        errors = []
-        for program in candidates:
-            outputs = (quantized.values(chunk, [output], program) for chunk in inputs)
-            chunks = [images | chunk for images, chunk in zip(self._images, outputs, strict=True)]
-            errors.append(self._total(self._run_rest(chunks)))
-        return errors
-
-    @torch.no_grad()
-    def error(self, program: Program) -> float:
-        """Return the error of a whole program, with all that is quantized in it."""
-        return self._total(self._run_rest(self._images, program))
-
-    def _total(self, values: Sequence[tuple[str, Tensor]]) -> float:
-        measures = zip(self._errors, values, self._exact, strict=True)
-        total = sum(measure(_rows(value), _rows(exact)) for measure, (_, value), exact in measures)
-        return total if math.isfinite(total) else math.inf
-
-    def _select(self, chunk: Chunk) -> list[Chunk]:
-        """Return the values of a chunk of all images for the judging images, in batches."""
-        return [picked(self._floats, chunk, numbers) for numbers in self._batches]
-
-    def _run_rest(self, chunks: Sequence[Chunk], program: Program | None = None) -> list[tuple[str, Tensor]]:
-        """Return the floating-point outputs by name, with the chunks as batches of values of the float network.
-
-        program: run this program instead of the float network.
-        """
-        outputs = [self._floats.values(chunk, self._outputs, program) for chunk in chunks]
+    def run(candidate: Program) -> list[tuple[str, Tensor]]:
+        parts = [floats.values(chunk, outputs, candidate) for chunk in images]
         leaves = [
-            [(name, value) for name in self._outputs for value in leaves_of(batch[name]) if _is_float(value)]
-            for batch in outputs
+            [(name, leaf) for name in outputs for leaf in leaves_of(part[name]) if _is_float(leaf)] for part in parts
         ]
         return [
-            (batches[0][0], torch.cat([torch.atleast_1d(value) for _, value in batches]))
-            for batches in zip(*leaves, strict=True)
+            (same[0][0], torch.cat([torch.atleast_1d(leaf) for _, leaf in same])) for same in zip(*leaves, strict=True)
         ]
+
+    exact = run(program)
+    linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
+
+    def error(candidate: Program) -> float:
+        total = 0.0
+        for (name, value), (_, wanted) in zip(run(candidate), exact, strict=True):
+            measure = logit_error if name in linears and value.ndim == 2 else relative_error
+            total += measure(value.reshape(len(value), -1), wanted.reshape(len(value), -1))
+        return total if math.isfinite(total) else math.inf
+
+    return [error(candidate) for candidate in candidates]
 
 
 def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _rows(value: Tensor) -> Tensor:
-    """Return an output as a matrix with one row per image."""
-    return value.reshape(len(value), -1)
 
 
 def logit_error(logits: Tensor, exact: Tensor) -> float:

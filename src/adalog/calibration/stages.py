@@ -59,7 +59,7 @@ def staged(
 
     def changed_by(stage: Stage, assigned: Assigned) -> Assigned:
         if isinstance(stage, Fitting):
-            fitted = take(unlabelled, range(stage.images))
+            fitted = images if stage.images is None else take(unlabelled, range(stage.images))
             if isinstance(stage, Correction):
                 alike = [value.shape[1:] for value in fitted] == [value.shape[1:] for value in images]
                 weights = shared.row_weights(stage.importance) if alike else None  # positions are those of one size

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adalog.calibration.compensate import with_codes
+from adalog.calibration.compensate import bias_of, with_codes
 from adalog.choices import Reconstruction
-from adalog.graph.program import Node, Program
+from adalog.graph.program import Program
 from adalog.graph.rewrite import SiteGroup, absorbs_offset
 from adalog.quantizers import Assignment, QuantizedTensor, Quantizer, UniformQuantizer, round_ste
 
@@ -145,7 +145,7 @@ class GroupInTraining:
         self._right = Rounding(stored, weight, choices)
         if choices.biases or start.bias is not None:
             nodes = {node.name: node for node in quantized.nodes}
-            self._now = torch.cat([_bias_of(nodes[site.node.name], quantized) for site in group.sites])
+            self._now = torch.cat([bias_of(nodes[site.node.name], quantized) for site in group.sites])
             self._offset = start.left.absorbed()[0] if start.left is not None and absorbs_offset(group.first) else 0.0
             self._sums = stored.dequantize().reshape(weight.shape).sum(1)
         if choices.biases:
@@ -193,10 +193,3 @@ class GroupInTraining:
         for side in (self._left, self._right):
             if side is not None:
                 side.confine()
-
-
-def _bias_of(node: Node, program: Program) -> Tensor:
-    """Return the bias of a linear or convolution, (O,); zeros if it has none."""
-    bias = node.args[2] if len(node.args) > 2 else None
-    weight = program.tensors[node.args[1].name]
-    return weight.new_zeros(len(weight)) if bias is None else program.tensors[bias.name]

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from adalog.choices import AnySearch, Reconstruction, ReleasedSearch, Search, Stage
+from adalog.choices import AnySearch, Fitting, Reconstruction, ReleasedSearch, Search, Stage
 from adalog.config import Config
 from adalog.methods import METHODS
 
@@ -63,8 +63,10 @@ class Table:
     note: str = ""
 
 
-def _config(bits: str, method: str = "adalog", **changes: Any) -> Config:
-    return replace(Config.preset(bits, method), **changes)
+def _config(bits: str, method: str = "", **changes: Any) -> Config:
+    """Return the choices of a method, or without one, those of the search of "adalog" alone."""
+    choices = Config.preset(bits, method) if method else replace(Config.preset(bits, "adalog"), stages=())
+    return replace(choices, **changes)
 
 
 def _methods() -> Iterator[Row]:
@@ -80,7 +82,7 @@ def _method(bits: str, name: str, once: bool = False) -> Row:
 
 # The released code differs from our search in more than FPCS: logarithmic quantizers after softmax have the scale 1,
 # codes beyond the last one mean zero, and log2 and log-sqrt2 after GELU use the scales found for AdaLog.
-_FRAMES = {"ours": "adalog", "released": "adalog-released"}
+_FRAMES = {"ours": "", "released": "adalog-released"}
 _SEARCHES: dict[str, dict[str, AnySearch]] = {
     "ours": {"alternating": Search(strategy="alternating"), "FPCS": Search()},
     "released": {"alternating": ReleasedSearch(progressive=False), "FPCS": ReleasedSearch()},
@@ -121,14 +123,14 @@ def _reconstructed(bits: str) -> Iterator[Row]:
 
 
 def _fitted(bits: str) -> Iterator[Row]:
-    """Yield the search alone, each method whose stages fit images, and `adalog+` with reconstruction as well.
+    """Yield the search alone, each method whose stages fit images of their own, and `adalog+` with reconstruction.
 
     All stages fit the same number of images.
     """
     yield Row(("adalog", "no"), _config(bits))
     for name in METHODS:
         config = _config(bits, name)
-        if config.images_fitted:
+        if any(isinstance(stage, Fitting) and stage.images for stage in config.stages):
             stages = config.with_fitted_images(FITTED_IMAGES).stages
             yield Row((name, _stages_name(stages)), replace(config, stages=stages))
             if name == "adalog+":
