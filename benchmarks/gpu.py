@@ -185,9 +185,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2, help="blocks of the first model for the counts")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu.json")
     given = parser.parse_args()
-    device, config = torch.device(given.device), Config(images=given.images, **_widths(given.bits))
+    from timm.data import resolve_model_data_config
+
+    device, config = torch.device(given.device), replace(Config.preset(given.bits), images=given.images)
     first = build(given.models[0]).to(device)
-    size = first.default_cfg["input_size"]
+    size = resolve_model_data_config(first)["input_size"]
     images = torch.randn(given.images, *size, generator=torch.Generator().manual_seed(0)).to(device)
     rows = [measure_quantization(name, build(name).to(device), images, config) for name in given.models]
     small = build(given.models[0], given.blocks).to(device)
@@ -200,17 +202,12 @@ def main() -> None:
         "operations": {"blocks": given.blocks, **measure_operations(small, images, config)},
         "sqnr_against_cpu": compare_devices(small, images, config),
         "evaluation": [
-            measure_evaluation(first, images, Config(images=given.images, **_widths(bits)), given.batch)
+            measure_evaluation(first, images, replace(Config.preset(bits), images=given.images), given.batch)
             for bits in (given.bits, "w8a8")
         ],
         "machine": machine(),
     }
     publish(result, given.json)
-
-
-def _widths(bits: str) -> dict[str, int]:
-    preset = Config.preset(bits)
-    return {name: getattr(preset, name) for name in ("weight_bits", "activation_bits", "softmax_bits")}
 
 
 if __name__ == "__main__":

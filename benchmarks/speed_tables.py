@@ -302,3 +302,39 @@ def export_table() -> str:
         f"{math.ceil(spent)} CPU seconds."
     )
     return f"{markdown_table([*heads, 'time', 'ONNX file [MB]'], lines)}\n\n{note} {source(*results)}"
+
+
+def gpu_table() -> str:
+    """Return what quantization and evaluation take on a GPU."""
+    result = read("gpu")
+    operations = result["operations"]
+    lines = []
+    for row in result["rows"]:
+        what = f"{row['model']}, {result['bits'].upper()}, {result['images']} images"
+        lines += [
+            [f"{what}: the first time", f"{row['cold']} s"],
+            [f"{what}: again, capture", f"{row['capture']} s"],
+            [f"{what}: again, search and correction", f"{row['search_and_stages']} s"],
+            [f"{what}: peak of GPU memory", f"{row['peak_gib']} GiB"],
+        ]
+    part = f"{operations['blocks']} of its blocks"
+    lines += [
+        [f"{part}: computing operations", f"{operations['operations']:,}"],
+        [f"{part}: copies between types or devices", f"{operations['copies']:,}"],
+        [f"{part}: waits for the GPU", f"{operations['waits']:,}"],
+        [f"{part}: launches of kernels", f"{operations['launches']:,}"],
+        [f"{part}: share of the time in which the GPU computes", f"{100 * operations['busy_share']:.0f} %"],
+    ]
+    off = result["sqnr_against_cpu"]
+    lines.append(
+        [f"{part}: SQNR minus that of a CPU [dB]", f"{off['mean_db']} ({off['least_db']} to {off['most_db']})"]
+    )
+    for row in result["evaluation"]:
+        speeds = row["images_per_second"]
+        what = f"images per second, {row['batch']} at a time, {row['bits'].upper()}"
+        lines.append(
+            [f"{what}: fake quantization, executor `torch`", f"{speeds['fake_quantization']}, {speeds['torch']}"]
+        )
+    lines.append(["images per second, float model", str(result["evaluation"][0]["images_per_second"]["float"])])
+    note = f"{result['device']}; the images are random. {source('gpu')}"
+    return f"{markdown_table(['what', 'measured'], lines)}\n\n{note}"

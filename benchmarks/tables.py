@@ -48,6 +48,7 @@ TABLES = (
     ("docs/benchmarks/speed.md", "load table", speed_tables.load_table),
     ("docs/benchmarks/speed.md", "throughput table", speed_tables.throughput_table),
     ("docs/benchmarks/speed.md", "ranks table", speed_tables.ranks_table),
+    ("docs/how-to/run-on-a-gpu.md", "gpu table", speed_tables.gpu_table),
     ("docs/benchmarks/executors.md", "executors table", speed_tables.executors_table),
     ("docs/benchmarks/exports.md", "export table", speed_tables.export_table),
     ("docs/benchmarks/cost.md", "cost table", search_tables.cost_table),

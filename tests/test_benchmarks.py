@@ -11,6 +11,7 @@ from benchmarks import (
     executors,
     export,
     folds,
+    gpu,
     limits,
     load,
     measure,
@@ -137,7 +138,7 @@ def result_of(monkeypatch, capsys, tmp_path):
 def tiny_timm(monkeypatch):
     """Whatever timm is asked for, it makes a narrow ViT for images of 224 x 224."""
     timm = pytest.importorskip("timm")
-    sizes = {"img_size": 224, "patch_size": 56, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
+    sizes = {"img_size": 224, "patch_size": 28, "embed_dim": 16, "num_heads": 2, "num_classes": 5}
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: timm.models.VisionTransformer(**sizes, depth=2))
 
 
@@ -250,6 +251,16 @@ def test_folds(tiny_demo, result_of):
 
 
 @needs_kernels
+def test_gpu(tiny_timm, quick_presets, result_of):
+    """On the processor, where it compares the processor with itself."""
+    result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
+    (row,) = result["rows"]
+    assert row["cold"] > 0 < row["search"]
+    assert result["operations"]["operations"] > result["operations"]["waits"] > 0
+    assert result["sqnr_against_cpu"] == {"mean_db": 0.0, "least_db": 0.0, "most_db": 0.0}
+    assert [each["bits"] for each in result["evaluation"]] == ["w4a4", "w8a8"]
+
+
 def test_limits(tiny_demo, result_of, monkeypatch):
     roofs = Roofs(library.levels()[-1], 1e11, 1e10, 5e9, ((1 << 15, 2e11), (0, 1e10)))
     monkeypatch.setattr(limits.roof, "measure", lambda level: roofs)

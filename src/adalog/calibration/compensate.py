@@ -357,7 +357,8 @@ def _refitted(
     means = both.means()
     whole, mean_x, mean_y = both.about(*means), means[0] + seen.origin[0], means[1] + seen.origin[1]
     start = weight.double().reshape(groups, -1, weight.shape[1])
-    fits = choices.ridge and not (choices.robust and both.rows < start.shape[2])
+    enough = both.rows >= start.shape[2] or not choices.robust
+    fits, compensates = choices.ridge and enough, choices.compensate and enough
     floor = _ROUNDING * both.count * mean_x.square().mean(1)
     try:
         ridge = _RIDGE if fits else math.inf
@@ -365,14 +366,16 @@ def _refitted(
             ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
         target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
         damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
-        form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
+        form = whole.xx
+        if compensates:
+            form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
         raise CalibrationError(
             f"{group.name} cannot be corrected, because products of its inputs or outputs overflow or "
             f"vanish ({one_line(cause)}): pin this site to 32 bits to keep it in float"
         ) from cause
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
-    if choices.compensate:
+    if compensates:
         codes, levels = rounded(target, form, levels)
     elif choices.ridge:
         codes = levels.quantize(target)
