@@ -94,6 +94,7 @@ def released_config(content: dict[str, Any]) -> Config:
     if method not in METHODS:
         raise typer.BadParameter(f"method {method!r} is none of {', '.join(METHODS)}")
     config = Config.preset(f"w{bits['weight']}a{bits['activation']}s{bits['softmax']}", METHODS[method])
+    config = replace(config, stages=())
     if isinstance(config.search, RangeSearch):
         ranges = replace(config.search, percentiles=tuple(content["percentiles"]))
         return replace(config, input_bits=bits["patch_embed_input"], search=ranges)
@@ -181,7 +182,7 @@ def main(
         ok &= passes(content, files[name])
         if "method" in content or content["post_gelu"] != "adalog" or not content["fpcs"]:
             continue
-        ours_config = Config.preset(config.bits, "adalog")
+        ours_config = replace(Config.preset(config.bits, "adalog"), stages=())
         ours = calibration.search(ours_config)
         ratios = {
             layer_name(site): site.mean_square_error() / content["relative_output_mse"][layer_name(site)]["mse"]

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -178,7 +178,8 @@ def measure(given: argparse.Namespace, work: Path) -> None:
     def searched(bits: str, seed: int) -> tuple[Calibration, Assigned, float]:
         calibration = Calibration(case.model, case.drawn(IMAGES, seed), seed=seed)
         stage = staged(f"{bits}-search-{IMAGES}-{seed}")
-        assigned = calibration.assign(Config.preset(bits), stage.progress, partial=stage.path)
+        alone = replace(Config.preset(bits), stages=())
+        assigned = calibration.assign(alone, stage.progress, partial=stage.path)
         return calibration, assigned, stage.seconds()
 
     @cache

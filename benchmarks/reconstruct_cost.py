@@ -61,7 +61,7 @@ def main(steps: int = 15, images: int = 32, seed: int = 0, json: Path = RESULTS 
     torch.manual_seed(seed)
     model = timm.create_model(MODEL, pretrained=False, depth=2).eval()
     noise = torch.randn(images * 8 // 7 + 1, 3, 224, 224)  # every eighth image evaluates the block
-    config = replace(Config.preset("w4a4"), images=2, search=Search(rounds=1, steps=1, rough_rows=0))
+    config = replace(Config.preset("w4a4"), images=2, search=Search(rounds=1, steps=1, rough_rows=0), stages=())
     calibration = Calibration(model, noise[:2], seed=seed)
     assigned = calibration.assign(config)
     blocks = find_blocks(calibration.program)

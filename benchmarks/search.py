@@ -148,7 +148,7 @@ def quantize_whole(spec: str, blocks: int, count: int, data: Path | None, seed: 
     """Return the cost of `adalog.quantize` with its defaults, and the floor. Call this in a process of its own."""
     torch.set_num_threads(1)
     case = load_case(spec, blocks, count, data, seed)
-    config = replace(Config.preset(bits), images=count)
+    config = replace(Config.preset(bits), images=count, stages=())
     cpu, wall = time.process_time(), time.perf_counter()
     with progress_bar() as progress:
         task = progress.add_task("capture")
@@ -245,7 +245,7 @@ def draw(axes: dict[str, dict[str, Any]], path: Path) -> None:
 
 def variants(bits: str) -> dict[str, Config]:
     """Return the default, the default with one part changed, and the search as the paper describes it."""
-    usual = Config.preset(bits)
+    usual = replace(Config.preset(bits), stages=())
     search = usual.search
     assert isinstance(search, Search)
     changed = {
@@ -332,7 +332,7 @@ def main(
     if golden_files is not None:
         result = check_golden(golden_files)
     elif scaling:
-        result = {**key, **scale(Config.preset(bits), key, work, seed, out.with_suffix(".png"))}
+        result = {**key, **scale(replace(Config.preset(bits), stages=()), key, work, seed, out.with_suffix(".png"))}
     elif full:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             result = {**given, **pool.apply(quantize_whole, (model, blocks, images, data, seed, bits))}
