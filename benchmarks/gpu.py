@@ -117,10 +117,14 @@ def measure_quantization(name: str, model: nn.Module, images: Tensor, config: Co
         torch.cuda.reset_peak_memory_stats(device)
     capturing, calibration = timed(device, lambda: Calibration(model, images))
     searching, _ = timed(device, lambda: calibration.assign(replace(config, stages=())))
-    both, _ = timed(device, lambda: calibration.assign(config))
+    correcting, _ = timed(device, lambda: calibration.assign(config))  # the calibration keeps the result of the search
     peak = round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
-    seconds = {"cold": cold, "capture": capturing, "search": searching, "search_and_stages": both}
-    return {"model": name, **{part: round(value, 2) for part, value in seconds.items()}, "peak_gib": peak}
+    seconds = {"cold": cold, "capture": capturing, "search": searching, "correction": correcting}
+    return {
+        "model": name.partition(":")[0],
+        **{part: round(value, 2) for part, value in seconds.items()},
+        "peak_gib": peak,
+    }
 
 
 def measure_operations(model: nn.Module, images: Tensor, config: Config) -> dict[str, Any]:
@@ -132,14 +136,15 @@ def measure_operations(model: nn.Module, images: Tensor, config: Config) -> dict
     if images.device.type == "cuda":
         from torch.profiler import ProfilerActivity, profile
 
+        # The calibration keeps the result of the search, so this is the correction alone.
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             seconds, _ = timed(images.device, lambda: calibration.assign(config))
         kernels = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         busy = sum(event.device_time for event in kernels) / 1e6
         found |= {
-            "launches": len(kernels),
-            "seconds_profiled": round(seconds, 2),
-            "busy_share": round(busy / seconds, 3),
+            "launches_of_correction": len(kernels),
+            "seconds_profiled_of_correction": round(seconds, 2),
+            "busy_share_of_correction": round(busy / seconds, 3),
         }
     return found
 

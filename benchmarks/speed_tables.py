@@ -314,7 +314,8 @@ def gpu_table() -> str:
         lines += [
             [f"{what}: the first time", f"{row['cold']} s"],
             [f"{what}: again, capture", f"{row['capture']} s"],
-            [f"{what}: again, search and correction", f"{row['search_and_stages']} s"],
+            [f"{what}: again, search", f"{row['search']} s"],
+            [f"{what}: again, correction", f"{row['correction']} s"],
             [f"{what}: peak of GPU memory", f"{row['peak_gib']} GiB"],
         ]
     part = f"{operations['blocks']} of its blocks"
@@ -322,8 +323,11 @@ def gpu_table() -> str:
         [f"{part}: computing operations", f"{operations['operations']:,}"],
         [f"{part}: copies between types or devices", f"{operations['copies']:,}"],
         [f"{part}: waits for the GPU", f"{operations['waits']:,}"],
-        [f"{part}: launches of kernels", f"{operations['launches']:,}"],
-        [f"{part}: share of the time in which the GPU computes", f"{100 * operations['busy_share']:.0f} %"],
+        [f"{part}: launches of kernels in the correction", f"{operations['launches_of_correction']:,}"],
+        [
+            f"{part}: share of the correction's time in which the GPU computes",
+            f"{100 * operations['busy_share_of_correction']:.0f} %",
+        ],
     ]
     off = result["sqnr_against_cpu"]
     lines.append(
@@ -335,6 +339,8 @@ def gpu_table() -> str:
         lines.append(
             [f"{what}: fake quantization, executor `torch`", f"{speeds['fake_quantization']}, {speeds['torch']}"]
         )
+        what = f"classes on which these two agree, {row['bits'].upper()}, random images and a short search"
+        lines.append([what, f"{100 * row['agreement']:.0f} %"])
     lines.append(["images per second, float model", str(result["evaluation"][0]["images_per_second"]["float"])])
     note = f"{result['device']}; the images are random. {source('gpu')}"
     return f"{markdown_table(['what', 'measured'], lines)}\n\n{note}"

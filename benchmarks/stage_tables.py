@@ -8,8 +8,8 @@ from typing import Any
 from adalog.study.markdown import markdown
 
 STAGES = {
-    "search": "`adalog`: the search",
-    "correction": "`adalog+`: correction",
+    "search": "the search of `adalog`",
+    "correction": "correction",
     "reconstruction": "reconstruction of blocks",
     "end-to-end": "`adalog++`: end to end",
 }

@@ -250,7 +250,6 @@ def test_folds(tiny_demo, result_of):
     assert search_tables.folds_table()
 
 
-@needs_kernels
 def test_gpu(tiny_timm, quick_presets, result_of):
     """On the processor, where it compares the processor with itself."""
     result = result_of(gpu, "--models", "vit", "--device", "cpu", "--images", 2, "--batch", 2, "--blocks", 1)
@@ -261,6 +260,7 @@ def test_gpu(tiny_timm, quick_presets, result_of):
     assert [each["bits"] for each in result["evaluation"]] == ["w4a4", "w8a8"]
 
 
+@needs_kernels
 def test_limits(tiny_demo, result_of, monkeypatch):
     roofs = Roofs(library.levels()[-1], 1e11, 1e10, 5e9, ((1 << 15, 2e11), (0, 1e10)))
     monkeypatch.setattr(limits.roof, "measure", lambda level: roofs)

@@ -517,8 +517,27 @@ def test_means_move_as_far_as_weights(pool, searched, coefficient):
     mean_x, mean_y = mean_x[0] + seen.origin[0][0], mean_y[0] + seen.origin[1][0]
     bias = torch.cat([program.tensors[site.bias] for site in group.sites]).double()
     own = weight.double() @ (mean_x + assignment.fold.beta.double()) + bias
-    found = after.right.dequantize().double().reshape(weight.shape) @ mean_x + after.bias.double()
-    assert torch.allclose(found, own.lerp(mean_y, coefficient), atol=1e-4)
+    found = after.right.dequantize().double().reshape(weight.shape)
+    means = found @ mean_x + after.bias.double()
+    assert torch.allclose(means, own.lerp(mean_y, coefficient), atol=1e-4)
+    # The SQNR counts the means that are left.
+    whole = (seen.fit + seen.held).about(*(seen.fit + seen.held).means())
+    noise = whole.error(found[None]).sum() + whole.count * (mean_y - means).square().sum()
+    assert after.sqnr == pytest.approx(10 * math.log10(float(whole.yy.sum() / noise)), abs=1e-3)
+
+
+def test_very_wide_weights_keep_their_assignments(pool, searched, monkeypatch):
+    calibration, before = searched
+    monkeypatch.setattr(compensate, "_INPUTS", 30)
+    after = corrected(calibration.program, [pool[:8]], before, Correction())
+    widths = {
+        group.name: calibration.program.tensors[group.first.right][0].numel()
+        for group, _ in before
+        if group.first.role in ("linear", "conv")
+    }
+    kept = {group.name for (group, one), (_, other) in zip(before, after, strict=True) if one is other}
+    assert kept & widths.keys() == {name for name, width in widths.items() if width > 30}
+    assert min(widths.values()) <= 30 < max(widths.values())
 
 
 @pytest.mark.slow
@@ -526,8 +545,9 @@ def test_a_correction_of_the_calibration_images_lowers_the_error_of_others(tiny,
     """By default it fits the images that calibrated."""
     calibration, before = searched
     config = replace(LOW, stages=(Correction(),))
-    assert config.images_fitted == LOW.images
+    assert config.images_fitted == 0
     after = calibration.quantize(config)
+    assert "fitted" not in after.provenance
     plain = QuantizedModel(calibration.build_program(before, replace(LOW, stages=())))
     wanted = predict(tiny, pool[24:])
     errors = [logit_error(predict(model, pool[24:]), wanted) for model in (plain, after)]

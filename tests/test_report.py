@@ -329,7 +329,7 @@ def test_the_command_that_made_it(subject, content):
     config = replace(config, images=16, pinned=(("head", 8), ("a b", 32)))
     made = replace(subject, quantized=replace(quantized, config=config, provenance={"seed": 3}), name="my file")
     assert _command(made) == (
-        "adalog quantize MODEL --data IMAGES --bits w4a4s3 --method adalog --images 16 --reconstruct-images 64 "
+        "adalog quantize MODEL --data IMAGES --bits w4a4s3 --method adalog+ --images 16 --reconstruct-images 64 "
         "--seed 3 --pin head=8 --pin 'a b=32' -o 'my file'"
     )
 

@@ -181,7 +181,7 @@ class Config:
             >>> adalog.Config.preset("w4a4", "adalog++").with_fitted_images(256).images_needed
             256
         """
-        if not self.images_fitted:
+        if not any(isinstance(stage, Fitting) for stage in self.stages):
             raise ValueError(f"no stage fits images, so {images} images cannot be fitted: choose the method adalog+")
         stages = [
             dataclasses.replace(each, images=images) if isinstance(each, Fitting) else each for each in self.stages
@@ -190,8 +190,8 @@ class Config:
 
     @property
     def images_fitted(self) -> int:
-        """The number of images that the stages fit; 0 if no stage fits images."""
-        return max((stage.images or self.images for stage in self.stages if isinstance(stage, Fitting)), default=0)
+        """The number of images that the stages fit; 0 if they fit no images, or those that calibrate."""
+        return max((stage.images or 0 for stage in self.stages if isinstance(stage, Fitting)), default=0)
 
     @property
     def images_needed(self) -> int:

@@ -6,7 +6,7 @@ all rows of the images. The weight W minimises
 
     sum |y - W x|^2 + ridge |W - W_0|^2
 
-with the float weight W_0, and the bias matches the means. Rows count by their importance for the model's output
+with the float weight W_0, and the bias restores the means. Rows count by their importance for the model's output
 (`importance`). Without codes, the normal equations give the solution. Its codes are chosen one column after another,
 and each column passes its error on to the columns that follow (GPTQ, Frantar et al., ICLR 2023; the targets are the
 float network's outputs, as in GPTAQ, Li et al., ICML 2025). Then single codes change as long as the error falls. Only
@@ -17,9 +17,9 @@ quantized stream. It then also compensates for the errors of earlier sites. QwT 
 linear to each block for this purpose. Here the block's own weights do it, and the artifact needs no new parts.
 
 The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
-signal is left. So the target lies between the weight and its fit (a coefficient, as in MARR, arXiv 2605.17997), and is
-scaled until the site's outputs have as much power about their mean as in the float network. Without the scale, matched
-means would outweigh what is left of the signal. If the model's output is worse in the end, the stage changes nothing.
+signal is left. So the weight and the mean of its outputs move only a part of the way to their fits (a coefficient, as
+in MARR, arXiv 2605.17997), and the scales restore the power of the outputs about their mean. Otherwise, restored means
+would outweigh what is left of the signal. If the model's output is worse in the end, the stage changes nothing.
 """
 
 import math
@@ -57,7 +57,7 @@ _ALIKE = 10
 _OF_SUMS = 4 * torch.finfo(torch.float32).eps
 # Values whose variance is below this fraction of their mean square are constant except for rounding noise.
 _ROUNDING = 1e-10
-# The most and the least that a target is scaled to keep the power of the outputs.
+# The least and the most that scales are multiplied by to restore the power of the outputs.
 _GAINS = (0.5, 2.0)
 # The most bytes that the patches of a convolution take at a time.
 _PATCHES = 2**26
@@ -65,6 +65,8 @@ _PATCHES = 2**26
 _ROWS = 2**17
 # The most passes that change codes after the first choice.
 _SWEEPS = 4
+# Weights with more inputs keep their assignments, because the moments would take over half a gigabyte.
+_INPUTS = 8192
 # The codes of this many inputs are chosen before one product updates all later inputs.
 _BLOCK = 64
 
@@ -142,12 +144,12 @@ def corrected(
 ) -> list[tuple[SiteGroup, Assignment]]:
     """Return the assignments with corrected codes, scales and biases for every quantized weight.
 
-    Three kinds of sites keep their assignments: sites of attention, float weights, and layers that are called in
-    several pieces of the program, because the inputs of a later call depend on the weight. weights: the result of
-    `row_weights` on images of the same size, or None if all rows count alike. memory: bytes for the values
-    held at a time, for both networks together; the moments of one site come on top. partial: finished sites are read
-    from it, and new ones are added. Raises CalibrationError if the products of a site's inputs or outputs overflow or
-    vanish.
+    Some sites keep their assignments: those of attention, float weights, weights with more than 8,192 inputs, and
+    layers that are called in several pieces of the program, because the inputs of a later call depend on the weight.
+    weights: the result of `row_weights` on images of the same size, or None if all rows count alike. memory: bytes for
+    the values held at a time, for both networks together; the moments of one site come on top. partial: finished sites
+    are read from it, and new ones are added. Raises CalibrationError if the products of a site's inputs or outputs
+    overflow or vanish.
     """
     current = list(assigned)
     share = None if memory is None else memory // 2
@@ -161,7 +163,7 @@ def corrected(
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
         for index in inside:
             group, assignment = current[index]
-            if not _can_be_corrected(group, assignment, names):
+            if not _can_be_corrected(program, group, assignment, names):
                 continue
             key = f"correction of {group.name}"
             after = None if partial is None else partial.get(key, images[0].device)
@@ -183,9 +185,11 @@ def corrected(
     return current
 
 
-def _can_be_corrected(group: SiteGroup, assignment: Assignment, names: set[str]) -> bool:
+def _can_be_corrected(program: Program, group: SiteGroup, assignment: Assignment, names: set[str]) -> bool:
     """Return True for a group with quantized weights that is called in this piece alone. names: the piece's nodes."""
-    return assignment.right is not None and group.first.role in ("linear", "conv") and names.issuperset(group.nodes)
+    if assignment.right is None or group.first.role not in ("linear", "conv"):
+        return False
+    return program.tensors[group.first.right][0].numel() <= _INPUTS and names.issuperset(group.nodes)
 
 
 @dataclass(frozen=True)
@@ -366,7 +370,6 @@ def _refitted(
             ridge = chosen_ridge(seen.fit, held, start) * seen.fit.count / both.count
         target = start.lerp(_target(whole, start, ridge, floor), choices.coefficient)
         damping = max(_DAMPING, _ALIKE * start.shape[2] / both.rows) if choices.robust else _DAMPING
-        form = whole.xx
         if compensates:
             form, _ = _form(whole, damping if math.isinf(ridge) else max(ridge, damping), floor)
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
@@ -377,12 +380,13 @@ def _refitted(
     levels = right.quantizer.map(lambda value: value.double().reshape(groups, -1, 1).expand(*start.shape[:2], 1))
     if compensates:
         codes, levels = rounded(target, form, levels)
-    elif choices.ridge:
+    elif choices.ridge or choices.compensate:
         codes = levels.quantize(target)
     else:
         codes = right.codes.double().reshape(start.shape)
     if choices.robust and (choices.ridge or choices.compensate):
-        levels = replace(levels, scale=_gain(whole, target, mean_y) * levels.scale)  # type: ignore[type-var]
+        gain = _gain(whole, levels.dequantize(codes), mean_y)
+        levels = replace(levels, scale=gain * levels.scale)  # type: ignore[type-var]
     shape, dtype = right.codes.shape, right.quantizer.scale.dtype
     stored = QuantizedTensor(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))
@@ -391,17 +395,18 @@ def _refitted(
     own = _own_bias(program, group, assignment).double().reshape(mean_y.shape) + (start @ mean_x[..., None])[..., 0]
     bias = (own.lerp(mean_y, choices.coefficient) - (found @ mean_x[..., None])[..., 0]).flatten()
     signal = whole.yy if both.rows > 1 else mean_y.square()  # a single row equals its mean
-    sqnr = decibels(float(signal.sum()), float(whole.error(found).sum()))
+    gap = mean_y - (found @ mean_x[..., None])[..., 0] - bias.reshape(mean_y.shape)
+    sqnr = decibels(float(signal.sum()), float((whole.error(found) + both.count * gap.square()).sum()))
     return replace(assignment, right=stored, bias=bias.to(weight.dtype), sqnr=sqnr)
 
 
-def _gain(moments: Moments, target: Tensor, mean_y: Tensor) -> float:
+def _gain(moments: Moments, weight: Tensor, mean_y: Tensor) -> float:
     """Return the factor with which a weight's outputs have the power of the targets about their mean.
 
     One factor for all outputs: a class token can have nearly all the weight of the rows, and then few rows decide.
-    target: (G, O, K). mean_y: (G, O).
+    weight: (G, O, K). mean_y: (G, O).
     """
-    power, wanted = float(((target @ moments.xx) * target).sum()), float(moments.yy.sum())
+    power, wanted = float(((weight @ moments.xx) * weight).sum()), float(moments.yy.sum())
     least = _ROUNDING * moments.count * float(mean_y.square().sum())
     if not (power > least and wanted > least):  # constant outputs, or a single row
         return 1.0

@@ -27,7 +27,7 @@ from adalog.study.figures import CAPTIONS, LEVEL_METHODS
 from adalog.study.levels import histogram_panels, level_figure
 
 METHODS = (*LEVEL_METHODS, "adalog+")
-# Defaults of --bits and --methods: quantizers at 4 bits; at fewer bits, the search without and with a correction.
+# Defaults of --bits and --methods: quantizers at 4 bits; at fewer bits, a correction from 32 and from 128 images.
 PLAN = {"w4a4": LEVEL_METHODS, "w3a3": ("adalog", "adalog+"), "w2a2": ("adalog", "adalog+")}
 # Defaults for the bundled detector.
 DETECTOR_BITS, DETECTOR_METHODS = ("w6a6", "w4a4"), ("adalog", "repq-vit", "uniform", "minmax")

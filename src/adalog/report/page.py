@@ -228,12 +228,13 @@ def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses |
 
 def _method(config: Config) -> str | None:
     """Return the method whose settings these are, apart from pinned bits and the number of images."""
-    for name in METHODS:
-        preset = replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned)
-        fitted = config.images_fitted
-        if config in (preset, preset.with_fitted_images(fitted) if fitted and preset.images_fitted else preset):
-            return name
-    return None
+    presets = {
+        name: replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned) for name in METHODS
+    }
+    others = dict[str, Config]()
+    if fitted := config.images_fitted:
+        others = {name: preset.with_fitted_images(fitted) for name, preset in presets.items() if preset.images_fitted}
+    return next((name for each in (presets, others) for name, preset in each.items() if preset == config), None)
 
 
 def _command(subject: Subject) -> str | None:

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from adalog.choices import AnySearch, Fitting, Reconstruction, ReleasedSearch, Search, Stage
+from adalog.choices import AnySearch, Reconstruction, ReleasedSearch, Search, Stage
 from adalog.config import Config
 from adalog.methods import METHODS
 
@@ -130,7 +130,7 @@ def _fitted(bits: str) -> Iterator[Row]:
     yield Row(("adalog", "no"), _config(bits))
     for name in METHODS:
         config = _config(bits, name)
-        if any(isinstance(stage, Fitting) and stage.images for stage in config.stages):
+        if config.images_fitted:
             stages = config.with_fitted_images(FITTED_IMAGES).stages
             yield Row((name, _stages_name(stages)), replace(config, stages=stages))
             if name == "adalog+":
