@@ -131,7 +131,7 @@ def test_grouped_convolutions(method):
 @pytest.mark.parametrize("law", ["log2", pytest.param("log-sqrt2", marks=pytest.mark.slow), "twin"])
 def test_other_quantizers_go_with_either_search(calibrations, law, search):
     softmax = "uniform" if law == "twin" else law
-    config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search)
+    config = Config(images=4, post_softmax=softmax, post_gelu=law, search=search, stages=())
     torch.manual_seed(0)
     padded = Calibration(Convolutional().eval(), torch.randn(4, 3, 16, 16))
     kind = {"log2": "4-bit log 2^(1/1)", "log-sqrt2": "4-bit log 2^(1/2)", "twin": "4-bit twin uniform"}[law]

@@ -24,7 +24,7 @@ from stored import serialise
 from toys import Toy
 
 IMAGES = torch.randn(33, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-CONFIG = Config(images=33, search=Search(rounds=1, steps=1))
+CONFIG = Config(images=33, search=Search(rounds=1, steps=1), stages=())
 
 
 def needs_of(program):

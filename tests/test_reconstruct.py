@@ -30,7 +30,7 @@ from stored import deserialise, serialise
 from toys import TOKENS, Toy, tokens_config
 
 SHORT = Search(rounds=1, steps=1, rough_rows=0)
-LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT)
+LOW = Config(weight_bits=2, activation_bits=3, softmax_bits=3, images=8, search=SHORT, stages=())
 STAGE = Reconstruction(images=24, iterations=24, batch=8, drop=0.1, rate=0.05, scale_rate=0.01)
 
 

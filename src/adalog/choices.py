@@ -321,9 +321,10 @@ class Correction:
             a residual stream, the difference between the float stream and the quantized stream.
         coefficient: How far a weight, and the mean of its outputs, move from their own values (0) to the fitted values
             (1) before the weight is rounded.
-        robust: Scale each weight so that its outputs keep their power; give a weight with more inputs than rows its
-            nearest codes; let codes compensate for each other less if there are few rows per input; and change nothing
-            at all if the error of the model's output is larger in the end. Published methods do none of this.
+        robust: Scale each weight so that its outputs, without rounding, keep their power; give a weight with more
+            inputs than rows its nearest codes; let codes compensate for each other less if there are few rows per
+            input; and change nothing at all if the error of the model's output is larger in the end. Published methods
+            do none of this.
         importance: Rows (tokens) count by their squared gradient to this power, as in `Search`. With 0, all rows count
             alike.
 

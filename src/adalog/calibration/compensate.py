@@ -18,8 +18,9 @@ linear to each block for this purpose. Here the block's own weights do it, and t
 
 The inputs of a site are noisy, so a fit pulls its outputs towards their mean, and after twelve blocks little of the
 signal is left. So the weight and the mean of its outputs move only a part of the way to their fits (a coefficient, as
-in MARR, arXiv 2605.17997), and the scales restore the power of the outputs about their mean. Otherwise, restored means
-would outweigh what is left of the signal. If the model's output is worse in the end, the stage changes nothing.
+in MARR, arXiv 2605.17997). The scales then restore the power that the outputs lack about their mean, as it would be
+without rounding. Otherwise, restored means would outweigh what is left of the signal. If the model's output is worse in
+the end, the stage changes nothing.
 """
 
 import math
@@ -385,8 +386,7 @@ def _refitted(
     else:
         codes = right.codes.double().reshape(start.shape)
     if choices.robust and (choices.ridge or choices.compensate):
-        gain = _gain(whole, levels.dequantize(codes), mean_y)
-        levels = replace(levels, scale=gain * levels.scale)  # type: ignore[type-var]
+        levels = replace(levels, scale=_gain(whole, target, mean_y) * levels.scale)  # type: ignore[type-var]
     shape, dtype = right.codes.shape, right.quantizer.scale.dtype
     stored = QuantizedTensor(
         codes.to(torch.uint8).reshape(shape), levels.map(lambda value: value.to(dtype).reshape(*shape[:-1], 1))

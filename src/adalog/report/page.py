@@ -228,13 +228,14 @@ def _operand(side: str, operand: Operand, site: SiteFacts, sensitivity: Losses |
 
 def _method(config: Config) -> str | None:
     """Return the method whose settings these are, apart from pinned bits and the number of images."""
-    presets = {
-        name: replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned) for name in METHODS
-    }
-    others = dict[str, Config]()
-    if fitted := config.images_fitted:
-        others = {name: preset.with_fitted_images(fitted) for name, preset in presets.items() if preset.images_fitted}
-    return next((name for each in (presets, others) for name, preset in each.items() if preset == config), None)
+    for fitted in (0, config.images_fitted):  # exactly as published, or with another number of fitted images
+        for name in METHODS:
+            preset = replace(Config.preset(config.bits, name), images=config.images, pinned=config.pinned)
+            if fitted and preset.images_fitted:
+                preset = preset.with_fitted_images(fitted)
+            if preset == config:
+                return name
+    return None
 
 
 def _command(subject: Subject) -> str | None:
