@@ -82,19 +82,17 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         drawn = case.drawn(IMAGES + most, seed)
         return Calibration(case.model, drawn[:IMAGES], seed=seed), drawn[IMAGES:]
 
+    search = Config(stages=())  # the losses of single operands and of mixes are those of searches
+
     def alone(seed: int, count: int) -> tuple[dict[str, Any], float]:
         calibration, judged = calibrated(seed)
         start, searched = time.process_time(), 0.0
         for width in given.widths:  # search first, so that the seconds below include no search
             begun = time.process_time()
-            calibration.assign(
-                at_width(Config(stages=()), width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}")
-            )
+            calibration.assign(at_width(search, width), told(f"{width} bits"), partial=place(f"search-{width}-{seed}"))
             searched += time.process_time() - begun
         rows = place(f"rows-{count}-{seed}")
-        found = sensitivity(
-            calibration, Config(stages=()), [judged[:count]], given.widths, partial=rows, progress=told("alone")
-        )
+        found = sensitivity(calibration, search, [judged[:count]], given.widths, partial=rows, progress=told("alone"))
         return found.to_json(), round(time.process_time() - start - searched, 1)
 
     def chosen_by(seed: int, count: int = given.judged) -> tuple[Sensitivity, float]:
@@ -139,9 +137,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         losses = {(row.unit, row.operand, row.bits): row.loss for row in found.rows}
         units = {site.site: unit for unit in found.units for site in unit.sites}
         by_width = {
-            width: dict(
-                _named(calibration.assign(at_width(Config(stages=()), width), partial=place(f"search-{width}-0")))
-            )
+            width: dict(_named(calibration.assign(at_width(search, width), partial=place(f"search-{width}-0"))))
             for width in given.widths
         }
         judged = judged[: given.judged]
@@ -150,7 +146,7 @@ def measure(given: argparse.Namespace, work: Path) -> None:
         for _ in range(MIXES):
             width_of = {unit.name: draws.choice(given.widths) for unit in found.units}
             mix = [(group, by_width[width_of[units[group.name].name]][group.name]) for group in calibration.groups]
-            output = predict(QuantizedModel(calibration.build_program(mix, Config(stages=()))), judged)
+            output = predict(QuantizedModel(calibration.build_program(mix, search)), judged)
             foretold = sum(
                 losses.get((unit.name, kind, width_of[unit.name]), 0.0)
                 for unit in found.units

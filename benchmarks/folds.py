@@ -38,9 +38,8 @@ def main(json_out: Annotated[Path, typer.Option("--json")] = RESULTS / "folds.js
     held_out = Calibration(model, demo.test_images()[0][:200])
     rows: list[dict[str, Any]] = []
     for bits in (3, 4, 6, 8):
-        config = replace(
-            Config.preset(f"w{bits}a{bits}"), fold_rows=10**9, stages=()
-        )  # so many rows prevent every fold
+        # So many rows prevent every fold.
+        config = replace(Config.preset(f"w{bits}a{bits}"), fold_rows=10**9, stages=())
         sites = [pair.sites[0] for pair in calibration.pairs if not pair.refusal]
         plain = {searched.sites[0].name: searched for searched in calibration.search(config, sites)}
         folds = {}

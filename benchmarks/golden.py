@@ -94,7 +94,6 @@ def released_config(content: dict[str, Any]) -> Config:
     if method not in METHODS:
         raise typer.BadParameter(f"method {method!r} is none of {', '.join(METHODS)}")
     config = Config.preset(f"w{bits['weight']}a{bits['activation']}s{bits['softmax']}", METHODS[method])
-    config = replace(config, stages=())
     if isinstance(config.search, RangeSearch):
         ranges = replace(config.search, percentiles=tuple(content["percentiles"]))
         return replace(config, input_bits=bits["patch_embed_input"], search=ranges)

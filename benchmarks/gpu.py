@@ -36,35 +36,8 @@ from adalog import Calibration, Config, Search
 from adalog.study.doctor import machine
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "swin_small_patch4_window7_224")
-# Views and allocations compute nothing.
-_FREE = [
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "expand",
-    "permute",
-    "transpose",
-    "t",
-    "slice",
-    "select",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "alias",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "chunk",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "empty_strided",
-    "diagonal",
-    "unfold",
-    "lift_fresh",
-    "narrow",
-]
+# Like views, these compute nothing.
+_FREE = ("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided")
 _COPIES = ("_to_copy", "copy_")
 _WAITS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select")
 
@@ -79,7 +52,7 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         kind = "copies" if name in _COPIES else "waits" if name in _WAITS else "operations"
-        if name not in _FREE:
+        if not (func.is_view or name in _FREE):
             self.kinds[kind] += 1
         return func(*args, **(kwargs or {}))
 
@@ -132,7 +105,7 @@ def measure_operations(model: nn.Module, images: Tensor, config: Config) -> dict
     calibration = Calibration(model, images)
     with Counts() as counts:
         calibration.assign(config)
-    found: dict[str, Any] = {"groups": len(calibration.groups), **counts.kinds}
+    asked: dict[str, Any] = {"groups": len(calibration.groups), **counts.kinds}
     if images.device.type == "cuda":
         from torch.profiler import ProfilerActivity, profile
 
@@ -141,12 +114,12 @@ def measure_operations(model: nn.Module, images: Tensor, config: Config) -> dict
             seconds, _ = timed(images.device, lambda: calibration.assign(config))
         kernels = [event for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         busy = sum(event.device_time for event in kernels) / 1e6
-        found |= {
+        asked |= {
             "launches_of_correction": len(kernels),
             "seconds_profiled_of_correction": round(seconds, 2),
             "busy_share_of_correction": round(busy / seconds, 3),
         }
-    return found
+    return asked
 
 
 def compare_devices(model: nn.Module, images: Tensor, config: Config) -> dict[str, float]:

@@ -307,32 +307,27 @@ def export_table() -> str:
 def gpu_table() -> str:
     """Return what quantization and evaluation take on a GPU."""
     result = read("gpu")
-    operations = result["operations"]
     lines = []
     for row in result["rows"]:
         what = f"{row['model']}, {result['bits'].upper()}, {result['images']} images"
-        lines += [
-            [f"{what}: the first time", f"{row['cold']} s"],
-            [f"{what}: again, capture", f"{row['capture']} s"],
-            [f"{what}: again, search", f"{row['search']} s"],
-            [f"{what}: again, correction", f"{row['correction']} s"],
-            [f"{what}: peak of GPU memory", f"{row['peak_gib']} GiB"],
-        ]
-    part = f"{operations['blocks']} of its blocks"
-    lines += [
-        [f"{part}: computing operations", f"{operations['operations']:,}"],
-        [f"{part}: copies between types or devices", f"{operations['copies']:,}"],
-        [f"{part}: waits for the GPU", f"{operations['waits']:,}"],
-        [f"{part}: launches of kernels in the correction", f"{operations['launches_of_correction']:,}"],
-        [
-            f"{part}: share of the correction's time in which the GPU computes",
-            f"{100 * operations['busy_share_of_correction']:.0f} %",
-        ],
-    ]
-    off = result["sqnr_against_cpu"]
-    lines.append(
-        [f"{part}: SQNR minus that of a CPU [dB]", f"{off['mean_db']} ({off['least_db']} to {off['most_db']})"]
-    )
+        measured = {
+            "the first time": f"{row['cold']} s",
+            "again, capture": f"{row['capture']} s",
+            "again, search": f"{row['search']} s",
+            "again, correction": f"{row['correction']} s",
+            "peak of GPU memory": f"{row['peak_gib']} GiB",
+        }
+        lines += [[f"{what}: {part}", value] for part, value in measured.items()]
+    counts, off = result["operations"], result["sqnr_against_cpu"]
+    measured = {
+        "computing operations": f"{counts['operations']:,}",
+        "copies between types or devices": f"{counts['copies']:,}",
+        "waits for the GPU": f"{counts['waits']:,}",
+        "launches of kernels in the correction": f"{counts['launches_of_correction']:,}",
+        "share of the correction's time in which the GPU computes": f"{100 * counts['busy_share_of_correction']:.0f} %",
+        "SQNR minus that of a CPU [dB]": f"{off['mean_db']} ({off['least_db']} to {off['most_db']})",
+    }
+    lines += [[f"{counts['blocks']} of its blocks: {part}", value] for part, value in measured.items()]
     for row in result["evaluation"]:
         speeds = row["images_per_second"]
         what = f"images per second, {row['batch']} at a time, {row['bits'].upper()}"

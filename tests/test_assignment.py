@@ -299,7 +299,7 @@ def test_a_short_search_keeps_what_a_better_one_has_found(calibration, fast):
 
 
 def test_a_start_stays_where_searches_go_wrong(small, fast, monkeypatch):
-    config = replace(fast, search=replace(fast.search, refit=False), tables="float", stages=())
+    config = replace(fast, search=replace(fast.search, refit=False), tables="float")
     start = small.assign(config)
 
     def wrong(operand, other, other_hat, search, incumbent, *, nearby=False):

@@ -167,8 +167,9 @@ def test_every_method_takes_layers_that_are_called_several_times(method, pyramid
         Config(4, 4, 4, images=8, stages=()),
         replace(Config.preset("w4a4", "minmax"), images=8),
         Config(4, 4, 4, images=8, stages=(Correction(images=8, coefficient=1.0, robust=False),)),
+        Config(4, 4, 4, images=8, stages=(Correction(importance=0.0),)),
     ],
-    ids=["search", "minmax", "corrected"],
+    ids=["search", "minmax", "fitted", "corrected"],
 )
 def test_two_calls_are_calibrated_as_one_on_both(config):
     if isinstance(config.search, Search):  # the probes of importance give two calls other random signs than one

@@ -599,7 +599,8 @@ def test_it_is_stored_and_runs_in_integers(tiniest, pool):
     assert model.provenance["fitted_images"] == 24
     plain = adalog.quantize(tiniest, pool, LOW)
     content = serialise(model)
-    assert abs(len(content) / len(serialise(plain)) - 1) < 0.02
+    sizes = [len(file) - int.from_bytes(file[:8], "little") for file in (content, serialise(plain))]
+    assert abs(sizes[0] / sizes[1] - 1) < 0.01  # of all but the header, whose text tells of the stage
     stored = deserialise(content)
     assert stored.config == config
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_the_relative_error_is_that_at_the_best_factor():
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("most", [3, 64])
 def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
-    """As logits or as features, in batches of images."""
+    """As logits or as features, in batches of images or at once."""
 
     def function(m, x):
         x = x + m.one(m.norm(x))
@@ -68,12 +68,13 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
     calibration = Calibration(model, images[:4])
     program = calibration.program
     quantized = rewritten(program, calibration.assign(CONFIG))
-    floats = Blocks(program, [images], find_pieces(program))
-    floats.batch = 2
-    same, other = output_errors(program, floats, [program, quantized])
-    wanted, values = (each.run([images])[:most].flatten(1) for each in (program, quantized))
-    assert same == pytest.approx(0, abs=1e-6)
-    assert other == pytest.approx(error(values, wanted), rel=1e-3, abs=1e-6)
+    wanted, values = (network.run([images])[:most].flatten(1) for network in (program, quantized))
+    for batch in (2, 8):
+        floats = Blocks(program, [images], find_pieces(program))
+        floats.batch = batch
+        same, other = output_errors(program, floats, [program, quantized])
+        assert same == pytest.approx(0, abs=1e-6)
+        assert other == pytest.approx(error(values, wanted), rel=1e-3, abs=1e-6)
 
 
 def test_outputs_that_are_not_finite_have_an_infinite_error():

@@ -588,9 +588,7 @@ def test_all_that_fits_images_fits_as_many_in_one_table():
     assert (search.names, search.config) == (("adalog", "no"), replace(Config.preset("w3a3"), stages=()))
     assert {row.config.images_fitted for row in fitted} == {1024}
     assert {row.config.bits for row in TABLES["D"].rows} == {"w4a4", "w3a3", "w2a2"}
-    names = [
-        name for name in METHODS if any(getattr(stage, "images", None) for stage in Config.preset("w3a3", name).stages)
-    ]
+    names = [name for name in METHODS if Config.preset("w3a3", name).images_fitted]
     assert [row.names[0] for row in fitted] == [names[0], *names]
     assert names[0] == "adalog+"
     assert "adalog" not in names  # with as many images it is adalog+

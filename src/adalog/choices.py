@@ -309,8 +309,8 @@ class Evolution:
 class Correction:
     """A stage that fits weights and biases to the outputs of the float network, in closed form.
 
-    `adalog.calibration.compensate` implements it, and the methods "adalog" and "adalog+" use it. The defaults
-    were chosen by measurement: docs/design/stages.md.
+    `adalog.calibration.compensate` implements it, and the methods "adalog" and "adalog+" use it. The defaults were
+    chosen by measurement: docs/design/stages.md.
 
     Args:
         images: Number of unlabelled images to fit. A site reads the first batches that give it 131,072 rows. None: the

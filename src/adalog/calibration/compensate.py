@@ -167,21 +167,21 @@ def corrected(
             if not _can_be_corrected(program, group, assignment, names):
                 continue
             key = f"correction of {group.name}"
-            after = None if partial is None else partial.get(key, images[0].device)
-            if after is None:
+            result = None if partial is None else partial.get(key, images[0].device)
+            if result is None:
                 stream = _stream(program, group) if choices.target == "stream" else None
                 seen = _seen(floats, quantized, number, group, rewritten(program, current), weights or {}, stream)
-                after = _refitted(program, group, assignment, seen, choices)
+                result = _refitted(program, group, assignment, seen, choices)
                 if partial is not None:
-                    partial.add(key, after)
-            current[index] = (group, after)
+                    partial.add(key, result)
+            current[index] = (group, result)
         quantized.change(number, rewritten(program, current))
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        before, after_all = output_errors(program, floats, [rewritten(program, each) for each in (assigned, current)])
-        if after_all > before:
+        before, after = output_errors(program, floats, [rewritten(program, assigned), rewritten(program, current)])
+        if after > before:
             return list(assigned)
     return current
 
