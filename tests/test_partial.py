@@ -257,7 +257,8 @@ def quantize_all(out, partial=None):
     torch.manual_seed(0)
     model = DemoViT(width=32, depth=2, heads=2).eval()
     images = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    adalog.quantize(model, images, Config.preset("w3a3"), partial=partial).save(out)
+    config = Config(weight_bits=3, activation_bits=3, search=Search(init=(8, 4), parents=4, steps=1, rounds=1))
+    adalog.quantize(model, images, config, partial=partial).save(out)
 
 
 @pytest.mark.slow

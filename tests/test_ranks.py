@@ -21,7 +21,7 @@ from PIL import Image
 from torch.distributed import DistNetworkError, HashStore
 
 import adalog
-from adalog import Calibration, Config
+from adalog import Calibration, Config, Search
 from adalog.calibration.partial import Partial
 from adalog.choices import Correction, Reconstruction
 from adalog.errors import RankError
@@ -360,13 +360,14 @@ def place(tmp_path_factory):
 
 
 def cut_short():
-    """A reconstruction of a hundred steps a block."""
+    """A brief search, and a reconstruction of forty steps a block."""
     preset = Config.preset
 
     def short(*given):
         config = preset(*given)
-        stages = (replace(one, iterations=100) if isinstance(one, Reconstruction) else one for one in config.stages)
-        return replace(config, stages=tuple(stages))
+        stages = (replace(one, iterations=40) if isinstance(one, Reconstruction) else one for one in config.stages)
+        search = Search(init=(8, 4), parents=4, steps=1, rounds=1)
+        return replace(config, search=search, stages=tuple(stages))
 
     Config.preset = staticmethod(short)
 

@@ -259,6 +259,8 @@ class Blocks:
         if not new:
             return True
         apart = self._mixed.isdisjoint(new) and self._batches.keeps_apart(given, new, program)
+        if not apart and len(new) > 1:  # find one that does not
+            return all(self._keep_apart(given, [name], program) for name in new)
         (self._apart if apart else self._mixed).update(new)
         return apart
 

@@ -162,20 +162,24 @@ def corrected(
     for number, piece in enumerate(pieces):
         names = set(piece.nodes)
         inside = [index for index, (group, _) in enumerate(current) if group.first.node.name in names]
-        for index in inside:
+        here = [index for index, (group, _) in enumerate(current) if not names.isdisjoint(group.changes)]
+        able = [index for index in inside if _can_be_corrected(program, *current[index], names)]
+        groups = [current[index][0] for index in able]
+        floats.keeps_apart(number, [name for group in groups for name in (*group.read, *group.nodes)])  # all at once
+        for index in able:
             group, assignment = current[index]
-            if not _can_be_corrected(program, group, assignment, names):
-                continue
             key = f"correction of {group.name}"
             result = None if partial is None else partial.get(key, images[0].device)
             if result is None:
                 stream = _stream(program, group) if choices.target == "stream" else None
-                seen = _seen(floats, quantized, number, group, rewritten(program, current), weights or {}, stream)
+                within = rewritten(program, [current[each] for each in here])
+                seen = _seen(floats, quantized, number, group, within, weights or {}, stream)
                 result = _refitted(program, group, assignment, seen, choices)
                 if partial is not None:
                     partial.add(key, result)
             current[index] = (group, result)
-        quantized.change(number, rewritten(program, current))
+        if able:
+            quantized.change(number, rewritten(program, current))
         done += len(inside)
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")

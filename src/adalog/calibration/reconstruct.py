@@ -110,7 +110,7 @@ def reconstructed(
                 progress(number * choices.iterations + step, len(blocks) * choices.iterations, name)
 
         names = {node.name for node in floats.nodes(number).nodes} - _leading_elsewhere(program, block)
-        members = [index for index, (group, _) in enumerate(current) if _read_by(group) <= names]
+        members = [index for index, (group, _) in enumerate(current) if group.changes <= names]
         keys = [f"{stage} of {current[index][0].name}" for index in members]
         done = {key: found for key in keys if partial is not None and (found := partial.get(key, device)) is not None}
         done = ranks.agreed(keys, done, coded(device))
@@ -133,11 +133,6 @@ def reconstructed(
         quantized.change(number, rewritten(program, current))
         report(choices.iterations)
     return current
-
-
-def _read_by(group: SiteGroup) -> set[str]:
-    """Return the operations that a group's assignment changes."""
-    return {*group.nodes} | ({group.pair.norm.name} if group.pair is not None else set())
 
 
 def _leading_elsewhere(program: Program, block: Block) -> set[str]:

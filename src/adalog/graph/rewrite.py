@@ -51,6 +51,11 @@ class SiteGroup:
         """The node names of all multiplications in the group."""
         return tuple(call.node.name for site in self.sites for call in site.calls)
 
+    @property
+    def changes(self) -> set[str]:
+        """The node names of all operations that an assignment of the group changes."""
+        return {*self.nodes} | ({self.pair.norm.name} if self.pair is not None else set())
+
 
 Assigned = Sequence[tuple[SiteGroup, Assignment]]  # the assignment of each group, in order of execution
 
