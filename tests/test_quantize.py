@@ -15,6 +15,7 @@ from adalog import Calibration, CalibrationError, CaptureError, Config, Correcti
 from adalog.calibration.calibration import digest
 from adalog.choices import BlockRefinement, ReleasedSearch
 from adalog.quantizers import QuantizedTensor
+from adalog.search import bounds
 from adalog.search.bounds import search_product
 from adalog.search.operand import Format, Operand
 from adalog.search.product import Product, with_table
@@ -132,7 +133,7 @@ def test_a_table_that_all_images_share_is_quantized_like_keys(per_head):
 @pytest.mark.parametrize("kind", ["adalog", "twin"])
 @torch.no_grad()
 def test_only_uniform_activations_have_a_scale_a_head_or_group(kind):
-    config = dataclasses.replace(CONFIG, post_gelu=kind)
+    config = dataclasses.replace(CONFIG, post_gelu=kind, search=replace(CONFIG.search, compare_uniform=False))
     word = {"adalog": "log", "twin": "twin uniform"}[kind]
     product = Toy(lambda _, x: F.gelu(x) @ x.transpose(-1, -2)).eval()
     grouped = Toy(lambda m, x: m.conv(F.gelu(x)), conv=nn.Conv2d(3, 6, 3, padding=1, groups=3)).eval()
@@ -209,11 +210,11 @@ def test_a_model_without_multiplications_is_refused():
 
 
 @pytest.mark.parametrize(
-    "activation", [F.silu, *(pytest.param(each, marks=pytest.mark.slow) for each in (F.hardswish, F.mish))]
+    "activation", [F.silu, F.gelu, *(pytest.param(each, marks=pytest.mark.slow) for each in (F.hardswish, F.mish))]
 )
 @pytest.mark.parametrize(("gain", "power", "kind"), [(0.05, 1, "uniform"), (2, 3, "log")])
 @torch.no_grad()
-def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, kind):
+def test_the_better_quantizer_after_an_activation(activation, gain, power, kind):
     """Values near zero have no power law above the activation's minimum; values with long tails have."""
     model = Toy(lambda m, x: m.fc(activation(gain * x**power)), fc=nn.Linear(32, 4)).eval()
     config = dataclasses.replace(CONFIG, weight_bits=4, activation_bits=4)
@@ -231,10 +232,23 @@ def test_the_better_quantizer_after_silu_and_the_like(activation, gain, power, k
     assert (log.sqnr > uniform.sqnr) is (kind == "log")
 
 
-def test_gelu_keeps_its_logarithmic_quantizer():
-    model = Toy(lambda m, x: m.fc(F.gelu(0.05 * x)), fc=nn.Linear(32, 4)).eval()
-    (row,) = adalog.quantize(model, IMAGES, CONFIG).ledger
-    assert "log" in row.left
+@pytest.mark.parametrize("compares", [True, False])
+def test_gelu_has_the_papers_quantizer_unless_both_kinds_are_compared(compares):
+    """The activations lie between 2 and 4, as a bias may place them, where a logarithm is coarse."""
+    model = Toy(lambda m, x: m.fc(F.gelu(3 + 0.3 * x)), fc=nn.Linear(32, 4)).eval()
+    search = dataclasses.replace(CONFIG.search, compare_uniform=compares)
+    (row,) = adalog.quantize(model, IMAGES, dataclasses.replace(CONFIG, search=search)).ledger
+    assert ("uniform" in row.left) is compares
+    assert row.sqnr > 30 or not compares
+
+
+def test_a_uniform_quantizer_is_searched_only_if_it_is_closer(monkeypatch):
+    """After a GELU of values around zero, a logarithmic quantizer is closer, and one search is enough."""
+    searched = []
+    monkeypatch.setattr(bounds, "search_product", lambda *given: searched.append(given) or search_product(*given))
+    model = Toy(lambda m, x: m.fc(F.gelu(2 * x**3)), fc=nn.Linear(32, 4)).eval()
+    adalog.quantize(model, IMAGES, CONFIG)
+    assert len(searched) == 1
 
 
 # --- sites that keep other bits --------------------------------------------------------------------------------------

@@ -98,6 +98,9 @@ class Search:
             linears' outputs on images that did not choose the ranges.
         importance: Rows (tokens) count by their squared gradient to this power, so that errors count where the model's
             output depends on them. 0 counts all rows alike, as in the paper. Chosen by measurement: docs/benchmarks.
+        compare_uniform: After GELU, search a uniform quantizer too if one is closer to the values than the logarithmic
+            quantizer that was found, and keep the one with the smaller error of the output. If False, activations after
+            GELU always get the quantizer `post_gelu`, as in the paper.
 
     Raises:
         ValueError: If a field has an invalid value.
@@ -116,13 +119,15 @@ class Search:
     reach: float = 0.4
     fold_ranges: FoldRanges = "best"
     importance: float = 0.5
+    compare_uniform: bool = True
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, Strategy)
         check_choice("fold_ranges", self.fold_ranges, FoldRanges)
         for name, least in (("parents", 1), ("steps", 0), ("rounds", 1), ("rough_rows", 0)):
             check_whole(name, getattr(self, name), least)
-        check_flag("refit", self.refit)
+        for name in ("refit", "compare_uniform"):
+            check_flag(name, getattr(self, name))
         check_share("importance", self.importance)
         if not isinstance(self.reach, (int, float)) or not 0 < self.reach <= 0.5:
             raise ValueError(f"reach = {self.reach} is not a number above 0 and at most 0.5")

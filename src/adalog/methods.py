@@ -140,7 +140,14 @@ METHODS: dict[str, Method] = {
             "offset": 0.17,
             "per_head": False,
             "search": Search(
-                steps=4, rounds=1, rough_rows=0, refit=False, reach=0.1, fold_ranges="own", importance=0.0
+                steps=4,
+                rounds=1,
+                rough_rows=0,
+                refit=False,
+                reach=0.1,
+                fold_ranges="own",
+                importance=0.0,
+                compare_uniform=False,
             ),
         },
     ),

@@ -21,6 +21,7 @@ from adalog.calibration.operands import (
     joined,
     moved_by,
     operands_of,
+    rarely_uniform,
     request_of,
     why_unfolded,
     with_rows,
@@ -42,6 +43,7 @@ from adalog.quantized import QuantizedProgram
 from adalog.quantizers import FLOAT_BITS, Assignment, Fold, UniformQuantizer
 from adalog.ranks import ALONE, Ranks
 from adalog.search import SEARCHES
+from adalog.search.bounds import uniform_is_closer
 from adalog.search.operand import Format
 from adalog.search.product import Product, with_table
 from adalog.version import source_hash
@@ -373,13 +375,16 @@ class Calibration:
     @_alone
     def _search(self, group: SiteGroup, whole: Config, start: Assignment | None = None) -> Searched:
         """Search the group's product, or return the cached result; of several formats, keep the best SQNR."""
-        begun, seconds, tried = time.thread_time(), 0.0, []
+        begun, seconds = time.thread_time(), 0.0
+        tried: list[Searched] = []
         config, ordered = choices_of(group, whole), self._shared.ordered(whole)
         fold, shared = self._fold(group, whole, ordered)
         if start is not None and isinstance(config.search, Search) and _fits(start, config):
             fold = start.fold  # its quantizers belong to operands with this fold
         for activation in formats_of(group.first, config):
             product = self._product(group, config, fold, activation)
+            if tried and rarely_uniform(group.first) and not _may_be_uniform(product, tried[0], config):
+                continue
             formats = product.left.format, product.right.format
             bits, order = None if fold is None else config.activation_bits, self._shared.order(whole)
             key: Any = (group.name, *formats, config.search, bits, order)
@@ -475,6 +480,12 @@ class Calibration:
         """
         choices = choices_of(group, config)
         return self._product(group, choices, assignment.fold, formats_of(group.first, choices)[0])
+
+
+def _may_be_uniform(product: Product, tried: Searched, config: Config) -> bool:
+    """Return True if a uniform quantizer is closer to the left operand's values than the one that was found."""
+    found = tried.assignment.left
+    return found is not None and uniform_is_closer(product.left, found, cast(Search, config.search))
 
 
 def _given(start: Assigned, groups: Sequence[SiteGroup]) -> dict[str, Assignment]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adalog.calibration.observe import Request
+from adalog.choices import Search
 from adalog.config import Config
 from adalog.graph.convolution import conv_geometry, patches
 from adalog.graph.program import Program
@@ -75,9 +76,9 @@ def operand_kinds(role: str, source: str) -> tuple[OperandKind, OperandKind]:
 def formats_of(site: Site, config: Config) -> list[Format]:
     """Return the formats to search for the left operand of a site; among equally good ones the first wins.
 
-    After an activation such as SiLU, a logarithmic or a uniform quantizer may be better, depending on the site, so both
-    formats are returned. After GELU, only the logarithmic one is, unless a grouped convolution follows, for which a
-    uniform quantizer has a scale per group.
+    After an activation such as SiLU or GELU, a logarithmic or a uniform quantizer may be better, depending on the site,
+    so both formats are returned. After GELU, the uniform one is only returned if the choices say so, or if a grouped
+    convolution follows, for which a uniform quantizer has a scale per group.
     """
     kind = site.left_source.kind
     operand = operand_kinds(site.role, kind)[0]
@@ -89,9 +90,15 @@ def formats_of(site: Site, config: Config) -> list[Format]:
     own = -site.left_source.minimum
     offset = config.offset if config.offset is not None and kind == "gelu" else own
     power_law = Format.power_law(config.post_gelu, bits, config, offset)
+    compares = isinstance(config.search, Search) and config.search.compare_uniform
+    sure = rarely_uniform(site) and not compares
+    return [power_law] if sure or power_law.log2_base is None else [power_law, Format(bits)]
+
+
+def rarely_uniform(site: Site) -> bool:
+    """Return True for a site after GELU, unless a uniform quantizer has a scale per group there."""
     grouped = site.role == "conv" and conv_geometry(site.node)[3] > 1
-    sure = (kind in GELUS and not grouped) or power_law.log2_base is None
-    return [power_law] if sure else [power_law, Format(bits)]
+    return site.left_source.kind in GELUS and not grouped
 
 
 def operands_of(
