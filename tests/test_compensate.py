@@ -387,7 +387,7 @@ def test_inputs_that_never_change_move_the_bias_alone():
 
 def test_a_weight_with_fewer_rows_than_inputs_is_not_fitted(searched, pool, monkeypatch):
     """The head reads one row per image: 8 rows do not determine its weights, so only its codes and bias change."""
-    monkeypatch.setattr(compensate, "output_errors", lambda *given: [1.0, 0.0])
+    monkeypatch.setattr(compensate, "output_errors", lambda *given: [{"kl": 1.0}, {"kl": 0.0}])
     calibration, before = searched
     after = corrected(calibration.program, [pool[:8]], before, Correction(8, compensate=False))
     for (group, one), (_, other) in zip(before, after, strict=True):
@@ -455,9 +455,21 @@ def test_pieces_of_a_batch_may_hold_parts_of_images(monkeypatch):
 
 def test_a_correction_that_makes_the_whole_model_worse_changes_nothing(pool, searched, monkeypatch):
     calibration, before = searched
-    monkeypatch.setattr(compensate, "output_errors", lambda *given: [1.0, 2.0])  # before, and after
+    monkeypatch.setattr(
+        compensate, "output_errors", lambda *given: [{"kl": 1.0}, {"kl": 0.5, "relative": 1.0}]
+    )  # before, and after
     after = corrected(calibration.program, [pool[:6]], before, Correction(6, compensate=False))
     assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("worse", [True, False])
+def test_a_model_says_that_its_correction_was_not_applied(pool, searched, fast, monkeypatch, worse):
+    calibration, _ = searched
+    errors = [{"kl": 1.0}, {"kl": 2.0 if worse else 0.5}]
+    monkeypatch.setattr(compensate, "output_errors", lambda *given: errors)
+    told = "not applied: correction: it does not lower the error of the model's output"
+    summary = calibration.quantize(replace(fast, stages=(Correction(images=6, compensate=False),))).summary()
+    assert (told in summary) is worse
 
 
 def test_moments_count_rows_by_their_weight(pool, searched):

@@ -72,7 +72,9 @@ def test_outputs_are_measured_over_the_first_images(head, most, monkeypatch):
     for batch in (2, 8):
         floats = Blocks(program, [images], find_pieces(program))
         floats.batch = batch
-        same, other = output_errors(program, floats, [program, quantized])
+        both = output_errors(program, floats, [program, quantized])
+        assert [list(errors) for errors in both] == [["kl" if head else "relative"]] * 2
+        same, other = (next(iter(errors.values())) for errors in both)
         assert same == pytest.approx(0, abs=1e-6)
         assert other == pytest.approx(error(values, wanted), rel=1e-3, abs=1e-6)
 
@@ -83,4 +85,4 @@ def test_outputs_that_are_not_finite_have_an_infinite_error():
     program, images = calibration.program, calibration.images
     broken = Calibration(Toy(model.function, one=nn.Linear(4, 4), two=nn.Linear(4, 3)).eval(), images[0]).program
     broken.tensors["one.weight"].fill_(math.inf)
-    assert output_errors(program, Blocks(program, images, find_pieces(program)), [broken]) == [math.inf]
+    assert output_errors(program, Blocks(program, images, find_pieces(program)), [broken]) == [{"kl": math.inf}]

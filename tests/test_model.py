@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import functools
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -173,7 +175,8 @@ def test_methods_share_what_they_share(tiniest, images, searches):
 def test_separate_queries_keys_and_values_are_one_search(images, searches):
     model, _ = zoo.captured("hf_vit")
     calibration = Calibration(model, images)
-    result = calibration.quantize(BITS4)
+    one_kind = dataclasses.replace(BITS4.search, compare_uniform=False)
+    result = calibration.quantize(dataclasses.replace(BITS4, search=one_kind))
     assert len(searches) == len(calibration.sites) - 2 * 2  # two blocks
     reads = [node.args[0].name for node in result.program.nodes if node.scope.endswith(("q_proj", "k_proj", "v_proj"))]
     assert len(set(reads)) < len(reads)
@@ -231,6 +234,23 @@ def test_summary_tells_every_site_and_what_stays_float(quantized):
         assert f"{name} x {count}" in last
     assert {"layer_norm", "softmax", "gelu", "add"} <= set(quantized.float_operations())
     assert not {"linear", "conv2d", "matmul"} & set(quantized.float_operations())
+
+
+@pytest.mark.parametrize(
+    ("errors", "lines"),
+    [
+        ({"kl": 0.0123}, ["KL divergence of the outputs on the 4 calibration images: 0.0123 nats"]),
+        ({"relative": 0.02}, ["relative squared error of the outputs on the 4 calibration images: 0.02"]),
+        ({"kl": 0.031}, ["KL divergence of the outputs on the 4 calibration images: 0.031 nats", "to lower it: "]),
+        ({"kl": "much", "relative": math.inf, "other": 1.0}, []),  # as a file may have it
+        (["kl"], []),
+        (None, []),
+    ],
+)
+def test_summary_names_the_error_of_the_outputs_and_what_lowers_it(quantized, errors, lines):
+    model = QuantizedModel(replace(quantized.quantized, provenance={"images": 4, "output_error": errors}))
+    last = model.summary().splitlines()[len(quantized.summary().splitlines()) :]
+    assert [line[: len(start)] for line, start in zip(last, lines, strict=True)] == lines
 
 
 def test_summary_tells_refusals(images):

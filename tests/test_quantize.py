@@ -73,6 +73,8 @@ def test_the_same_images_of_every_input(masked):
     sample = tuple(value[order] for value in inputs)
     assert result.provenance["calibration"] == digest(sample)
     assert result.provenance["images"] == 4
+    assert result.provenance["output_error"].keys() == {"relative"}
+    assert 0 < result.provenance["output_error"]["relative"] < 0.01
     assert result.ledger == Calibration(model, sample).quantize(CONFIG).ledger
     assert len({digest(sample), digest(sample[:1]), digest((*sample[:2], sample[2] + 1))}) == 3
     assert digest(sample[:1]) == digest((sample[0],))

@@ -3,6 +3,7 @@
 The module is private so that the name `adalog.quantize` is the function.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,8 @@ def quantize(
     sample = take(whole, range(config.images))
     if within is None:
         calibration = Calibration(model, sample, unlabelled=whole, seed=seed, memory=memory, sizes=sizes)
-        return calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
+        result = calibration.quantize(config, progress, jobs=jobs, partial=partial, ranks=ranks)
+        return _with_error(result, calibration)
     call, calls = record_calls(model, within, sample)
     more = record_calls(model, within, whole)[1] if _count(whole) > config.images else calls
     given, unlabelled = (tuple(value for inputs in each for value in inputs) for each in (calls, more))
@@ -94,13 +96,20 @@ def quantize(
         check_shareable(model, calibration.sites)
     # Each call, or each window of a call, counts as an image here.
     own = config.with_fitted_images(len(unlabelled[0])) if config.images_fitted else config
-    result = calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks)
+    result = _with_error(calibration.quantize(own, progress, jobs=jobs, partial=partial, ranks=ranks), calibration)
     if len(calls) > 1:
         program, example = of_first_call(result.program, len(call.inputs)), result.example[: len(call.inputs)]
         result = QuantizedModel(replace(result.quantized, program=program, example=example))
     result.note(calibration=digest(sample), images=config.images)
     result.call = call
     exchange(model, within, result)
+    return result
+
+
+def _with_error(result: QuantizedModel, calibration: Calibration) -> QuantizedModel:
+    """Note the error of the model's outputs on the calibration images in the provenance, with three digits."""
+    errors = calibration.output_error(result.program)
+    result.note(output_error={kind: float(f"{error:.3g}") for kind, error in errors.items() if math.isfinite(error)})
     return result
 
 

@@ -67,6 +67,7 @@ _PTQ4VIT = "PTQ4ViT (Yuan et al., ECCV 2022)"
 _RELEASED_OFFSET = 0.16997124254703522  # minus the minimum of GELU, as in the released code of AdaLog
 _CORRECTED_ADALOG = f"{_ADALOG}, then corrected in closed form from its calibration images (ours)"
 _CORRECTED = {"stages": (Correction(),)}
+_ONE_KIND = {"search": Search(compare_uniform=False), **_CORRECTED}
 _UNIFORM = {"post_softmax": "uniform", "post_gelu": "uniform"}
 _SPLIT_AND_TWIN = {"post_softmax": "split", "post_gelu": "twin", "input_bits": FLOAT_BITS}
 # FQ-ViT and RepQ-ViT share these. Values beyond the codes become zero, as in the released code that produced the
@@ -99,12 +100,12 @@ METHODS: dict[str, Method] = {
     # Eqs. 1-2
     "log2": Method(
         f"{_CORRECTED_ADALOG}: its rows of FQ-ViT's quantizer",
-        {"post_softmax": "log2", "post_gelu": "log2", **_CORRECTED},
+        {"post_softmax": "log2", "post_gelu": "log2", **_ONE_KIND},
     ),
     # Eqs. 3-4
     "log-sqrt2": Method(
         f"{_CORRECTED_ADALOG}: its rows of RepQ-ViT's quantizer",
-        {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2", **_CORRECTED},
+        {"post_softmax": "log-sqrt2", "post_gelu": "log-sqrt2", **_ONE_KIND},
     ),
     # Eqs. 5-15 of the paper
     "adalog": Method(_CORRECTED_ADALOG, {"post_softmax": "adalog", "post_gelu": "adalog", **_CORRECTED}),
@@ -213,7 +214,8 @@ METHODS: dict[str, Method] = {
         {**_UNIFORM, "stages": (_BRECQ,)},
     ),
     "brecq-adalog": Method(
-        f"{_ADALOG}, then BRECQ as in its Table 4, without labels, {_SHORTENED}", {"stages": (_BRECQ,)}
+        f"{_ADALOG}, then BRECQ as in its Table 4, without labels, {_SHORTENED}",
+        {"search": Search(compare_uniform=False), "stages": (_BRECQ,)},
     ),
     "qdrop": Method(
         f"QDrop (Wei et al., ICLR 2022) after the search of AdaLog, {_SHORTENED}",

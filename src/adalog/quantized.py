@@ -9,7 +9,7 @@ from torch import Tensor
 from adalog.config import Config
 from adalog.graph.operations import FAKE_QUANTIZE, FLOAT_PRODUCTS, PRODUCTS
 from adalog.graph.program import Program
-from adalog.ledger import LedgerRow, float_lines, ledger_table
+from adalog.ledger import LedgerRow, error_lines, float_lines, ledger_table
 
 _TAKEN = 1024  # number of accepted shapes to remember, which are not checked again
 
@@ -102,10 +102,11 @@ class QuantizedProgram:
         return self.program.float_operations()
 
     def summary(self) -> str:
-        """Return the ledger as text: one row per site, then what stays float and why."""
+        """Return the ledger as text: one row per site, what stays float and why, and the error of the output."""
         lines = ledger_table(self.ledger)
         bits = f"bits {self.config.bits}{', except at sites with pinned bits' if self.config.pinned else ''}"
         lines.append(f"{bits}; {len(self.ledger)} sites, {len(self.float_sites())} of them float")
         lines += [f"height and width of {name} are free" for name in self.program.free]
         lines += float_lines(self.refusals, self.float_operations())
+        lines += error_lines(self.provenance.get("output_error"), self.provenance.get("images"))
         return "\n".join(line.rstrip() for line in lines)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from adalog.calibration.blocks import Blocks
+from adalog.calibration.judge import output_errors
 from adalog.calibration.observe import Observed
 from adalog.calibration.operands import (
     check_pinned,
@@ -30,12 +32,13 @@ from adalog.calibration.partial import Partial, assignment_json, check_storable,
 from adalog.calibration.schedule import Progress, run_searches
 from adalog.calibration.shared import Shared
 from adalog.calibration.stages import check_images, staged
-from adalog.choices import Search
+from adalog.choices import Correction, Search
 from adalog.config import Config
 from adalog.errors import CalibrationError
 from adalog.graph.capture import Sizes, batched, capture, take
+from adalog.graph.program import Program
 from adalog.graph.rewrite import Assigned, SiteGroup, group_sites, rewritten
-from adalog.graph.sites import Site, find_blocks, find_pairs, find_refused, find_sites, with_heads
+from adalog.graph.sites import Site, find_blocks, find_pairs, find_pieces, find_refused, find_sites, with_heads
 from adalog.graph.tracing import trace
 from adalog.ledger import ledger_of
 from adalog.model import QuantizedModel
@@ -289,12 +292,29 @@ class Calibration:
         for group, assignment in assigned:
             if choices_of(group, config) != config and assignment.left is None and assignment.right is None:
                 refusals |= {site.name: f"stays float: pinned at {FLOAT_BITS} bits" for site in group.sites}
+        corrects = any(isinstance(stage, Correction) for stage in config.stages)
+        if corrects and all(assignment.bias is None for _, assignment in assigned):
+            refusals["correction"] = "not applied: it does not lower the error of the model's output"
         provenance = {"seed": self.seed, "calibration": digest(self.images), "images": len(self.images[0])}
         if fitted := take(self.unlabelled, range(config.images_fitted)) if config.images_fitted else ():
             provenance |= {"fitted": digest(fitted), "fitted_images": config.images_fitted}
         example = tuple(value[:0] for value in self.images)
         ledger = tuple(ledger_of(self.program, assigned, moved_by(self.groups, config)))
         return QuantizedProgram(rewritten(self.program, assigned), config, ledger, refusals, provenance, example)
+
+    @_alone
+    def output_error(self, program: Program) -> dict[str, float]:
+        """Measure how far a quantized program's outputs are from the float model's on the calibration images.
+
+        Args:
+            program: A program from `build_program`.
+
+        Returns:
+            "kl": the mean KL divergence [nats] of outputs that are logits. "relative": the squared error of other
+            outputs, divided by their power. Both after the best common factor; several outputs add up.
+        """
+        floats = Blocks(self.program, self.images, find_pieces(self.program), self._memory // 2)
+        return output_errors(self.program, floats, [program])[0]
 
     def search(self, config: Config, sites: Collection[str] | None = None) -> list[Searched]:
         """Search products and return their assignments together with their operands, even if these exceed the memory.

@@ -184,7 +184,8 @@ def corrected(
         if progress is not None and inside:
             progress(done, len(current), f"{current[inside[-1]][0].name} corrected")
     if choices.robust:
-        before, after = output_errors(program, floats, [rewritten(program, assigned), rewritten(program, current)])
+        both = output_errors(program, floats, [rewritten(program, assigned), rewritten(program, current)])
+        before, after = (sum(errors.values()) for errors in both)
         if after > before:
             return list(assigned)
     return current

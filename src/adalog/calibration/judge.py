@@ -23,12 +23,12 @@ _HALVINGS = 24
 
 
 @torch.no_grad()
-def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program]) -> list[float]:
-    """Return the error of the outputs of each candidate on the first 64 images, or on all if they cannot be separated.
+def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program]) -> list[dict[str, float]]:
+    """Return the errors of each candidate's outputs on the first 64 images, or on all if they cannot be separated.
 
-    The errors of all outputs are added up. An output (N, C) of a linear is taken as logits, and measured by
-    `logit_error`; any other one is measured by `relative_error`. Unlike plain distances, they do not count a common
-    factor of the whole output, which changes no class. An error that is not finite is infinite.
+    An output (N, C) of a linear is taken as logits, and adds to "kl" by `logit_error`; any other one adds to "relative"
+    by `relative_error`. Unlike plain distances, they do not count a common factor of the whole output, which changes no
+    class. An error that is not finite is infinite.
 
     floats: the float network, `program`, and its images.
     """
@@ -50,14 +50,16 @@ def output_errors(program: Program, floats: Blocks, candidates: Sequence[Program
     exact = run(program)
     linears = {node.name for node in program.nodes if node.op == "aten.linear.default"}
 
-    def error(candidate: Program) -> float:
-        total = 0.0
+    def errors(candidate: Program) -> dict[str, float]:
+        found: dict[str, float] = {}
         for (name, value), (_, wanted) in zip(run(candidate), exact, strict=True):
-            measure = logit_error if name in linears and value.ndim == 2 else relative_error
-            total += measure(value.reshape(len(value), -1), wanted.reshape(len(value), -1))
-        return total if math.isfinite(total) else math.inf
+            logits = name in linears and value.ndim == 2
+            kind, measure = ("kl", logit_error) if logits else ("relative", relative_error)
+            error = measure(value.reshape(len(value), -1), wanted.reshape(len(value), -1))
+            found[kind] = found.get(kind, 0.0) + (error if math.isfinite(error) else math.inf)
+        return found
 
-    return [error(candidate) for candidate in candidates]
+    return [errors(candidate) for candidate in candidates]
 
 
 def _is_float(value: object) -> bool:
