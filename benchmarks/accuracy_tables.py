@@ -1,6 +1,6 @@
 """Tables of accuracy: TinyViT on real images, the bundled ViT, the paper's tables, the released code, the detector."""
 
-from benchmarks.publish import markdown_table, measured, read, source
+from benchmarks.publish import RESULTS, markdown_table, measured, read, source
 
 from collections.abc import Sequence
 from statistics import mean, median, stdev
@@ -8,6 +8,7 @@ from typing import Any
 
 from adalog.methods import labelled
 from adalog.study.markdown import markdown
+from adalog.study.tables import p_value
 
 FRONT_PAGE = ("adalog", "adalog-paper", "repq-vit", "ptq4vit", "percentile")
 
@@ -64,7 +65,7 @@ def real_table() -> str:
         name = labelled(method) + " †" * any("renewed" in row for row in rows)
         test = f"{median(row['mcnemar_p'] for row in rows):.2g}"
         lines.append([bits.upper(), name, percent(rows, "top1"), f"{lost:.1f}", percent(rows, "agreement"), test])
-        lines[-1] += [p_adalog(rows), f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
+        lines[-1] += [p_adalog(rows, result), f"{mean(row['cpu_seconds'] for row in rows):.0f}"]
     renewed = sorted({row["renewed"] for row in result["rows"] if "renewed" in row})
     note = (
         f"{result['queries']:,} queries; {result['calibration_images']} support images calibrate (seed "
@@ -74,8 +75,9 @@ def real_table() -> str:
     )
     if renewed:
         note += (
-            f" †: measured again later on {' and '.join(renewed)}, without p against adalog; compare the seconds of "
-            f"these rows with one another only. {source('realbench-renewed')}"
+            f" †: measured again later on {' and '.join(renewed)}; compare the seconds of these rows with one another "
+            "only. `adalog+` starts from the search of `adalog`, whose seconds do not count again. "
+            f"{source(*(path.stem for path in sorted(RESULTS.glob('realbench-renewed*.json'))))}"
         )
     return f"{markdown_table(heads, lines)}\n\n{note}"
 
@@ -87,7 +89,7 @@ def seeds_table() -> str:
     lines = []
     for (bits, method), rows in group_rows(result).items():
         cells = [bits.upper(), labelled(method), str(len(rows)), percent(rows, "top1"), percent(rows, "agreement")]
-        lines.append([*cells, p_adalog(rows), f"{mean(row['cpu_seconds'] for row in rows):.0f}"])
+        lines.append([*cells, p_adalog(rows, result), f"{mean(row['cpu_seconds'] for row in rows):.0f}"])
     note = (
         f"Mean ± standard deviation over random sets of {result['calibration_images']} support images. Full precision "
         f"has {100 * result['fp32']['top1']:.1f} %. p: McNemar's test against adalog with the same seed, median over "
@@ -260,9 +262,14 @@ def percent(rows: Sequence[dict[str, Any]], name: str) -> str:
     return f"{mean(values):.1f}{f' ± {stdev(values):.1f}' if len(values) > 1 else ''} %"
 
 
-def p_adalog(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the median p-value against `adalog`; empty if no row has one."""
-    values = [row["mcnemar_p_adalog"] for row in rows if row["mcnemar_p_adalog"] is not None]
+def p_adalog(rows: Sequence[dict[str, Any]], result: dict[str, Any]) -> str:
+    """Format the median p-value of McNemar's test against `adalog` with the same bits and seed; empty for `adalog`."""
+
+    def draw(row: dict[str, Any]) -> tuple[str, int]:
+        return row["bits"], row.get("seed", result["seed"])
+
+    own = {draw(row): row for row in result["rows"] if row["method"] == "adalog"}
+    values = [p_value(row, own[draw(row)]) for row in rows if row["method"] != "adalog"]
     return f"{median(values):.2g}" if values else ""
 
 

@@ -28,11 +28,12 @@ def read(name: str) -> dict[str, Any]:
 def measured(name: str) -> dict[str, Any]:
     """Return a result with each row replaced by its later measurement, if there is one.
 
-    Later rows are in files NAME-renewed*.json and get the key "renewed", the processor that measured them.
+    Later rows are in files NAME-renewed*.json and get the key "renewed", the processor that measured them. A row that
+    the result lacks comes after the other rows with its bits.
     """
     result = read(name)
     seed = result.get("seed")  # of rows without a seed of their own
-    files = sorted(RESULTS.glob(f"{name}-renewed*.json"))
+    files, added = sorted(RESULTS.glob(f"{name}-renewed*.json")), list[dict[str, Any]]()
     places = {_identity(row, seed): index for index, row in enumerate(result.get("rows", []))}
     if files and len(places) < len(result["rows"]):
         raise ValueError(f"{name}.json has rows that differ only in measured values: add a field that tells them apart")
@@ -40,9 +41,14 @@ def measured(name: str) -> dict[str, Any]:
         later = read(path.stem)
         for row in later["rows"]:
             place = places.get(_identity(row, seed))
+            row["renewed"] = later["machine"]["processor"]
             if place is None:
-                raise ValueError(f"{path} has a row that {name}.json lacks: {_identity(row, seed)}")
-            result["rows"][place] = {**row, "renewed": later["machine"]["processor"]}
+                added.append(row)
+            else:
+                result["rows"][place] = row
+    for row in added:
+        alike = [index for index, other in enumerate(result["rows"]) if other["bits"] == row["bits"]]
+        result["rows"].insert(alike[-1] + 1, row)
     return result
 
 
